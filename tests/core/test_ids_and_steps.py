@@ -415,7 +415,7 @@ def test_q7_who_was_frozen_while_the_others_went_on_never_takes_the_job_back() -
     scene.ask("a:1", step=210)
     scene.leave("a:1")
     scene.take()
-    scene.ask("b:2", step=62, last_num_groups=2, has_history=True)
+    scene.ask("b:2", step=62, seen_quorum_id=1, last_num_groups=2, has_history=True)
     scene.until(scene.now + 99)
     assert scene.take() == []
     assert scene.why().startswith("the job has committed step 210, the groups that ask have at")
@@ -451,7 +451,7 @@ def test_q7_who_belongs_to_a_finished_job_does_not_begin_it_anew() -> None:
     scene.ask("a:1", step=210)
     scene.leave("a:1", ends=True)
     scene.take()
-    scene.ask("b:2", step=62, has_history=True)
+    scene.ask("b:2", step=62, seen_quorum_id=1, has_history=True)
     assert scene.take() == []
     assert scene.why().startswith("the job has finished after step 210, the groups that ask have")
 

@@ -309,6 +309,22 @@ def test_a_wait_that_ended_with_a_question_counts_for_who_has_not_begun_the_step
     assert term.take_quorums() == [(2, ["a", "b"])]
 
 
+def test_a_wait_that_was_over_before_it_is_heard_of_counts_at_once() -> None:
+    """Nothing is left for a tick: the next deadline of a lighthouse is never in the past."""
+    term = Term()
+    term.now = 130.0
+    term.does("c", Phase.IDLE, 7)
+    term.does("b", Phase.IDLE, 8)
+    term.does("a", Phase.QUORUM, 7, for_s=20.0)
+    assert term.told() == [(7, ("a", "b", "c"))]
+    term = Term()
+    waiting_for_c(term)
+    term.now = 112.0  # nobody has looked meanwhile
+    for each in "ab":
+        term.asks(each, 7)
+    assert term.take_quorums() == [(2, ["a", "b"])]
+
+
 def test_it_does_not_count_for_who_has_begun_the_step() -> None:
     term = Term()
     waiting_for_c(term)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support.core.scenes import JOB, Scene, config, formed, loss
+from support.core.scenes import JOB, SECONDS, Scene, config, formed, loss
 
 from torchft_svc.core.types import MAX_INT64, LastQuorum
 from torchft_svc.errors import RequestRefused
@@ -161,3 +161,88 @@ def test_what_cannot_be_is_refused(quorum_id: int, max_step: int) -> None:
     with pytest.raises(RequestRefused):
         scene.house.opened(JOB, "a", LastQuorum(quorum_id, max_step), 0.0)
     assert scene.house.status("", 0.0) == []
+
+
+@pytest.mark.parametrize("policy", ["auto", "hold"])
+@pytest.mark.parametrize(("committed_in", "known"), [(0, 13), (4, 14), (5, 13)])
+def test_a_question_tells_how_far_the_job_is_also_after_its_group_has_died(
+    policy: str, committed_in: int, known: int
+) -> None:
+    """It has no session, or a new manager, which knew of no quorum when its session began; the
+    last step that it committed in its last quorum may be its own alone."""
+    scene = Scene(config(on_step_regression=policy, min_replicas=2), first_id=100)
+    scene.ask("a", step=14, seen_quorum_id=5, step_quorum_id=committed_in, has_history=True)
+    scene.opened("b")
+    scene.opened("c")
+    scene.leave("a")
+    scene.ask_all("b", "c")
+    if policy == "hold":
+        assert scene.why().startswith(f"the job has committed step {known}, ")
+    else:
+        assert scene.take()[-1].lost_from == known
+
+
+def test_who_has_asked_is_waited_for_like_those_who_report() -> None:
+    scene = Scene(first_id=100)
+    caller = scene.ask("a", step=14, seen_quorum_id=5, has_history=True, last_num_groups=2)
+    scene.withdraw(caller)
+    scene.ask("b")
+    scene.until(50)
+    assert scene.why() == "waiting for a: alive, but has not asked"
+
+
+def begun_anew() -> Scene:
+    """A newcomer was the first to ask a restarted lighthouse, and trains alone."""
+    scene = Scene(first_id=100)
+    scene.ask("c")
+    scene.ask("c", step=1)
+    assert scene.take_quorums() == [(101, ["c"]), (101, ["c"])]
+    return scene
+
+
+def test_members_that_come_back_after_a_newcomer_has_begun_anew_are_believed() -> None:
+    scene = begun_anew()
+    scene.opened("a", 5, 836)
+    scene.ask("a", step=837, seen_quorum_id=5, has_history=True, last_num_groups=2)
+    scene.ask("c", step=2)
+    (order,) = scene.take()
+    assert [each.replica_id for each in order.quorum.up_to_date] == ["a"]
+    assert order.quorum.max_step == 837
+    scene.ask("b", step=836, seen_quorum_id=5, has_history=True, last_num_groups=2)
+    scene.ask("a", step=838, seen_quorum_id=102, has_history=True, last_num_groups=2)
+    scene.ask("c", step=838, seen_quorum_id=102, has_history=True, last_num_groups=2)
+    assert scene.take_quorums() == [(103, ["a", "b", "c"])]
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.1])
+def test_who_comes_back_later_than_the_heartbeat_timeout_heals(late_s: float) -> None:
+    scene = begun_anew()
+    scene.beat("c")
+    timeout_s = SECONDS.heartbeat_timeout_s
+    while scene.now < timeout_s - 1:
+        scene.until(scene.now + 1)
+        scene.beat("c")
+    scene.until(timeout_s - 0.1 + late_s)
+    scene.ask("a", step=837, seen_quorum_id=5, has_history=True, last_num_groups=2)
+    scene.ask("c", step=2)
+    (order,) = scene.take()
+    assert order.quorum.max_step == (2 if late_s else 837)
+
+
+@pytest.mark.parametrize("seen_quorum_id", [0, 101, 102])
+def test_only_groups_of_an_earlier_quorum_are_back(seen_quorum_id: int) -> None:
+    scene = begun_anew()
+    scene.ask("a", step=837, seen_quorum_id=seen_quorum_id, has_history=seen_quorum_id > 0)
+    scene.ask("c", step=2)
+    (order,) = scene.take()
+    assert order.quorum.max_step == 2
+
+
+def test_who_began_together_with_a_group_of_the_job_has_not_begun_anew() -> None:
+    scene = Scene(first_id=100)
+    scene.ask("a", step=3, seen_quorum_id=5, has_history=True)
+    assert scene.take_quorums() == [(101, ["a"])]
+    scene.ask("b", step=837, seen_quorum_id=4, has_history=True)
+    scene.ask("a", step=4, seen_quorum_id=101, has_history=True)
+    (order,) = scene.take()
+    assert order.quorum.max_step == 4

@@ -206,7 +206,7 @@ class Side:
         assert (state is not None) == bool(self.naive.groups)
         if state is None:
             return
-        view, expected = state.members.view(), self.naive.view()
+        view, expected = state.members.view(self.now), self.naive.view(self.now)
         assert dict(view.waiting) == dict(expected.waiting)
         assert (set(view.living), view.groups) == (expected.living, expected.groups)
         assert (view.previous, view.committed_step) == (expected.previous, expected.committed_step)

@@ -67,6 +67,27 @@ class Job:
     # Members whose session has ended without a word, and since when (rule E7).
     silent: dict[str, float] = field(default_factory=dict)
 
+    def reported(self, replica_id: str, last: LastQuorum, num_groups: int) -> None:
+        """A group reports the ``last`` quorum that it was in, of ``num_groups`` (0: not known)."""
+        known_id = self.members.last.quorum_id
+        self.members.reported(replica_id, last)
+        if self.members.last.quorum_id != known_id:
+            self.term = RunningTerm()  # what was known is about an earlier quorum
+        if last.quorum_id == self.members.last.quorum_id:
+            self.term.num_groups = max(self.term.num_groups, num_groups)
+
+    def asked(self, member: Member, caller: int, now: float) -> int | None:
+        """``caller`` asks for ``member``; returns the caller that it replaces, if any.
+
+        A question is a report, too: its group may have no session, or a new manager, which knew of
+        no quorum when its session began (rule Q12).
+        """
+        if member.has_history:
+            self.reported(member.replica_id, member.last_quorum, member.last_num_groups)
+            if member.replica_id in self.members.previous_ids:
+                self.term.is_noted = True  # it commits no further step
+        return self.members.asked(member, caller, now)
+
     def note_progress(self) -> None:
         """Note how far all members of the last quorum have come in it (rule E5); before one of them
         asks, or is gone."""

@@ -106,13 +106,14 @@ class Lighthouse:
             state.held[member.replica_id] = (member, caller)
         else:
             state.history.asked(member)
-            replaced = state.members.asked(member, caller, now)
+            replaced = state.asked(member, caller, now)
             if replaced is not None:
                 orders.append(_superseded(replaced, member.replica_id))
             if told := state.break_off(member, agreed=agreed):
                 why = f"{member.replica_id} asks for a quorum at step {member.step}"
                 ends = TermEnds(state.members.last.quorum_id, member.step, why)
                 orders.append(ReportTermEnds(job, ends, told))
+            orders += self._end_stalled_term(job, state, now)
         orders += self._heed_hangs(job, state, now, (member.replica_id,))
         return self._settle(job, state, orders, now, asked=[member.replica_id])
 
@@ -137,12 +138,7 @@ class Lighthouse:
         if state.silent.keys() & set(state.members.names.earlier(replica_id)):
             orders += self._miss_silent(job, state, now)  # it will not be back, this is its heir
         state.members.seen(replica_id, now)
-        known_id = state.members.last.quorum_id
-        state.members.reported(replica_id, last)
-        if state.members.last.quorum_id != known_id:
-            state.term = RunningTerm()  # what was known is about an earlier quorum
-        if last.quorum_id == state.members.last.quorum_id:
-            state.term.num_groups = max(state.term.num_groups, num_groups)
+        state.reported(replica_id, last, num_groups)
         return self._settle(job, state, orders, now)
 
     def heartbeat(
@@ -161,7 +157,8 @@ class Lighthouse:
                 state.history.heard(activity.reached, now)
                 if activity.phase is Phase.QUORUM:
                     state.term.waits(activity.since, self._config.join_timeout_s, now)
-                    self._wake(state.term.look_at)
+                    orders += self._end_stalled_term(job, state, now)
+                    self._wake(state.term.due_at)
                     if state.is_missed(activity, now):
                         orders += self._miss_silent(job, state, now)
                     orders += self._miss_unheard(job, state, activity, now)
@@ -202,7 +199,7 @@ class Lighthouse:
         """
         check_name("job", job)
         state = self._jobs.get(job)
-        if state is None or not has_loss_to_accept(state.members.view(), self._config, now):
+        if state is None or not has_loss_to_accept(state.members.view(now), self._config, now):
             raise RequestRefused(
                 f"job {job!r} has no loss to accept: {self.why(job, now)}; only a quorum that is "
                 "held back because it would lose committed steps can be let through"
@@ -235,7 +232,7 @@ class Lighthouse:
         if state is None:
             return Pause(Waiting(Why.NOBODY_ASKS), now)
         held = {key: tuple(state.members.names.earlier(key)) for key in state.held}
-        return Pause(decide(state.members.view(), self._config, now), now, held)
+        return Pause(decide(state.members.view(now), self._config, now), now, held)
 
     def why(self, job: str, now: float) -> str:
         return self.pause(job, now).sentence()
@@ -491,7 +488,7 @@ class Lighthouse:
         newcomers = list(asked)
         for replica_id in state.members.names.take_heirs():
             if replica_id in state.held:
-                state.members.asked(*state.held.pop(replica_id), now)
+                state.asked(*state.held.pop(replica_id), now)
                 newcomers.append(replica_id)
         state.hangs.heed_again(state.members.recalled())
         look = look_at(state.members, self._config)
@@ -519,7 +516,7 @@ class Lighthouse:
     def _decide(self, job: str, state: Job, orders: list[Order], now: float) -> Formed | Waiting:
         """Whether there is a quorum now. Groups that are out of time are stragglers from here
         on."""
-        view = state.members.view()
+        view = state.members.view(now)
         state.members.sharpen(view)
         deadlines = absent_deadlines(view, self._config)
         late = sorted(key for key, at in deadlines.items() if at <= now)

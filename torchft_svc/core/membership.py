@@ -134,7 +134,8 @@ class JobView:
     operator gave up the steps that the groups that ask do not have. ``is_finished``: the last run
     ended on purpose. ``ahead``: groups that report a newer quorum than the last one here, because
     the job went on elsewhere, and are believed. ``gathering`` matters until the first quorum here;
-    ``num_gone`` groups had reported the last quorum here, and are gone.
+    ``num_gone`` groups had reported the last quorum here, and are gone. ``begun_anew``: the id of
+    the first quorum here, while groups that were in an earlier one are believed (0: they are not).
     """
 
     waiting: Mapping[str, Waiter]
@@ -152,6 +153,7 @@ class JobView:
     last_quorum_id: int = 0
     gathering: Gathering = NOBODY_IS_TO_COME
     num_gone: int = 0
+    begun_anew: int = 0
 
 
 class Membership:
@@ -189,6 +191,7 @@ class Membership:
         self._loss_accepted = False
         self._gathering = NOBODY_IS_TO_COME
         self._were_here: set[str] = set()  # names that have reported ``last`` as their last quorum
+        self._begun_anew = 0  # the first quorum here, if nobody in it had been in one before (F8)
 
     # -- what happened ---------------------------------------------------------------------------
 
@@ -205,7 +208,8 @@ class Membership:
         self._known.move_to_end(replica_id)
 
     def reported(self, replica_id: str, last: LastQuorum) -> None:
-        """A group reports the ``last`` quorum that it was in, maybe elsewhere.
+        """A group reports the ``last`` quorum that it was in, maybe elsewhere, as it begins a
+        session or asks.
 
         Until one is published here, the newest reported quorum stands for it: newcomers do not
         continue without its members, and no group continues without its step.
@@ -230,8 +234,7 @@ class Membership:
         self._take_part(replica_id, Tenure.MEMBER)
 
     def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
-        """If the reported quorum is newer than the last one here, the job may have gone on
-        there."""
+        """If the reported quorum is newer than the last here, the job may have gone on there."""
         if self.previous is not None and quorum_id > self.last.quorum_id:
             self._ahead.add(replica_id)
 
@@ -257,10 +260,6 @@ class Membership:
         self._replica_of[caller] = replica_id
         group.caller, group.gave_up, group.left_out, group.heal = caller, None, None, None
         self._place(replica_id, group)
-        if member.has_history:
-            self._note_ahead(replica_id, member.seen_quorum_id)
-            if group.tenure is Tenure.NEW:
-                self._take_part(replica_id, Tenure.VETERAN)
         if self.previous is None:
             self._gathering = self._gathering.after_request(
                 member, now, self._config.join_timeout_s, self._began_at
@@ -368,6 +367,9 @@ class Membership:
             callers.append(group.caller)
             self._take_request(member.replica_id, group)
             self._take_part(member.replica_id, Tenure.MEMBER)
+        if self.previous is None and self.last == NO_QUORUM:
+            knows_one = any(member.has_history for member in quorum.participants)
+            self._begun_anew = 0 if knows_one else quorum.quorum_id
         self.previous = quorum
         self._ahead.clear()
         # Its step is lower than before only if that is accepted (rule Q7).
@@ -441,7 +443,8 @@ class Membership:
 
     # -- what follows ----------------------------------------------------------------------------
 
-    def view(self) -> JobView:
+    def view(self, now: float) -> JobView:
+        is_young = now < self._began_at + self._config.heartbeat_timeout_s
         return JobView(
             waiting=self._waiting,
             groups=self.groups,
@@ -458,6 +461,7 @@ class Membership:
             last_quorum_id=self.last.quorum_id,
             gathering=self._gathering,
             num_gone=sum(not self.names.of(name) for name in self._were_here),
+            begun_anew=self._begun_anew if is_young else 0,
         )
 
     def _first_of_all(self) -> dict[GroupState, float]:
@@ -479,9 +483,8 @@ class Membership:
         return heal.ended_at
 
     def _heals(self) -> dict[str, Heal]:
-        silent = (self.groups[state] for state in SILENT)
-        found = ((key, self._known[key].heal) for keys in silent for key in keys)
-        return {key: heal for key, heal in found if heal is not None}
+        silent = (key for state in SILENT for key in self.groups[state])
+        return {key: heal for key in silent if (heal := self._known[key].heal) is not None}
 
     def sharpen(self, view: JobView) -> None:
         """Keep what ``view`` has counted."""

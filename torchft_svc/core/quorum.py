@@ -217,10 +217,15 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
     From one quorum to the next a group commits one step, also alone while the others discard it,
     and maybe while this lighthouse was away. A group that reports more comes from another run, or
     is wrong, unless it was in a newer quorum elsewhere. A lighthouse that has published no quorum
-    yet knows the last one only if all its groups are here.
+    yet knows the last one only if all its groups are here. One that was restarted may have begun
+    with newcomers before the groups of the job were back: for a while these are believed (rule F8).
     """
     limit = _step_of_the_term(view) + 1
-    jumps = {member.replica_id: member.step for member in candidates if member.step > limit}
+    jumps = {
+        member.replica_id: member.step
+        for member in candidates
+        if member.step > limit and not 0 < member.seen_quorum_id < view.begun_anew
+    }
     if not jumps or config.on_step_jump == "follow":
         return {}
     if view.gathering.num_groups > len(view.previous):

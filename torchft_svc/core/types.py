@@ -116,6 +116,13 @@ class Member:
         return self.seen_quorum_id, self.step_quorum_id
 
     @property
+    def last_quorum(self) -> LastQuorum:
+        """The newest quorum that the group has received, and a step that all its members have
+        reached: they may have discarded the last one that it committed in it."""
+        may_be_alone = self.step_quorum_id in (0, self.seen_quorum_id)
+        return LastQuorum(self.seen_quorum_id, max(0, self.step - may_be_alone))
+
+    @property
     def place(self) -> tuple[str, str, str]:
         """Two quorums share an id only if this is equal for all members."""
         return self.replica_id, self.address, self.store_address

@@ -237,6 +237,7 @@ class Progress:
         # How far they have told to be in it if its steps may ask nobody, until one of them asks or
         # is gone.
         self._reached: dict[str, dict[str, int]] = {}
+        self._begun_anew: dict[str, int] = {}  # the first quorum of a lighthouse, of newcomers only
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
         """A session begins, with what the group knew when it connected: if the lighthouse was
@@ -258,8 +259,8 @@ class Progress:
         self._note_progress(job, member.replica_id)
         took_part = self._took_part.setdefault(job, {})
         if member.has_history and member.replica_id not in took_part and not has_rival():
-            may_be_alone = 0 < member.seen_quorum_id == member.step_quorum_id
-            took_part[member.replica_id] = member.seen_quorum_id, member.step - may_be_alone
+            last = member.last_quorum
+            took_part[member.replica_id] = last.quorum_id, last.max_step
 
     def gone(self, job: str, replica_id: str) -> None:
         """A group has left; that is reported as a loss only if it was let in."""
@@ -330,6 +331,9 @@ class Progress:
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
         self._check_jump(order)
         self._check_belief(order)
+        if order.job not in self._committed:
+            is_anew = not any(each.has_history for each in order.quorum.participants)
+            self._begun_anew[order.job] = order.quorum.quorum_id if is_anew else 0
         self._committed[order.job] = step
         self._reached.pop(order.job, None)
         steady = [each for each in order.quorum.up_to_date if each.steady]
@@ -351,7 +355,8 @@ class Progress:
             must(not (each.doubted_step and went_on), "I4", what)
 
     def _check_jump(self, order: AnswerQuorum) -> None:
-        """A job follows a group that is far ahead only if that was in a newer quorum elsewhere."""
+        """A job follows a group that is far ahead only if that was in a newer quorum elsewhere, or
+        is back after newcomers have begun anew at a restarted lighthouse (rule F8)."""
         if order.job not in self._committed or order.job not in self._members:
             return
         last_id = self._last_ids[order.job]
@@ -364,7 +369,9 @@ class Progress:
         believed = [each for each in order.quorum.participants if not each.doubted_step]
         ahead = [each for each in believed if each.step > limit]
         is_newer = any(each.seen_quorum_id > last_id for each in ahead)
-        if ahead and not is_newer:
+        begun_anew = self._begun_anew.get(order.job, 0)
+        is_back = any(0 < each.seen_quorum_id < begun_anew for each in ahead)
+        if ahead and not (is_newer or is_back):
             stay = [each.replica_id for each in believed if each.step <= limit]
             stay = [each for each in stay if each in self._members[order.job]]
             must(not stay, "I4", f"{stay[:4]} follow {ahead[0].replica_id} from step {limit - 1}")

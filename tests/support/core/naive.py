@@ -44,6 +44,7 @@ class Naive:
     told_num_groups: list[tuple[int, float]] = field(default_factory=list)  # and when
     others_known: bool = False  # lighthouses; by one of them
     all_told: list[tuple[str, int]] = field(default_factory=list)  # as told, also by the dead
+    begun_anew: int = 0  # the first quorum, if none of it knew another one
 
     def request(self, member: Member, caller: int, now: float) -> None:
         self._sign_of_life(member.replica_id, now)
@@ -79,17 +80,23 @@ class Naive:
     def hello(self, replica_id: str, last: LastQuorum, now: float) -> None:
         self._sign_of_life(replica_id, now)
         self.heard_id = max(self.heard_id, last.quorum_id)
-        if last.quorum_id > 0:
-            self.veterans.add(replica_id)
-            if self.previous is not None and last.quorum_id > self.newest.quorum_id:
-                self.ahead.add(replica_id)
-            if self.previous is None:
-                self.told[replica_id] = max(last, self.told.get(replica_id, last))
-                self.all_told.append((replica_id, last.quorum_id))
-                if last > self.newest:
-                    self.newest = last
-                    self.loss_accepted = False
+        self._tells(replica_id, last)
         self._settle(now)
+
+    def _tells(self, replica_id: str, last: LastQuorum) -> None:
+        """Of a quorum that it was in, at the start of its session or when it asks."""
+        if last.quorum_id == 0:
+            return
+        self.veterans.add(replica_id)
+        if self.previous is not None:
+            if last.quorum_id > self.newest.quorum_id:
+                self.ahead.add(replica_id)
+            return
+        self.told[replica_id] = max(last, self.told.get(replica_id, last))
+        self.all_told.append((replica_id, last.quorum_id))
+        if last > self.newest:
+            self.newest = last
+            self.loss_accepted = False
 
     def leave(self, replica_id: str, now: float) -> None:
         if replica_id in self.groups:
@@ -103,12 +110,12 @@ class Naive:
         inside = self._before()
         if any(member.shrink_only and member.replica_id in inside for member in asking):
             asking = [member for member in asking if member.replica_id in inside]
-        wrong = twin.not_believed(self.view(), self.config, asking)
+        wrong = twin.not_believed(self.view(now), self.config, asking)
         asking = [member for member in asking if member not in wrong]
         policy = self.config.on_step_regression
         holds = policy == "hold" or (policy == "auto" and len(self.veterans) > 0)
         behind = asking != [] and all(member.step < self.newest.max_step for member in asking)
-        awaited = behind and twin.still_waited_for(self.view(), self.config, now) != []
+        awaited = behind and twin.still_waited_for(self.view(now), self.config, now) != []
         if not (holds and behind) or awaited:
             self.log.append(("nothing to accept",))
             return
@@ -121,7 +128,7 @@ class Naive:
                 self._lose(replica_id)
         self._settle(now)
 
-    def view(self) -> JobView:
+    def view(self, now: float) -> JobView:
         asking = [request for request in self.requests if not request.held]
         return job_view(
             waiting={each.member.replica_id: Waiter(each.member, each.asked_at) for each in asking},
@@ -135,6 +142,7 @@ class Naive:
             ahead=self._believed(),
             gathering=self._gathering(),
             num_gone=self._num_gone(),
+            begun_anew=self.begun_anew if now < self.config.heartbeat_timeout_s else 0,
         )
 
     def _believed(self) -> set[str]:
@@ -180,17 +188,17 @@ class Naive:
                 request.asked_at = now
                 self._has_come(request.member, now)
         if not self.groups:  # the job is over; its ids and its step are remembered
-            self.previous = None
+            self.previous, self.begun_anew = None, 0
             if self.newest.max_step == 0:  # that is like no step at all
                 self.newest = NO_QUORUM
             self.loss_accepted = False
             self.told_num_groups, self.all_told, self.others_known = [], [], False
             self.last_id = max(self.last_id, self.heard_id)
         while True:
-            if self.view().waiting:
-                deadlines = twin.waited_for(self.view(), self.config)
+            if self.view(now).waiting:
+                deadlines = twin.waited_for(self.view(now), self.config)
                 self.stragglers |= {key for key, at in deadlines.items() if at <= now}
-            decision = twin.decide(self.view(), self.config, now)
+            decision = twin.decide(self.view(now), self.config, now)
             if isinstance(decision, float):
                 return
             self._publish(*decision, now)
@@ -213,6 +221,9 @@ class Naive:
             if request.member.replica_id == replica_id
         ]
         self.requests = [each for each in self.requests if each.member.replica_id not in ids]
+        is_first = self.previous is None and self.newest == NO_QUORUM
+        if is_first and all(not member.has_history for member in members):
+            self.begun_anew = self.last_id
         self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
         self.veterans |= set(ids)
         self.told_num_groups, self.all_told, self.others_known = [], [], False
@@ -226,9 +237,10 @@ class Naive:
 
     def _has_come(self, member: Member, now: float) -> None:
         if member.has_history:
-            self.veterans.add(member.replica_id)
-            if self.previous is not None and member.seen_quorum_id > self.newest.quorum_id:
-                self.ahead.add(member.replica_id)
+            step = member.step  # all of that quorum have it, unless it was committed alone
+            if member.step_quorum_id == 0 or member.step_quorum_id == member.seen_quorum_id:
+                step = max(0, step - 1)
+            self._tells(member.replica_id, LastQuorum(member.seen_quorum_id, step))
         if self.previous is None and member.last_num_groups > 1:
             self.told_num_groups.append((member.last_num_groups, now))
             self.others_known |= not member.sole_lighthouse

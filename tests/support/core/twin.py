@@ -124,7 +124,8 @@ def not_believed(view: JobView, config: QuorumConfig, asking: list[Member]) -> l
         return []
     from_elsewhere = [member.step for member in asking if member.replica_id in view.ahead]
     most = max([usual, *from_elsewhere])
-    return [each for each in asking if each.step > most and each.replica_id not in view.ahead]
+    wrong = [each for each in asking if each.step > most and each.replica_id not in view.ahead]
+    return [each for each in wrong if not 0 < each.seen_quorum_id < view.begun_anew]
 
 
 def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) -> Assignment:

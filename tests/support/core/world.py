@@ -24,6 +24,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportStraggler,
     ReportWaiting,
 )
+from torchft_svc.core.membership import GroupState
 from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
@@ -79,11 +80,13 @@ class JobLedger:
     last: LastQuorum = NO_QUORUM
     has_published: bool = False  # this lighthouse
     took_part: set[str] = field(default_factory=set)
+    told: dict[str, LastQuorum] = field(default_factory=dict)  # to this lighthouse, by the living
     announced: set[str] = field(default_factory=set)
     evicted: set[str] = field(default_factory=set)  # from the last quorum, and has not asked since
     loss_accepted: bool = False  # by an operator, since the last quorum
     remaining: set[str] = field(default_factory=set)  # of the last quorum: not ended on purpose
     is_finished: bool = False
+    begun_anew: int = 0  # the first quorum of this lighthouse, if it was one of newcomers only
 
 
 @dataclass
@@ -95,6 +98,7 @@ class World:
     seen_at: dict[tuple[str, str], int] = field(default_factory=dict)
     ledger: dict[str, JobLedger] = field(default_factory=dict)
     greeted: set[tuple[str, str]] = field(default_factory=set)  # have a session
+    began_at: int = 0  # the lighthouse
     callers: int = 0
     asked_by: dict[int, Group] = field(default_factory=dict)  # callers not yet told
     beats: dict[tuple[str, str], Activity] = field(default_factory=dict)  # the last ones
@@ -124,6 +128,7 @@ class World:
         if group.last.quorum_id:
             ledger.took_part.add(group.replica_id)
             if not ledger.has_published:
+                ledger.told[group.replica_id] = group.last
                 ledger.is_finished &= group.last <= ledger.last
                 ledger.last = max(ledger.last, group.last)
         self.live(group)
@@ -147,6 +152,11 @@ class World:
         ledger.evicted.discard(group.replica_id)
         if group.asked.has_history:
             ledger.took_part.add(group.replica_id)
+            if not ledger.has_published:  # then the question is a report, too
+                known = LastQuorum(group.seen_quorum_id, max(0, group.step - 1))
+                ledger.told[group.replica_id] = max(group.last, known)
+                ledger.is_finished &= known <= ledger.last
+                ledger.last = max(ledger.last, known)
         self.live(group)
         orders = self.house.request(group.job, group.asked, self.callers, self.now)
         if replaced is not None:
@@ -224,7 +234,7 @@ class World:
     def restart_lighthouse(self) -> None:
         """Everything is forgotten, every call is broken; its ids begin above any before."""
         first_id = max((ledger.last_id for ledger in self.ledger.values()), default=0)
-        self.house = Lighthouse(self.config, first_id)
+        self.house, self.began_at = Lighthouse(self.config, first_id, now=self.now), self.now
         self.seen_at.clear()
         self.greeted.clear()
         self.hangs_told.clear()
@@ -236,8 +246,10 @@ class World:
             ledger.is_finished = False
             ledger.loss_accepted = False
             ledger.took_part.clear()
+            ledger.told.clear()
             ledger.announced.clear()
             ledger.evicted.clear()
+            ledger.begun_anew = 0
         self.asked_by.clear()
         for group in self.groups.values():
             group.caller = group.asked = None
@@ -278,6 +290,10 @@ class World:
                 self.refuse(order)
             else:
                 self.publish(order)
+        for job, ledger in self.ledger.items():  # who is awaited again may be evicted again
+            state = self.house._jobs.get(job)
+            left_out = state.members.groups[GroupState.EVICTED] if state else set()
+            ledger.evicted &= left_out
 
     def lose(self, order: ReportLoss) -> None:
         seen_at = self.seen_at.pop((order.job, order.replica_id), None)
@@ -289,6 +305,7 @@ class World:
         self.left_healing.discard((order.job, order.replica_id))
         ledger = self.ledger.get(order.job, JobLedger())
         ledger.took_part.discard(order.replica_id)
+        ledger.told.pop(order.replica_id, None)
         ledger.announced.discard(order.replica_id)
         ledger.evicted.discard(order.replica_id)
         if not self.living(order.job):
@@ -326,8 +343,7 @@ class World:
         assert order.quorum_id == self.ledger[order.job].last.quorum_id
         before = self.members_before(order.job)
         if not self.ledger[order.job].has_published:
-            groups = [group for group in self.groups.values() if group.job == order.job]
-            before |= {each.replica_id for each in groups if each.last.quorum_id > 0}
+            before |= self.ledger[order.job].took_part
         assert order.replica_id in before & self.living(order.job)
         doing = self.beats.get((order.job, order.replica_id))
         assert doing is None or doing.phase is not Phase.HEALING
@@ -344,8 +360,7 @@ class World:
         if ledger.has_published:
             return {key for key, _, _ in ledger.lists[ledger.last_id]}
         newest = ledger.last.quorum_id
-        groups = [group for group in self.groups.values() if group.job == job]
-        return {each.replica_id for each in groups if each.last.quorum_id == newest > 0}
+        return {key for key, last in ledger.told.items() if last.quorum_id == newest > 0}
 
     def announce(self, order: ReportWaiting) -> None:
         ledger = self.ledger[order.job]  # there is a quorum to be told
@@ -423,7 +438,10 @@ class World:
                 assert witnesses
             elif each.step > limit and ledger.has_published and witnesses:
                 group = self.groups.get((order.job, each.replica_id))
-                assert group is None or group.seen_quorum_id > ledger.last.quorum_id
+                seen_id = group.seen_quorum_id if group else 0
+                is_back = self.now < self.began_at + self.config.heartbeat_timeout_s
+                is_older = is_back and 0 < seen_id < ledger.begun_anew
+                assert group is None or seen_id > ledger.last.quorum_id or is_older
 
     def check_i4_progress(self, order: AnswerQuorum, ledger: JobLedger) -> None:
         """The committed step never goes back, unless the policy accepts it and the loss is told."""
@@ -442,6 +460,9 @@ class World:
         else:
             assert order.lost_from is None
             assert not order.begins_anew
+        knew = any(each.has_history for each in order.quorum.participants)
+        if not ledger.has_published and ledger.last == NO_QUORUM and not knew:
+            ledger.begun_anew = order.quorum.quorum_id
         ledger.last, ledger.has_published = LastQuorum(order.quorum.quorum_id, max_step), True
         ledger.loss_accepted = ledger.is_finished = False
         ledger.remaining = {each.replica_id for each in order.quorum.participants}
