@@ -24,9 +24,11 @@ BEATS_S = 0.8
 
 
 class Scripted(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """Answers each question with a quorum of the asker alone, under the next of ``ids``."""
+    """Answers each question with a quorum of the asker alone, ``num_times``, under the next of
+    ``ids``."""
 
-    def __init__(self, ids: list[int], has_sessions: bool) -> None:
+    def __init__(self, ids: list[int], has_sessions: bool, num_times: int = 1) -> None:
+        self._num_times = num_times
         self._ids = iter(ids)
         self._has_sessions = has_sessions
 
@@ -54,7 +56,8 @@ class Scripted(grpc.GenericRpcHandler):  # type: ignore[misc]
         return pb.LighthouseQuorumResponse(quorum=self._next(request))
 
     def _next(self, question: Any) -> Any:
-        return pb.Quorum(quorum_id=next(self._ids), participants=[question.requester])
+        members = [question.requester] * self._num_times
+        return pb.Quorum(quorum_id=next(self._ids), participants=members)
 
     def _session(self, requests: Iterator[Any], _: Any) -> Iterator[Any]:
         yield pb.SessionNews(welcome=pb.SessionWelcome())
@@ -100,6 +103,35 @@ def test_i1_a_manager_refuses_an_older_quorum_and_asks_again() -> None:
         with pytest.raises(QuorumFailed, match="quorum 6 is older than quorum 7"):
             ask(client, 1)
         assert ask(client, 1) == 8
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("has_sessions", [True, False], ids=["session", "calls"])
+@pytest.mark.parametrize("wrong", [-1, 2**62, 2**63 - 1])
+def test_a_worker_does_not_end_with_an_id_that_no_lighthouse_has_issued(
+    wrong: int, has_sessions: bool
+) -> None:
+    """Its manager, and each lighthouse, would refuse the next question, which reports the id."""
+    with (
+        scripted(7, wrong, 8, has_sessions=has_sessions) as odd,
+        manager_process(odd) as manager,
+        ManagerClient(manager.address, LONG) as client,
+    ):
+        assert ask(client, 0) == 7
+        with pytest.raises(QuorumFailed, match="the lighthouse answered with a wrong quorum: "):
+            ask(client, 1)
+        assert ask(client, 1) == 8
+
+
+@pytest.mark.processes
+def test_a_quorum_that_has_a_member_twice() -> None:
+    with (
+        serving(Scripted([7], has_sessions=True, num_times=2)) as odd,
+        manager_process(odd) as manager,
+        ManagerClient(manager.address, LONG) as client,
+        pytest.raises(QuorumFailed, match="has a member twice"),
+    ):
+        ask(client, 0)
 
 
 @pytest.mark.processes

@@ -16,9 +16,10 @@ from torchft_svc.core.types import (
     Quorum,
     Vote,
     WorkerRequest,
+    check_quorum_id,
     one_line,
 )
-from torchft_svc.errors import QuorumFailed
+from torchft_svc.errors import QuorumFailed, RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 
 JOB_KEY = "torchft-job"
@@ -148,10 +149,19 @@ def phase_from_wire(number: pb.Phase) -> Phase | None:
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:
-    """Raises `QuorumFailed` if the quorum has no members."""
+    """Raises `QuorumFailed` for a quorum that no lighthouse can have formed.
+
+    The id is reported to managers and lighthouses later, which refuse one that is out of bounds.
+    """
     if not message.participants:
         raise QuorumFailed("the lighthouse answered with a quorum without members")
+    try:
+        check_quorum_id("quorum_id", message.quorum_id)
+    except RequestRefused as error:
+        raise QuorumFailed(f"the lighthouse answered with a wrong quorum: {error}") from None
     participants = tuple(map(member_from_wire, message.participants))
+    if len({each.replica_id for each in participants}) < len(participants):
+        raise QuorumFailed("the lighthouse answered with a quorum that has a member twice")
     for each in participants:
         if not (each.replica_id + each.address + each.store_address).isprintable():
             name = one_line(each.replica_id, MAX_NAME_LENGTH)
