@@ -51,7 +51,7 @@ def test_the_barriers_of_a_term_follow_one_another() -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize(
-    ("wish", "fate"), [(Wish.SOME, Fate.ENDS), (Wish.LOST, Fate.BREAKS_OFF)], ids=["seen", "lost"]
+    ("wish", "fate"), [(Wish.SOME, Fate.ENDS), (Wish.ALONE, Fate.BREAKS_OFF)], ids=["seen", "lost"]
 )
 def test_one_wish_ends_the_term_for_all_ranks(rank: int, wish: Wish, fate: Fate) -> None:
     barrier = opened()

@@ -229,13 +229,12 @@ def test_news_about_another_quorum_is_no_wish() -> None:
 
 
 @pytest.mark.parametrize(("others", "told"), [(0.0, Fate.BREAKS_OFF), (0.5, Fate.ENDS)])
-def test_a_wish_that_the_sum_does_not_show_is_known_to_nobody_else(
+def test_what_the_sum_does_not_show_to_all_is_known_to_nobody_else(
     others: float, told: Fate
 ) -> None:
     round_ = in_term()
     round_.begin(REQUEST)
-    round_.want_question()
-    round_.summed(0.0, 1.0)
+    round_.summed(0.0, False)
     round_.summed(others)
     assert round_.vote(100.0, 10.0) == (Decide(True, fate=told),)
     round_.decide(Decide(True, fate=told))
@@ -245,11 +244,11 @@ def test_a_wish_that_the_sum_does_not_show_is_known_to_nobody_else(
     assert round_.question("", are_connections_broken=False).agreed is (told is Fate.ENDS)
 
 
-def test_a_wish_that_was_lost_in_the_step_before_is_not_lost_again() -> None:
+def test_what_one_worker_alone_has_seen_in_the_step_before_is_over() -> None:
     round_ = in_term()
     round_.begin(REQUEST)
-    round_.summed(0.0, 1.0)
-    assert round_.wish is Wish.LOST
+    round_.summed(0.0, False)
+    assert round_.wish is Wish.ALONE
     round_.begin(REQUEST)
     round_.answered(STEADY)
     round_.summed(0.0)

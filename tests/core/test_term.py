@@ -8,7 +8,7 @@ import pytest
 
 from torchft_svc.core.term import LOOK_S, Fate, RunningTerm, TermEnds, Wish, fate
 
-NONE, SOME, LOST = Wish.NONE, Wish.SOME, Wish.LOST
+NONE, SOME, ALONE = Wish.NONE, Wish.SOME, Wish.ALONE
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ NONE, SOME, LOST = Wish.NONE, Wish.SOME, Wish.LOST
         (True, [SOME], Fate.ENDS),
         (True, [NONE, SOME], Fate.ENDS),
         (True, [SOME, NONE], Fate.ENDS),
-        (True, [LOST, SOME], Fate.ENDS),
-        (True, [NONE, LOST], Fate.BREAKS_OFF),
+        (True, [ALONE, SOME], Fate.ENDS),
+        (True, [NONE, ALONE], Fate.BREAKS_OFF),
         (False, [NONE], Fate.BREAKS_OFF),
         (False, [NONE, SOME], Fate.BREAKS_OFF),
         (False, [], Fate.BREAKS_OFF),

@@ -148,7 +148,7 @@ def test_all_workers_get_the_same_decision_step_after_step(
     assert decisions(a.vote(5, wish=Wish.SOME), b.vote(5)) == [ENDS] * 2
     meet(workers, step=6)
     lost = (True, Fate.BREAKS_OFF)
-    assert decisions(a.vote(6, wish=Wish.LOST), b.vote(6)) == [lost] * 2
+    assert decisions(a.vote(6, wish=Wish.ALONE), b.vote(6)) == [lost] * 2
     meet(workers, step=7)
     assert decisions(a.vote(7, yes=False)) == [BREAKS_OFF], "it does not wait for the other"
     assert decisions(b.vote(7)) == [BREAKS_OFF]

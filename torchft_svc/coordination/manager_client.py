@@ -236,7 +236,7 @@ class ManagerClient(Client):
             round=vote.round,
             worker_id=vote.worker_id,
             wishes_none=vote.wish is Wish.NONE,
-            wish_lost=vote.wish is Wish.LOST,
+            wishes_alone=vote.wish is Wish.ALONE,
         )
         attachment = self._attachment
         if attachment is not None and attachment.takes_votes:

@@ -110,7 +110,7 @@ class Round(Generic[Part]):
         self._step_due = 0  # after the last one, if that was committed
         self._agreed = False  # all members of the last quorum ask before this step
         self._wishes: float | None = None  # their sum in this step
-        self._own_wishes = 0.0  # this worker's part in it
+        self._is_sum_shared = True  # all members have seen the same
         self._is_asked_for = False  # the next question
         self._term_ends: TermEnds | None = None  # the last news that one is over
 
@@ -129,7 +129,7 @@ class Round(Generic[Part]):
         waits_for_heal = not goes_on and self.will_wait_for_heal(request.allow_heal)
         epoch = self.step.go_on() if goes_on else self.step.start()
         self._agreed = self._fate is Fate.ENDS
-        self._fate, self._wishes, self._own_wishes = Fate.BREAKS_OFF, None, 0.0
+        self._fate, self._wishes, self._is_sum_shared = Fate.BREAKS_OFF, None, True
         self._request, self.waits_for_heal, self.goes_on = request, waits_for_heal, goes_on
         self.error = self._leaves_for = None
         self.has_connected = False
@@ -188,11 +188,11 @@ class Round(Generic[Part]):
         """The program wants all members to ask before the next step."""
         self._is_asked_for = True
 
-    def summed(self, wishes: float, own: float = 0.0) -> None:
-        """A sum of all members' wishes in this step is there, in which this worker's part was
-        ``own``; a step may have several."""
+    def summed(self, wishes: float, is_shared: bool = True) -> None:
+        """A sum of all members' wishes in this step is there; a step may have several.
+        ``is_shared``: the others have seen the same, as far as this worker knows."""
         self._wishes = wishes + (self._wishes or 0.0)
-        self._own_wishes += own
+        self._is_sum_shared &= is_shared
 
     @property
     def wish(self) -> Wish:
@@ -200,7 +200,7 @@ class Round(Generic[Part]):
         is_steady = self.quorum is not None and self.quorum.steady
         if not is_steady or self._wishes != 0.0:
             return Wish.SOME
-        return Wish.LOST if self._own_wishes else Wish.NONE
+        return Wish.NONE if self._is_sum_shared else Wish.ALONE
 
     @property
     def waits_for_quorum(self) -> bool:

@@ -5,7 +5,7 @@ the step has anyway, so all members of the quorum learn alike how the next step 
 
     committed, and nobody wishes  ->  the next step belongs to this quorum, too
     committed, and somebody does  ->  everyone asks for the next step
-    discarded, or a wish is lost  ->  this group asks, and the lighthouse tells the others (rule E4)
+    discarded, or seen here alone ->  this group asks, and the lighthouse tells the others (rule E4)
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class Wish(enum.Enum):
 
     NONE = "nobody wants to end the term"
     SOME = "somebody wants to end it, or nothing was summed that could tell"
-    LOST = "this worker wants to end it, and the sum does not show that to anybody"
+    ALONE = (
+        "only this worker has a reason to end it: the sum lacks its wish, or cannot be read here"
+    )
 
 
 class Fate(enum.Enum):
@@ -44,7 +46,7 @@ def fate(committed: bool, wishes: Collection[Wish]) -> Fate:
         return Fate.BREAKS_OFF
     if Wish.SOME in wishes:
         return Fate.ENDS
-    return Fate.BREAKS_OFF if Wish.LOST in wishes else Fate.GOES_ON
+    return Fate.BREAKS_OFF if Wish.ALONE in wishes else Fate.GOES_ON
 
 
 @dataclass(frozen=True, slots=True)

@@ -712,22 +712,22 @@ class CheckpointAddressResponse(_message.Message):
     def __init__(self, checkpoint_server_address: _Optional[str] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
-    __slots__ = ("should_commit", "rank", "step", "round", "worker_id", "wishes_none", "wish_lost")
+    __slots__ = ("should_commit", "rank", "step", "round", "worker_id", "wishes_none", "wishes_alone")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     WISHES_NONE_FIELD_NUMBER: _ClassVar[int]
-    WISH_LOST_FIELD_NUMBER: _ClassVar[int]
+    WISHES_ALONE_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     rank: int
     step: int
     round: int
     worker_id: str
     wishes_none: bool
-    wish_lost: bool
-    def __init__(self, should_commit: bool = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., worker_id: _Optional[str] = ..., wishes_none: bool = ..., wish_lost: bool = ...) -> None: ...
+    wishes_alone: bool
+    def __init__(self, should_commit: bool = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., worker_id: _Optional[str] = ..., wishes_none: bool = ..., wishes_alone: bool = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
     __slots__ = ("should_commit", "fate")

@@ -208,8 +208,8 @@ def vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
 
 
 def _wish_from_wire(message: pb.ShouldCommitRequest) -> Wish:
-    if message.wish_lost:
-        return Wish.LOST
+    if message.wishes_alone:
+        return Wish.ALONE
     return Wish.NONE if message.wishes_none else Wish.SOME
 
 

@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from support.running import eventually
 from support.training import (
     TIMEOUT,
     Trainer,
@@ -40,6 +41,32 @@ class Gloo(ProcessGroupGloo):
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         work = super().allreduce(tensors, opts)
         return Endless() if self.is_stuck else work
+
+
+def test_the_others_are_told_that_a_group_asks_because_of_what_only_it_has_heard() -> None:
+    """The sums have ended before, so its step counts; the others begin the next one, in vain."""
+    with lighthouse(min_replicas=2) as address, trainers(address, 2) as (a, b):
+        in_step(3, a, b)
+
+        def hears_of_a_loss() -> bool:
+            a.backward()
+            quorum = a.manager.last_quorum()
+            assert quorum is not None
+            a.manager._worker.lose(quorum.replica_ids[1], "made up", quorum.quorum_id)
+            eventually(a.manager._stepper._deps.pg.errored)
+            return a.optimizer.step()
+
+        assert together(hears_of_a_loss, b.step) == [True, True]
+
+        def waits_in_vain() -> str:
+            assert not b.step()
+            reason = str(b.manager.errored())
+            return reason if b.step() else "no quorum"
+
+        _, reason = together(a.step, waits_in_vain)
+        assert "asks for a quorum at step" in reason
+        in_step(a.manager.current_step() + 1, a, b)
+        assert_identical([a, b])
 
 
 def test_a_group_whose_session_broke_is_met_again() -> None:

@@ -198,17 +198,20 @@ class Collectives:
         self._own_wishes += own
         return self._launch(wish, self._pg.allreduce, [wish], _SUM) is not None
 
-    def wishes(self) -> tuple[float, float] | None:
-        """The sum of the groups' wishes in this step, after `finish`, and this group's part in it
-        (None: nothing was summed)."""
-        if not self._carriers or self._pg.errored() is not None:
+    def wishes(self) -> tuple[float, bool] | None:
+        """The sum of the groups' wishes in this step, after `finish`, and whether the others have
+        seen the same (None: nothing was summed)."""
+        if not self._carriers:
             return None
+        if self._pg.errored() is not None:  # maybe only here, and after the sums had ended
+            return 0.0, False
         total = 0.0
         for carrier in self._carriers:
             total += abs(carrier.item())
         if self._own_wishes and total == 0.0:
             log.warning(_WISH_LOST)
-        return total, self._own_wishes
+            return total, False
+        return total, True
 
     def agree(self, tensor: torch.Tensor, wrapper: int) -> None:
         """Check that all groups begin a pass of ``wrapper`` with the sum of ``tensor``; if not, the
