@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import queue
 import threading
@@ -81,10 +82,14 @@ class Worker:
     def __init__(self, manager: Told, client: ManagerClient, thread: ThreadPoolExecutor) -> None:
         self.manager = manager
         self.client = client
+        self.losses: list[str] = []
         self._thread = thread
 
     def vote(self, timeout: timedelta = LONG) -> Future[tuple[bool, Fate]]:
         return self._thread.submit(self.client.vote, VOTE, timeout)
+
+    def listen(self, timeout: timedelta = LONG) -> Future[None]:
+        return self._thread.submit(self.client.listen, timeout)
 
 
 @contextlib.contextmanager
@@ -96,8 +101,9 @@ def worker_of(*, takes_votes: bool) -> Iterator[Worker]:
         ManagerClient(address, LONG) as client,
         ThreadPoolExecutor(1) as thread,
     ):
-        attach(client, 1)
-        yield Worker(manager, client, thread)
+        worker = Worker(manager, client, thread)
+        attach(client, 1, on_loss=lambda replica_id, *_: worker.losses.append(replica_id))
+        yield worker
         manager.news.put(None)
 
 
@@ -196,11 +202,47 @@ def test_only_one_thread_at_a_time_votes_on_a_stream() -> None:
         voting = thread.submit(votes.cast, vote, END_S)
         number = sent.get(timeout=END_S).vote.number
         assert votes.cast(vote, END_S) is None
-        votes.decided(pb.AttachDecision(number=number))
+        votes.answered(pb.AttachDecision(number=number))
         assert voting.result(END_S) == pb.AttachDecision(number=number)
     votes.closed()
     assert votes.cast(vote, END_S) is None
     assert sent.empty()
+
+
+def test_who_listens_receives_first_what_the_manager_had_sent_before(worker: Worker) -> None:
+    listening = worker.listen()
+    ping = worker.manager.hears("ping")
+    for replica_id in "abc":
+        worker.manager.news.put(pb.AttachNews(lost=pb.MemberLost(replica_id=replica_id)))
+    assert not listening.done()
+    worker.manager.news.put(pb.AttachNews(pong=pb.AttachPong(number=ping.number)))
+    listening.result(END_S)
+    assert worker.losses == ["a", "b", "c"]
+
+
+def test_nobody_listens_for_longer_than_the_manager_may_take(worker: Worker) -> None:
+    listening = worker.listen(timedelta(milliseconds=50))
+    late = worker.manager.hears("ping").number
+    listening.result(END_S)
+    listening = worker.listen()
+    number = worker.manager.hears("ping").number
+    worker.manager.news.put(pb.AttachNews(pong=pb.AttachPong(number=late)))
+    assert not concurrent.futures.wait([listening], 0.1).done, "that was the one before"
+    worker.manager.news.put(None)
+    listening.result(END_S)
+    assert number > late
+
+
+def test_to_a_manager_that_is_away_or_older_nobody_listens() -> None:
+    with worker_of(takes_votes=False) as worker:
+        worker.listen().result(END_S)
+        worker.client.close()
+        worker.listen().result(END_S)
+        assert worker.manager.heard.get(timeout=END_S).WhichOneof("kind") == "hello"
+        kinds = []
+        while not kinds or kinds[-1] != "detach":
+            kinds.append(worker.manager.heard.get(timeout=END_S).WhichOneof("kind"))
+        assert "ping" not in kinds
 
 
 def test_a_vote_does_not_wait_for_a_phase(monkeypatch: pytest.MonkeyPatch) -> None:

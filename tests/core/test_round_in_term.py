@@ -8,7 +8,7 @@ import pytest
 
 from core.test_round import BEHIND, QUORUM, Part, meeting, training, worker
 from torchft_svc.core.peers import LoseMember
-from torchft_svc.core.round import Round, RoundRequest
+from torchft_svc.core.round import LISTEN_AFTER_S, Round, RoundRequest
 from torchft_svc.core.round_orders import AskDecision, Decide, LeaveMembers
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, TermEnds, Wish
@@ -47,7 +47,7 @@ def test_steps_of_a_steady_quorum_ask_nobody() -> None:
         epoch = round_.begin(REQUEST)
         assert (round_.goes_on, round_.step.state.step) == (True, step)
         assert epoch == round_.step.state.epoch
-        assert round_.go_on() == ()
+        assert round_.go_on(90.0) == ()
         assert round_.quorum == STEADY
         assert round_.step.state.phase is Phase.TRAINING
         assert round_.may_reduce
@@ -161,7 +161,7 @@ def test_one_of_several_goes_on_and_votes_no(why: str) -> None:
     happen(round_)
     round_.begin(request, broken)
     assert round_.goes_on
-    (left,) = round_.go_on()
+    (left,) = round_.go_on(90.0)
     assert isinstance(left, LeaveMembers)
     (order,) = round_.vote(100.0, 10.0)
     assert isinstance(order, AskDecision)
@@ -201,6 +201,62 @@ def test_a_spoiled_worker_that_may_not_begin_changes_nothing() -> None:
     with pytest.raises(RequestRefused):
         round_.begin(REQUEST)
     assert round_.step.state == before
+
+
+# -- a long step (E3) ----------------------------------------------------------------------------
+
+NEWS = {
+    "this group is out": lambda round_: round_.peers.lost("a:1", "it hangs", 7),
+    "a member waits in vain": lambda round_: round_.term_ends(TermEnds(7, 4, "b asks")),
+}
+OTHER_NEWS = {
+    "another group is out": lambda round_: round_.peers.lost("b:1", "it died", 7),
+    "it was out of an earlier quorum": lambda round_: round_.peers.lost("a:1", "it hangs", 6),
+    "the step is the last one": lambda round_: round_.term_ends(TermEnds(7, 5, "b asks")),
+    "another term is over": lambda round_: round_.term_ends(TermEnds(6, 4, "b asks")),
+}
+
+
+def long_step(size: int = 1, lasts_s: float = LISTEN_AFTER_S) -> Round[Part]:
+    """Step 4, which is about to be voted on at 100 s; all sums are complete."""
+    round_ = in_term(size)
+    round_.begin(REQUEST)
+    round_.go_on(100.0 - lasts_s)
+    round_.summed(0.0)
+    return round_
+
+
+@pytest.mark.parametrize("why", NEWS)
+def test_who_comes_late_to_the_vote_commits_nothing_that_the_others_have_given_up(why: str) -> None:
+    """It may have stood still, so that its sums are complete and those of the others are not."""
+    round_ = long_step()
+    assert round_.listens(100.0)
+    NEWS[why](round_)
+    assert round_.vote(100.0, 10.0) == (Decide(False),)
+
+
+@pytest.mark.parametrize("why", OTHER_NEWS)
+def test_other_news_change_nothing_in_a_step_whose_sums_are_complete(why: str) -> None:
+    round_ = long_step()
+    OTHER_NEWS[why](round_)
+    assert round_.vote(100.0, 10.0) == (Decide(True, fate=Fate.GOES_ON),)
+
+
+@pytest.mark.parametrize("why", NEWS)
+def test_in_a_short_step_no_news_are_awaited_before_the_vote(why: str) -> None:
+    round_ = long_step(lasts_s=0.9 * LISTEN_AFTER_S)
+    assert not round_.listens(100.0)
+    NEWS[why](round_)
+    assert round_.vote(100.0, 10.0) == (Decide(True, fate=Fate.GOES_ON),)
+
+
+def test_only_a_worker_that_decides_alone_in_a_quorum_listens() -> None:
+    assert not long_step(size=2).listens(100.0)
+    round_ = worker()
+    round_.begin(REQUEST)
+    round_.ask(0.0)
+    assert not round_.listens(100.0)
+    assert training(worker()).listens(200.0)
 
 
 # -- wishes --------------------------------------------------------------------------------------

@@ -115,6 +115,10 @@ class Attachment:
         """See `StreamVotes.cast`."""
         return self._votes.cast(vote, timeout_s)
 
+    def listen(self, timeout_s: float) -> None:
+        """See `StreamVotes.listen`."""
+        self._votes.listen(timeout_s)
+
     def close(self, failure: str = "") -> None:
         """Tell the manager that this worker stops, on purpose or with the error ``failure``; may be
         called twice."""
@@ -181,7 +185,10 @@ class Attachment:
                 retry.received()
                 kind = news.WhichOneof("kind")
                 if kind == "decision":
-                    votes.decided(fit_for_logs(news).decision)
+                    votes.answered(fit_for_logs(news).decision)
+                    continue
+                if kind == "pong":
+                    votes.answered(news.pong)
                     continue
                 if kind == "welcome" and news.welcome.takes_votes:
                     votes.opened()

@@ -251,6 +251,13 @@ class ManagerClient(Client):
         decided = self._send_vote(request, timeout)
         return decided.should_commit, fate_from_wire(decided.fate)
 
+    def listen(self, timeout: timedelta = timedelta(seconds=1)) -> None:
+        """Wait until the news that the manager has for this worker are received; not if there is no
+        stream to it, or its manager does not answer there."""
+        attachment = self._attachment
+        if attachment is not None:
+            attachment.listen(limited_s(timeout))
+
     def kill(self, msg: str, timeout: timedelta = timedelta(seconds=5)) -> None:
         """End the group at once: its workers, its manager, and the trainer that started that."""
         self._kill(pb.KillRequest(msg=msg), timeout)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -16,15 +17,19 @@ ACTION = "manager's ShouldCommit"
 SLICE_S = 0.2
 
 
+_Answer = pb.AttachDecision | pb.AttachPong | None  # None: the stream has ended
+
+
 class StreamVotes:
-    """For any thread: one of them votes at a time. ``send`` queues a message without waiting."""
+    """For any thread: one of them votes, or listens, at a time. ``send`` queues a message, and does
+    not wait."""
 
     def __init__(self, send: Callable[[pb.AttachRequest], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
         self.is_open = False  # the manager takes votes, and the stream has not ended
         self._number = 0  # of the last vote
-        self._waiting: queue.SimpleQueue[pb.AttachDecision | None] | None = None
+        self._waiting: queue.SimpleQueue[_Answer] | None = None
 
     def cast(self, vote: pb.ShouldCommitRequest, timeout_s: float) -> pb.AttachDecision | None:
         """Wait for the decision; None: vote by a call, as the stream has ended, or another thread
@@ -33,8 +38,27 @@ class StreamVotes:
         Raises:
             DeadlineExceeded: there is none within ``timeout_s``.
         """
+        timeout_ms = max(1, round(1000 * timeout_s))
+
+        def said(number: int) -> pb.AttachRequest:
+            told = pb.AttachVote(vote=vote, number=number, timeout_ms=timeout_ms)
+            return pb.AttachRequest(vote=told)
+
+        decision = self._exchange(said, timeout_s)
+        return decision if isinstance(decision, pb.AttachDecision) else None
+
+    def listen(self, timeout_s: float) -> None:
+        """Wait, but not longer, until all is read that the manager has sent before it reads
+        this."""
+        with contextlib.suppress(DeadlineExceeded):
+            self._exchange(
+                lambda number: pb.AttachRequest(ping=pb.AttachPing(number=number)), timeout_s
+            )
+
+    def _exchange(self, said: Callable[[int], pb.AttachRequest], timeout_s: float) -> _Answer:
+        """Say something with a number of its own; None: the stream is not open, or in use."""
         deadline = time.monotonic() + timeout_s
-        mine: queue.SimpleQueue[pb.AttachDecision | None] = queue.SimpleQueue()
+        mine: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         number, is_over = 0, False
         try:
             with self._lock:
@@ -42,12 +66,10 @@ class StreamVotes:
                     return None
                 self._waiting = mine
                 number = self._number = self._number + 1
-            timeout_ms = max(1, round(1000 * timeout_s))
-            told = pb.AttachVote(vote=vote, number=number, timeout_ms=timeout_ms)
-            self._send(pb.AttachRequest(vote=told))
-            decision = _get(mine, deadline)
+            self._send(said(number))
+            answer = _get(mine, deadline)
             is_over = True
-            return decision
+            return answer
         except queue.Empty:
             raise DeadlineExceeded(ACTION, timeout_s) from None
         finally:
@@ -67,11 +89,11 @@ class StreamVotes:
         """The manager takes votes on this stream."""
         self.is_open = True
 
-    def decided(self, decision: pb.AttachDecision) -> None:
+    def answered(self, answer: pb.AttachDecision | pb.AttachPong) -> None:
         """One that nobody waits for any more is passed over."""
         with self._lock:
-            if self._waiting is not None and decision.number == self._number:
-                self._waiting.put(decision)
+            if self._waiting is not None and answer.number == self._number:
+                self._waiting.put(answer)
 
     def closed(self) -> None:
         """The stream has ended: who waits votes by a call."""
@@ -81,9 +103,7 @@ class StreamVotes:
                 self._waiting.put(None)
 
 
-def _get(
-    answers: queue.SimpleQueue[pb.AttachDecision | None], deadline: float
-) -> pb.AttachDecision | None:
+def _get(answers: queue.SimpleQueue[_Answer], deadline: float) -> _Answer:
     """Raises: queue.Empty: none has come by the ``deadline``."""
     while True:
         left_s = max(0.0, deadline - time.monotonic())

@@ -185,10 +185,17 @@ class Peers(Generic[Part]):
         An older manager does not name that group: then it does not count as gone.
         """
         source = quorum.recover_src_replica_rank
-        if source is None or source >= len(quorum.replica_ids):
-            return
+        if source is not None and source < len(quorum.replica_ids):
+            self._check(quorum, quorum.replica_ids[source])
+
+    def check_own(self, quorum: QuorumPart) -> None:
+        """Raise `QuorumFailed` if this group itself is out: the others go on without it."""
+        if quorum.replica_rank < len(quorum.replica_ids):
+            self._check(quorum, quorum.replica_ids[quorum.replica_rank])
+
+    def _check(self, quorum: QuorumPart, replica_id: str) -> None:
         for loss in self._losses:
-            if loss.concerns(quorum) and loss.replica_id == quorum.replica_ids[source]:
+            if loss.concerns(quorum) and loss.replica_id == replica_id:
                 raise QuorumFailed(str(loss))
 
     def who_is_lost(self) -> str:

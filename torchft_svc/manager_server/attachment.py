@@ -48,7 +48,7 @@ async def attach(
     welcome = pb.AttachWelcome(takes_votes=True)
     outbox.tell(pb.AttachNews(welcome=welcome).SerializeToString())
     driver.attach(group_rank, worker_id, outbox)
-    said = _Said(driver, group_rank, _Ballot(driver, outbox))
+    said = _Said(driver, group_rank, outbox)
     reason, ends = "its process ended, or does not answer", False
     try:
         await outbox.exchange(requests, said.receive, context)
@@ -70,10 +70,11 @@ class _Said:
     gRPC may end the requests of a connection that has broken as if they had ended in good order.
     """
 
-    def __init__(self, driver: ManagerDriver, group_rank: int, ballot: _Ballot) -> None:
+    def __init__(self, driver: ManagerDriver, group_rank: int, outbox: Outbox) -> None:
         self._driver = driver
         self._group_rank = group_rank
-        self.ballot = ballot
+        self._outbox = outbox
+        self.ballot = _Ballot(driver, outbox)
         self.goodbye: pb.AttachDetach | None = None
 
     def receive(self, message: pb.AttachRequest) -> bool:
@@ -82,6 +83,9 @@ class _Said:
         kind = message.WhichOneof("kind")
         if kind == "vote":
             self.ballot.cast(message.vote)
+        elif kind == "ping":  # behind all news that are queued
+            pong = pb.AttachPong(number=message.ping.number)
+            self._outbox.tell(pb.AttachNews(pong=pong).SerializeToString())
         elif kind == "phase":
             self._driver.receive_phase(self._group_rank, message.phase)
         elif kind == "withdrawal":

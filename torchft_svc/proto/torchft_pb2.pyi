@@ -758,18 +758,20 @@ class DrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "detach", "phase", "vote", "withdrawal")
+    __slots__ = ("hello", "detach", "phase", "vote", "withdrawal", "ping")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
+    PING_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     detach: AttachDetach
     phase: AttachPhase
     vote: AttachVote
     withdrawal: AttachWithdrawal
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ..., phase: _Optional[_Union[AttachPhase, _Mapping]] = ..., vote: _Optional[_Union[AttachVote, _Mapping]] = ..., withdrawal: _Optional[_Union[AttachWithdrawal, _Mapping]] = ...) -> None: ...
+    ping: AttachPing
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ..., phase: _Optional[_Union[AttachPhase, _Mapping]] = ..., vote: _Optional[_Union[AttachVote, _Mapping]] = ..., withdrawal: _Optional[_Union[AttachWithdrawal, _Mapping]] = ..., ping: _Optional[_Union[AttachPing, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("rank", "worker_id")
@@ -809,8 +811,14 @@ class AttachWithdrawal(_message.Message):
     number: int
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
+class AttachPing(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
+
 class AttachNews(_message.Message):
-    __slots__ = ("welcome", "lost", "kill", "drain", "waiting", "over", "term_ends", "decision", "no_quorum_yet")
+    __slots__ = ("welcome", "lost", "kill", "drain", "waiting", "over", "term_ends", "decision", "pong", "no_quorum_yet")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     LOST_FIELD_NUMBER: _ClassVar[int]
     KILL_FIELD_NUMBER: _ClassVar[int]
@@ -819,6 +827,7 @@ class AttachNews(_message.Message):
     OVER_FIELD_NUMBER: _ClassVar[int]
     TERM_ENDS_FIELD_NUMBER: _ClassVar[int]
     DECISION_FIELD_NUMBER: _ClassVar[int]
+    PONG_FIELD_NUMBER: _ClassVar[int]
     NO_QUORUM_YET_FIELD_NUMBER: _ClassVar[int]
     welcome: AttachWelcome
     lost: MemberLost
@@ -828,8 +837,9 @@ class AttachNews(_message.Message):
     over: AttachOver
     term_ends: TermEnds
     decision: AttachDecision
+    pong: AttachPong
     no_quorum_yet: NoQuorumYet
-    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ..., term_ends: _Optional[_Union[TermEnds, _Mapping]] = ..., decision: _Optional[_Union[AttachDecision, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ..., term_ends: _Optional[_Union[TermEnds, _Mapping]] = ..., decision: _Optional[_Union[AttachDecision, _Mapping]] = ..., pong: _Optional[_Union[AttachPong, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
     __slots__ = ("takes_votes",)
@@ -848,6 +858,12 @@ class AttachDecision(_message.Message):
     error: str
     reason: str
     def __init__(self, number: _Optional[int] = ..., decided: _Optional[_Union[ShouldCommitResponse, _Mapping]] = ..., error: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class AttachPong(_message.Message):
+    __slots__ = ("number",)
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class AttachOver(_message.Message):
     __slots__ = ("reason",)

@@ -19,6 +19,7 @@ from support.training import (
 )
 
 from torchft_svc.client import ProcessGroupGloo
+from torchft_svc.core.round import LISTEN_AFTER_S
 
 
 class Endless(dist.Work):
@@ -109,5 +110,30 @@ def test_a_straggler_gives_its_step_up_when_the_others_go_on_without_it() -> Non
         stuck.is_stuck = False
         assert time.monotonic() - began < TIMEOUT.total_seconds() / 2
         assert not b.optimizer.step()
+        in_step(a.manager.current_step() + 1, a, b)
+        assert_identical([a, b])
+
+
+def test_who_comes_late_to_the_vote_does_not_commit_a_step_that_the_others_repeat() -> None:
+    """Its sums are complete, as those of a worker may be that was frozen; nobody votes for it."""
+    with (
+        lighthouse(min_replicas=1, join_timeout_ms=500) as address,
+        Trainer(address, "a", 0) as a,
+        Trainer(address, "b", 1) as b,
+    ):
+        together(lambda: a.meets(2), lambda: b.meets(2))
+        in_step(2, a, b)
+        step = a.manager.current_step()
+
+        def gives_up() -> bool:
+            a.backward()
+            a.manager.report_error(RuntimeError("it cannot apply this update"))
+            return a.optimizer.step()
+
+        assert together(gives_up, b.backward)[0] is False
+        time.sleep(LISTEN_AFTER_S)
+        a.steps(2)
+        assert not b.optimizer.step()
+        assert b.manager.current_step() == step
         in_step(a.manager.current_step() + 1, a, b)
         assert_identical([a, b])
