@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.bounds import check, raises_in_time
-from support.running import eventually, refusing, steady_address
+from support.running import eventually, refusing, start_manager, steady_address
 
 from chaos.bounds import NEWS_S
 from torchft_svc.coordination import (
@@ -40,21 +40,6 @@ SHORT = timedelta(seconds=0.3)
 def lighthouse() -> Iterator[LighthouseServer]:
     with LighthouseServer("127.0.0.1:0", min_replicas=2) as server:
         yield server
-
-
-def start_manager(lighthouse: str, **changes: Any) -> ManagerServer:
-    fields = {
-        "replica_id": "group",
-        "lighthouse_addr": lighthouse,
-        "hostname": "127.0.0.1",
-        "bind": "127.0.0.1:0",
-        "store_addr": "127.0.0.1:1",
-        "world_size": 1,
-        "heartbeat_interval": timedelta(milliseconds=100),
-        "connect_timeout": LONG,
-        "quorum_retries": 0,
-    }
-    return ManagerServer(**{**fields, **changes})
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
-from support.running import attach, eventually, line_to, manager_process, members
+from support.running import attach, eventually, line_to, manager_process, members, start_manager
 
 from torchft_svc.coordination import (
     LighthouseClient,
@@ -59,22 +59,8 @@ def operator(lighthouse: LighthouseServer) -> Iterator[LighthouseClient]:
 
 @pytest.fixture
 def manager(lighthouse: LighthouseServer) -> Iterator[ManagerServer]:
-    with start(lighthouse, "group") as server:
+    with start_manager(lighthouse.address(), world_size=2) as server:
         yield server
-
-
-def start(lighthouse: LighthouseServer, name: str) -> ManagerServer:
-    return ManagerServer(
-        replica_id=name,
-        lighthouse_addr=lighthouse.address(),
-        hostname="127.0.0.1",
-        bind="127.0.0.1:0",
-        store_addr="127.0.0.1:1",
-        world_size=2,
-        heartbeat_interval=timedelta(milliseconds=100),
-        connect_timeout=LONG,
-        quorum_retries=0,
-    )
 
 
 @pytest.fixture
@@ -102,7 +88,7 @@ def test_an_order_to_the_manager_reaches_every_worker(workers: list[Worker], kin
 def test_other_groups_do_not_hear_an_order(
     lighthouse: LighthouseServer, operator: LighthouseClient, workers: list[Worker]
 ) -> None:
-    with start(lighthouse, "other") as manager:
+    with start_manager(lighthouse.address(), replica_id="other", world_size=2) as manager:
         stranger = Worker(manager.address(), 0)
         operator.drain("other", "by name")
         assert stranger.next_order() == ("drain", "by name")

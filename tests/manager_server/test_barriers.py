@@ -13,14 +13,13 @@ from typing import Any
 
 import grpc
 import pytest
-from support.running import attach, eventually, failure, line_to
+from support.running import attach, eventually, failure, line_to, start_manager
 
 from torchft_svc.coordination import (
     LighthouseClient,
     LighthouseServer,
     ManagerClient,
     ManagerLocator,
-    ManagerServer,
     QuorumResult,
 )
 from torchft_svc.core.round import RETRY_S
@@ -33,22 +32,6 @@ LONG = timedelta(seconds=10)
 def lighthouse() -> Iterator[LighthouseServer]:
     with LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=1000) as server:
         yield server
-
-
-def start_manager(
-    lighthouse: LighthouseServer, name: str = "group", workers: int = 2
-) -> ManagerServer:
-    return ManagerServer(
-        replica_id=name,
-        lighthouse_addr=lighthouse.address(),
-        hostname="127.0.0.1",
-        bind="127.0.0.1:0",
-        store_addr=f"{name}.example:1",
-        world_size=workers,
-        heartbeat_interval=timedelta(milliseconds=100),
-        connect_timeout=LONG,
-        quorum_retries=0,
-    )
 
 
 class Workers:
@@ -87,7 +70,7 @@ class Workers:
 
 @pytest.fixture
 def workers(lighthouse: LighthouseServer) -> Iterator[Workers]:
-    with start_manager(lighthouse) as manager:
+    with start_manager(lighthouse.address(), world_size=2) as manager:
         workers = Workers(manager.address())
         yield workers
         workers.close()
@@ -241,7 +224,7 @@ def test_not_only_the_last_arriving_ranks_failures_and_wishes_are_forwarded(
     told: tuple[dict[str, Any], ...] = ({"commit_failures": 3, "shrink_only": True}, {})
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
-        start_manager(lighthouse) as manager,
+        start_manager(lighthouse.address(), world_size=2) as manager,
         line_to(lighthouse.address()) as peer,
         line_to(manager.address()) as line,
     ):
@@ -272,8 +255,8 @@ def test_a_restarted_worker_makes_its_group_another_incarnation(workers: Workers
 def test_two_groups_of_two_workers_train_together() -> None:
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
-        start_manager(lighthouse, "a") as one,
-        start_manager(lighthouse, "b") as two,
+        start_manager(lighthouse.address(), replica_id="a", world_size=2) as one,
+        start_manager(lighthouse.address(), replica_id="b", world_size=2) as two,
     ):
         groups = [Workers(one.address()), Workers(two.address())]
         asked = [group.ask(rank, step=0) for group in groups for rank in (0, 1)]
@@ -294,13 +277,13 @@ def test_i3_a_group_that_could_not_heal_is_told_to_heal_again() -> None:
     heals = []
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
-        start_manager(lighthouse, "a", workers=1) as one,
+        start_manager(lighthouse.address(), replica_id="a") as one,
         line_to(one.address()) as a,
         LighthouseClient(lighthouse.address(), connect_timeout=LONG) as client,
     ):
         a.ask_manager(step=3, worker_id="a").result()
         with (
-            start_manager(lighthouse, "b", workers=1) as two,
+            start_manager(lighthouse.address(), replica_id="b") as two,
             line_to(two.address()) as b,
         ):
             for unhealed in (False, True, False):
@@ -318,14 +301,14 @@ def test_i3_a_new_manager_tells_the_last_quorum_of_its_workers() -> None:
         addresses: dict[str, str] = {}
         clients = {}
         for name in ("a", "b"):
-            with start_manager(lighthouse, name, workers=1) as manager:
+            with start_manager(lighthouse.address(), replica_id=name) as manager:
                 addresses[name] = manager.address()
                 find = functools.partial(addresses.__getitem__, name)
                 clients[name] = ManagerClient(manager.address(), LONG, ManagerLocator(find, 10.0))
                 assert not ask_alone(clients[name], step=0).heal
         with (
-            start_manager(lighthouse, "a", workers=1) as a,
-            start_manager(lighthouse, "b", workers=1) as b,
+            start_manager(lighthouse.address(), replica_id="a") as a,
+            start_manager(lighthouse.address(), replica_id="b") as b,
             LighthouseClient(lighthouse.address(), connect_timeout=LONG) as status,
             ThreadPoolExecutor(2) as threads,
         ):
@@ -355,7 +338,7 @@ def test_the_first_worker_that_waits_hears_why() -> None:
     told: list[queue.SimpleQueue[str]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
-        start_manager(lighthouse) as manager,
+        start_manager(lighthouse.address(), world_size=2) as manager,
         contextlib.closing(Workers(manager.address())) as workers,
     ):
         for rank, client in enumerate(workers.clients):

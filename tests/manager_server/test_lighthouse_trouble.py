@@ -27,6 +27,7 @@ from support.running import (
     members,
     refusing,
     silent,
+    start_manager,
     steady_address,
 )
 
@@ -35,7 +36,6 @@ from torchft_svc.coordination import (
     LighthouseClient,
     LighthouseServer,
     ManagerClient,
-    ManagerServer,
 )
 from torchft_svc.core import manager as manager_core
 from torchft_svc.errors import GroupLeft, Unreachable
@@ -43,29 +43,11 @@ from torchft_svc.testing.proxy import Proxy
 
 LONG = timedelta(seconds=10)
 CONNECT_S = 0.5
+CONNECT = timedelta(seconds=CONNECT_S)
 # So long may an answer take from process to process while everything runs at once.
 BUSY_S = 5.0
 # From the moment that a lighthouse is back to the quorum that waited for it.
 BACK_S = 1.0
-
-
-def start_manager(
-    lighthouse: str,
-    workers: int = 2,
-    retries: int = 0,
-    connect_timeout: timedelta = timedelta(seconds=CONNECT_S),
-) -> ManagerServer:
-    return ManagerServer(
-        replica_id="group",
-        lighthouse_addr=lighthouse,
-        hostname="127.0.0.1",
-        bind="127.0.0.1:0",
-        store_addr="127.0.0.1:1",
-        world_size=workers,
-        heartbeat_interval=timedelta(milliseconds=50),
-        connect_timeout=connect_timeout,
-        quorum_retries=retries,
-    )
 
 
 @pytest.fixture
@@ -85,7 +67,10 @@ def test_a_failed_quorum_is_told_to_every_worker_at_once(
     trouble: str, request: pytest.FixtureRequest
 ) -> None:
     lighthouse: str = request.getfixturevalue(trouble)
-    with start_manager(lighthouse) as manager, line_to(manager.address()) as line:
+    with (
+        start_manager(lighthouse, world_size=2, connect_timeout=CONNECT) as manager,
+        line_to(manager.address()) as line,
+    ):
         began_at = time.monotonic()
         asked = [line.ask_manager(rank=rank, worker_id=f"w{rank}") for rank in (0, 1)]
         failures = [failure(each) for each in asked]
@@ -104,7 +89,7 @@ def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason(
     monkeypatch.setattr(manager_core, "ANSWER_MARGIN_S", BUSY_S)
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=3) as lighthouse,
-        start_manager(lighthouse.address(), connect_timeout=LONG) as manager,
+        start_manager(lighthouse.address(), world_size=2) as manager,
         line_to(manager.address()) as line,
     ):
         asked = [
@@ -198,7 +183,7 @@ def test_a_worker_that_was_restarted_is_not_held_to_what_its_group_knew() -> Non
     """Its manager lives on beside it, but the state of that step is lost."""
     with (
         lighthouse_process(bind=steady_address()) as first,
-        start_manager(first.address, workers=1, connect_timeout=2 * LONG) as manager,
+        start_manager(first.address, connect_timeout=2 * LONG) as manager,
         line_to(manager.address()) as group,
     ):
         group.ask_manager(step=7, worker_id="w").result()
@@ -228,7 +213,7 @@ def test_a_restarted_worker_that_gives_up_too_early_asks_again() -> None:
 
 def test_retries_ask_again_after_a_failed_quorum(nowhere: str) -> None:
     with (
-        start_manager(nowhere, workers=1, retries=2) as manager,
+        start_manager(nowhere, connect_timeout=CONNECT, quorum_retries=2) as manager,
         ManagerClient(manager.address(), LONG) as client,
     ):
         began_at = time.monotonic()
@@ -356,7 +341,7 @@ def test_a_worker_that_waits_hears_what_is_known_of_the_lighthouse(
     told: queue.SimpleQueue[str] = queue.SimpleQueue()
     with (
         undecided() if is_there else contextlib.nullcontext(nowhere) as address,
-        start_manager(address, workers=1, connect_timeout=LONG) as manager,
+        start_manager(address) as manager,
         ManagerClient(manager.address(), LONG) as client,
         ThreadPoolExecutor(1) as thread,
     ):

@@ -20,12 +20,12 @@ from support.running import (
     lighthouse_process,
     line_to,
     manager_process,
+    start_manager,
 )
 
 from torchft_svc.coordination import (
     LighthouseServer,
     ManagerClient,
-    ManagerServer,
     QuorumResult,
 )
 from torchft_svc.proto import torchft_pb2 as pb
@@ -181,17 +181,7 @@ def test_the_next_process_takes_over_when_the_line_of_the_one_before_breaks(
 def test_the_next_process_takes_over_from_one_without_a_line_that_is_silent() -> None:
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
-        ManagerServer(
-            replica_id="group",
-            lighthouse_addr=lighthouse.address(),
-            hostname="127.0.0.1",
-            bind="127.0.0.1:0",
-            store_addr="127.0.0.1:1",
-            world_size=1,
-            heartbeat_interval=timedelta(milliseconds=100),
-            connect_timeout=LONG,
-            quorum_retries=0,
-        ) as manager,
+        start_manager(lighthouse.address()) as manager,
         line_to(manager.address()) as stranger,
     ):
         with line_to(manager.address()) as before:

@@ -12,9 +12,9 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from support.running import Line, attach, line_to
+from support.running import Line, attach, line_to, start_manager
 
-from torchft_svc.coordination import LighthouseServer, ManagerClient, ManagerServer
+from torchft_svc.coordination import LighthouseServer, ManagerClient
 from torchft_svc.coordination.stream_votes import StreamVotes
 from torchft_svc.core.commit_barrier import CommitBarrier
 from torchft_svc.core.term import Fate, Wish
@@ -33,17 +33,7 @@ def manager() -> Iterator[str]:
     """Of a group of two workers, the only one of its job."""
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
-        ManagerServer(
-            replica_id="group",
-            lighthouse_addr=lighthouse.address(),
-            hostname="127.0.0.1",
-            bind="127.0.0.1:0",
-            store_addr="group.example:1",
-            world_size=2,
-            heartbeat_interval=timedelta(milliseconds=100),
-            connect_timeout=LONG,
-            quorum_retries=0,
-        ) as manager,
+        start_manager(lighthouse.address(), world_size=2) as manager,
     ):
         yield manager.address()
 

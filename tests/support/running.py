@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any
 
@@ -27,7 +28,7 @@ import pytest
 
 from support.fork_server import SERVICES
 from support.warm import Warm
-from torchft_svc.coordination import Listeners, ManagerClient
+from torchft_svc.coordination import Listeners, ManagerClient, ManagerServer
 from torchft_svc.manager_server.early import SIDECAR
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_channel
@@ -228,6 +229,22 @@ def manager_process(lighthouse: str, *flags: str, name: str = "group", **variabl
         *flags,
         **variables,
     )
+
+
+def start_manager(lighthouse: str, **changes: Any) -> ManagerServer:
+    """A manager in this process, of a group of one worker; ``changes``: other arguments."""
+    name = changes.get("replica_id", "group")
+    arguments: dict[str, Any] = {
+        "replica_id": name,
+        "hostname": "127.0.0.1",
+        "bind": "127.0.0.1:0",
+        "store_addr": f"{name}.example:1",
+        "world_size": 1,
+        "heartbeat_interval": timedelta(milliseconds=100),
+        "connect_timeout": timedelta(seconds=10),
+        "quorum_retries": 0,
+    }
+    return ManagerServer(lighthouse_addr=lighthouse, **{**arguments, **changes})
 
 
 def sidecar_of(name: str) -> psutil.Process:
