@@ -259,16 +259,26 @@ def sidecar_of(name: str) -> psutil.Process:
 
 
 def command(module: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of ours that ends by itself."""
-    return subprocess.run(
-        [sys.executable, "-m", f"torchft_svc.{module}", *flags],
-        capture_output=True,
-        text=True,
-        timeout=START_S,
-        cwd=ROOT,
-        env=environment(**variables),
-        check=False,
-    )
+    """Run a command of ours that ends by itself; forked, as a `Process` is."""
+    words = [sys.executable, "-m", f"torchft_svc.{module}", *flags]
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        process = Warm(
+            words,
+            stdout=output.fileno(),
+            stderr=errors.fileno(),
+            cwd=ROOT,
+            env=environment(**variables),
+            loaded=SERVICES,
+        )
+        try:
+            status = process.wait(START_S)
+        finally:
+            process.kill()
+        told = []
+        for file in (output, errors):
+            file.seek(0)
+            told.append(file.read().decode())
+    return subprocess.CompletedProcess(words, status, *told)
 
 
 class Line:
