@@ -17,6 +17,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -50,6 +51,28 @@ _SESSION_WIDE = (
 _OWNERLESS = ("torchft-fork-server", "torchft-abandoned")
 
 _LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+# These take longest, so they start first: one that runs at the end keeps the others waiting. Those
+# that compute stand beside those that mostly wait.
+_LONGEST = (
+    "test_ray.py",
+    "elastic/test_contract.py",
+    "demo/test_example.py",
+    "test_endings.py",
+    "test_programs.py",
+    "test_digits_example.py",
+    "test_run.py",
+    "elastic/test_agent.py",
+    "test_demo.py",
+    "test_warm_start.py",
+    "test_ray_namespaces.py",
+    "test_trainer_log.py",
+    "test_hsdp.py",
+    "test_torchrun.py",
+    "test_surviving_workers.py",
+    "test_soft_restarts.py",
+    "test_planted.py",
+)
 
 _STARTED_BEFORE = pytest.StashKey[int]()
 # What has started a process so far: audit events of this process, and its fork servers.
@@ -92,10 +115,23 @@ def _environment_and_signals() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that start processes come first, then the simulator's: they last longest, so that
-    several processes that run the tests end at about the same time."""
+    """Files that last longest come first, then those that start processes, then the simulator's, so
+    that several processes that run the tests end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("processes")}
-    items.sort(key=lambda item: (item.path not in slow, item.path.parent.name != "sim"))
+    places = {item.path: _place(item.path) for item in items}
+    items.sort(
+        key=lambda item: (
+            places[item.path],
+            item.path not in slow,
+            item.path.parent.name != "sim",
+        )
+    )
+
+
+def _place(file: Path) -> int:
+    """Among the longest."""
+    names = (number for number, name in enumerate(_LONGEST) if file.match(name))
+    return next(names, len(_LONGEST))
 
 
 def pytest_collection_finish() -> None:
