@@ -366,6 +366,21 @@ def test_without_a_ready_timeout_workers_are_asked_nothing() -> None:
     play.tells(AgentStatus.READY)
 
 
+def test_workers_that_cannot_be_told_of_a_world_are_restarted_before_they_are_late() -> None:
+    play = working(RestartPolicy.SOFT_REPLACE, max_restarts=1)
+    play.hears(
+        BOTH, Broadcast(WorkerState.PAUSED, ALONE, UP), Broadcast(WorkerState.HEALTHY, BOTH, UP)
+    )
+    play.does("workers_cut_off", ("no channel",), StopWorkers("no channel"))
+    play.does("workers_stopped", None, StartWorkers(BOTH, True, 1))
+
+
+def test_workers_that_are_asked_nothing_may_be_cut_off() -> None:
+    play = Play(ready_timeout_s=0.0, max_restarts=1)
+    play.hears(ALONE, StartWorkers(ALONE, False, 0))
+    play.does("workers_cut_off", ("no channel",))
+
+
 def test_time_in_which_the_agent_stood_still_is_no_delay_of_its_workers() -> None:
     play = working(ready_timeout_s=10.0)
     play.hears(

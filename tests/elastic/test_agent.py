@@ -121,6 +121,18 @@ def test_a_worker_that_removes_its_channel_is_told_of_once(tmp_path: Path) -> No
     assert "Traceback" not in told
 
 
+def test_a_worker_that_cannot_be_told_of_a_world_holds_nobody_up(tmp_path: Path) -> None:
+    """The others would wait for its answer until the deadline."""
+    with launch(tmp_path, "--max-restarts=1", "--soft-ready-timeout=600", nnodes="1:2") as run:
+        run.start("a", traits=("cut-off",))
+        first = run.await_world(a=1)["a"]
+        run.start("b")
+        assert run.await_world(a=1, b=1)["a"] != first
+        assert "worker 0 cannot be told of the next world" in run.output()
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
 def test_without_a_deadline_workers_need_not_answer(tmp_path: Path) -> None:
     with launch(tmp_path, "--soft-ready-timeout=0", nnodes="1:2") as run:
         run.start("a", traits=("silent",))
@@ -156,6 +168,19 @@ def test_many_failures_of_one_worker_restart_its_peers(tmp_path: Path) -> None:
             run.fail(worker)
             run.until(lambda pid=worker: are_gone([pid]), "it has failed")
         assert peer not in run.await_world(a=2)["a"]
+        run.finish()
+        assert run.statuses() == {"a": 0}
+
+
+def test_a_frozen_worker_is_ended_as_soon_as_the_others(tmp_path: Path) -> None:
+    options = "--max-restarts=1", "--nproc-per-node=2", "--shutdown-timeout=300"
+    with launch(tmp_path, *options, nnodes="1") as run:
+        run.start("a")
+        before = run.await_world(a=2)["a"]
+        os.kill(before[0], signal.SIGSTOP)
+        os.kill(before[1], signal.SIGKILL)
+        run.until(lambda: are_gone(before), "the frozen one is ended")
+        run.await_world(a=2)
         run.finish()
         assert run.statuses() == {"a": 0}
 

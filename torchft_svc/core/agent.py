@@ -7,6 +7,7 @@
     agent.store_opened(port, now)
     agent.workers_ready(now), .workers_reached(round, now), .workers_succeeded(now)
     agent.workers_failed(reason, local_ranks, now), .workers_stopped(now)
+    agent.workers_cut_off(reason, now)
     agent.stopped(reason, now)                    # SIGTERM, SIGINT
     agent.tick(now)                               # at next_deadline()
 
@@ -228,6 +229,15 @@ class AgentMachine:
     def workers_failed(self, reason: str, local_ranks: Iterable[int], now: float) -> Orders:
         """These workers have ended with an error, or could not be started."""
         return self._take(now, lambda at: self._fail(reason, local_ranks, at))
+
+    def workers_cut_off(self, reason: str, now: float) -> Orders:
+        """Some cannot be told of another world: they would miss the deadline for their answer."""
+
+        def take(at: float) -> None:
+            if self.config.ready_timeout_s:
+                self._miss(reason, at)
+
+        return self._take(now, take)
 
     def workers_succeeded(self, now: float) -> Orders:
         """All workers have ended well."""

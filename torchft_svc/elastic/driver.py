@@ -284,7 +284,7 @@ class AgentDriver:
         elif isinstance(order, TellLeave):
             self._meeting.leave(order.leave)
         elif isinstance(order, Broadcast):
-            self._group.broadcast(order.state, order.world, order.change)
+            self._broadcast(order)
         elif isinstance(order, OpenStore):
             self._open_store()
         elif isinstance(order, StartWorkers):
@@ -298,6 +298,13 @@ class AgentDriver:
             self._ring()  # there may be none left to end
         else:
             self._end = order
+
+    def _broadcast(self, order: Broadcast) -> None:
+        self._group.broadcast(order.state, order.world, order.change)
+        if cut_off := self._group.cut_off:
+            told = ", ".join(map(str, cut_off))
+            reason = f"worker {told} cannot be told of the next world: its channel is gone"
+            self._do(self._machine.workers_cut_off(reason, time.monotonic()))
 
     def _open_store(self) -> None:
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)

@@ -92,6 +92,11 @@ class LocalGroup:
         return min((self._told[rank].reached for rank in self.processes.pids), default=0)
 
     @property
+    def cut_off(self) -> list[int]:
+        """The workers that run, but cannot be told of another world any more."""
+        return [rank for rank in self.processes.pids if self._told[rank].is_cut_off]
+
+    @property
     def descriptors(self) -> list[int]:
         """Readable when there is something to `receive` or `reap`."""
         channels = (told.channel.fileno() for told in self._told.values() if not told.is_cut_off)
@@ -191,7 +196,7 @@ class LocalGroup:
     # -- messages ----------------------------------------------------------------------------------
 
     def broadcast(self, state: WorkerState, world: World, change: WorldChangeEvent | None) -> None:
-        """Tell all workers that run of ``world``."""
+        """Tell all workers that run of ``world``; see `cut_off`."""
         for rank in self.processes.pids:
             self._send(rank, self._event(rank, state, world, change))
         if state is WorkerState.HEALTHY:
@@ -242,7 +247,7 @@ class LocalGroup:
                 self._cut_off(rank, error)
 
     def _cut_off(self, rank: int, error: Exception) -> None:
-        """This worker cannot be talked to any more: it misses its deadline, unless it ends."""
+        """This worker cannot be talked to any more, which matters when there is another world."""
         self._told[rank].is_cut_off = True
         log.error("worker %d cannot be told of other worlds any more: %s", rank, error)
 

@@ -169,10 +169,14 @@ class LocalWorkers:
         return ended
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it to all workers that run, and to what they have started."""
+        """Send it to all workers that run, and to what they have started.
+
+        Those that are stopped go on: until then they would not notice it, and be waited for.
+        """
         for process in self._running.values():
             log.warning("sending %s to worker process %d", number.name, process.pid)
             process.signal(number)
+            process.signal(signal.SIGCONT)
 
     def abandon(self) -> None:
         """Leave those alone that even SIGKILL has not ended: they hang in the kernel."""

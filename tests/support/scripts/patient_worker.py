@@ -4,13 +4,15 @@
 ``FOLDER/PID.events``. It ends well when ``FOLDER/finish`` or ``FOLDER/finish-PID`` is there, and
 with status 5 for ``FOLDER/fail-PID``; it leaves its world for ``FOLDER/leave-PID``. Traits are
 ``stubborn``: it ignores that it is to end; ``silent``: it calls nothing of the runtime;
-``first-silent``: the first worker of a node does not.
+``first-silent``: the first worker of a node does not; ``cut-off``: in its first life, it removes
+its channel as soon as it is in a world.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -47,6 +49,9 @@ def main() -> None:
             note(folder, {"state": event.worker_state.value, "attempt": attempt(), **told})
             if event.worker_state is WorkerState.HEALTHY:
                 ack_worker_event()
+                if "cut-off" in traits and attempt() == 0:
+                    shutil.rmtree(os.environ["TORCHFT_WORKER_CHANNEL"])
+                    time.sleep(600)
         if (folder / f"leave-{os.getpid()}").exists():
             (folder / f"leave-{os.getpid()}").unlink()
             leave_world()
