@@ -30,7 +30,6 @@ from torchft_svc.core.world import (
     RunMove,
     RunSettings,
     RunWaiting,
-    WarmUp,
     World,
     WorldPaused,
     WorldReached,
@@ -38,15 +37,10 @@ from torchft_svc.core.world import (
 from torchft_svc.core.world_pace import WorldPace
 from torchft_svc.errors import DeadlineExceeded, RequestRefused, Unreachable
 
-# Nodes whose workers start anew are waited for where nobody is left (L1), but not longer than this
-# part of the time that the others wait.
-WARMING_SHARE = 0.5
 # Agents try again after up to half a second, and may ask another lighthouse of their list first.
 MIN_TAKEOVER_S = 2.0
 # What agents tell leaves room for more worlds than a run makes.
 MAX_TOLD_ROUND = 2**52
-# An agent that has just come has no store yet.
-MIN_JOIN_TIMEOUT_S = 1.0
 # A lighthouse that has just started may hear first of a node that begins, and then of a world.
 ADOPTION_TIMEOUTS = 2
 
@@ -81,13 +75,9 @@ class LaunchedRun:
         self._highest_round = 0
         # So long a newer world of an earlier lighthouse replaces the present one.
         self._adopts_until = begins_at + ADOPTION_TIMEOUTS * heartbeat_timeout_s
-        self._begins_at = begins_at
         self._is_elsewhere = False  # it has moved to another lighthouse
         self._is_broken = False
-        self._pace = WorldPace()
-        self._published_at = -math.inf
-        self._enough_since: float | None = None
-        self._paused_since: float | None = None
+        self._pace = WorldPace(settings, begins_at)
         self._due_at = math.inf
         self._why = ""
 
@@ -149,16 +139,12 @@ class LaunchedRun:
         reason = leave.reason or "it has left"
         if leave.failed:
             self._failures.note(agent.node, at)
-        orders: list[Order] = [EndStream(agent.stream)]
-        if self.closed is None:
-            orders.append(ReportNode(self.name, node_id, reason))
-        self._forget(node_id, at)
         if self.closed is not None:
-            return orders
+            self._forget(node_id, at)
+            return [EndStream(agent.stream)]
+        orders = self._part_with(agent, reason, at)
         if leave.closes:
             return orders + self._close(f"node {node_id!r}: {reason}", leave.failed, at)
-        if node_id in self._nodes.members:
-            self._lose(node_id, at)
         return orders + self._settle(at)
 
     def gone(self, node_id: str, reason: str, at: float) -> list[Order]:
@@ -182,7 +168,7 @@ class LaunchedRun:
         streams = self._nodes.streams
         self._nodes.await_all()
         until = at + max(self._heartbeat_timeout_s, MIN_TAKEOVER_S)
-        self._awaited_until = self._adopts_until = self._begins_at = until
+        self._awaited_until = self._adopts_until = self._pace.begins_at = until
         self._pace.forget_losses()  # but a world that is broken remains so
         self._finished_by = ""
         self._finished.clear()
@@ -194,7 +180,7 @@ class LaunchedRun:
     def stood_still(self, settle_s: float, at: float) -> None:
         """Agents may come back from another lighthouse (L13); for ``settle_s`` none begins anew."""
         self._adopts_until = max(self._adopts_until, at + self._heartbeat_timeout_s)
-        self._begins_at = max(self._begins_at, at + settle_s)
+        self._pace.begins_at = max(self._pace.begins_at, at + settle_s)
         self._pace.hold(at + MIN_TAKEOVER_S)
 
     def drain(self, node: str, reason: str, at: float) -> list[Order]:
@@ -261,7 +247,7 @@ class LaunchedRun:
             return "finishing"
         if not self._nodes.members:
             return "forming"
-        return "paused" if self._paused_since is not None else "running"
+        return "paused" if self._pace.is_paused else "running"
 
     # -- what agents tell ------------------------------------------------------------------------
 
@@ -269,7 +255,8 @@ class LaunchedRun:
         node, settings = hello.node, hello.settings
         others = self._nodes.agents.keys() - {node.node_id}
         if not others and self.closed is None and settings != self.settings:
-            self.settings, self._failures = settings, RunFailures(settings, self._max_agents)
+            self.settings = self._pace.settings = settings
+            self._failures = RunFailures(settings, self._max_agents)
         if self.closed is None and (excluded := self._failures.why_excluded(node, at)):
             raise RequestRefused(excluded)
         if others:
@@ -300,9 +287,9 @@ class LaunchedRun:
         self._nodes.enter(world)
         self._awaited_until = at + max(self._heartbeat_timeout_s, MIN_TAKEOVER_S)
         self._lost.clear()
-        self._is_broken, self._paused_since = False, None
+        self._is_broken = False
         self._pace.forget_losses()
-        self._published_at = at
+        self._pace.published(at)
         others = self._nodes.streams_of_members(besides=hello.node.node_id)
         orders: list[Order] = [SendNews(others, world)] if others else []
         for each in self._nodes.members_that_left(world):
@@ -364,13 +351,14 @@ class LaunchedRun:
 
     def _dismiss(self, agent: Agent, news: RunClosed, at: float) -> list[Order]:
         """It has to end, and the others go on without it."""
+        return [SendNews((agent.stream,), news), *self._part_with(agent, news.reason, at)]
+
+    def _part_with(self, agent: Agent, reason: str, at: float) -> list[Order]:
         node_id = agent.node.node_id
         self._forget(node_id, at)
         if node_id in self._nodes.members:
             self._lose(node_id, at)
-        streams = (agent.stream,)
-        report = ReportNode(self.name, node_id, news.reason)
-        return [SendNews(streams, news), EndStream(agent.stream), report]
+        return [EndStream(agent.stream), ReportNode(self.name, node_id, reason)]
 
     # -- the rules -------------------------------------------------------------------------------
 
@@ -386,7 +374,8 @@ class LaunchedRun:
         if self.closed is None and (given_up := self._give_up(at)):
             orders += given_up + self._go_on(at)
         if self.closed is None and not self._finished_by:
-            orders += self._tell_outside()
+            next_round, num_seats = self._highest_round + 1, self.settings.max_nodes
+            orders += self._nodes.tell_outside(self.world, next_round, num_seats, self._why)
         self._due_at = math.inf if self.closed is not None else self._next_due(at)
         return orders
 
@@ -447,7 +436,7 @@ class LaunchedRun:
             return []
         if not self._nodes.members:
             return self._form(joiners, at)
-        self._enough_since = None
+        self._pace.note_members()
         if self._is_broken:
             return self._replace(joiners, at)
         if joiners and at >= self._join_at(joiners):
@@ -459,38 +448,20 @@ class LaunchedRun:
 
     def _form(self, joiners: list[Agent], at: float) -> list[Order]:
         """A world of those that have come together, as nobody is in one (L1)."""
-        self._paused_since = None
-        if len(joiners) < self.settings.min_nodes:
-            self._enough_since = None
+        if not self._pace.note_joiners(joiners, at):
             self._why = f"fewer than {self.settings.min_nodes} nodes are there"
             return []
-        if self._enough_since is None:
-            self._enough_since = at
-        if at < self._forms_at(joiners):
+        if at < self._pace.forms_at(joiners, self._nodes.is_warming()):
             self._why = _MORE
             return []
         return self._publish(Cause.START, joiners, at)
-
-    def _forms_at(self, joiners: list[Agent]) -> float:
-        since = self._enough_since
-        assert since is not None
-        if len(joiners) == self.settings.max_nodes:
-            return max(since, self._begins_at)
-        is_idle = not any(each.is_working or each.state.reached for each in joiners)
-        if is_idle and self._nodes.is_warming():
-            at = since + WARMING_SHARE * self._join_timeout_s
-        else:
-            at = max(since + self.settings.join_window_s, self._begins_at)
-        return min((at, *map(self._gives_up_at, joiners)))
 
     def _replace(self, joiners: list[Agent], at: float) -> list[Order]:
         """A world without those that were lost (L2), if enough are left (L9)."""
         if len(self._nodes.members) + len(joiners) >= self.settings.min_nodes:
             return self._publish(Cause.LOSS, joiners, at)
         few = f"fewer than {self.settings.min_nodes} nodes are left"
-        if self._paused_since is None:
-            self._paused_since = at
-        if at >= self._paused_since + self._join_timeout_s:
+        if at >= self._pace.pauses_until(at):
             return self._close(f"{few}, and no others came in time", True, at)
         return self._pause(few)
 
@@ -500,15 +471,7 @@ class LaunchedRun:
         return [*told, ReportRunPaused(self.name, reason)] if told else []
 
     def _join_at(self, joiners: list[Agent]) -> float:
-        """When they are taken in (L3)."""
-        if self._nodes.unreached:
-            return self._published_at + self._join_timeout_s
-        since = -math.inf
-        if len(self._nodes.members) + len(joiners) < self.settings.max_nodes:  # more may come along
-            waits = (each.waits_since for each in joiners if each.waits_since is not None)
-            since = min(waits, default=-math.inf)
-        at = max(since + self.settings.join_window_s, self._pace.calm_at)
-        return min((at, *map(self._gives_up_at, joiners)))
+        return self._pace.joins_at(joiners, len(self._nodes.members), not self._nodes.unreached)
 
     def _publish(self, cause: Cause, joiners: list[Agent], at: float) -> list[Order]:
         nodes = self._nodes.order(self.world, joiners)
@@ -526,8 +489,8 @@ class LaunchedRun:
         self._is_elsewhere = False
         self._nodes.enter(world)
         lost, self._lost = tuple(self._lost), []
-        self._is_broken, self._paused_since, self._enough_since = False, None, None
-        self._published_at, self._why = at, ""
+        self._is_broken, self._why = False, ""
+        self._pace.published(at)
         streams = tuple(self._nodes.agents[node.node_id].stream for node in nodes)
         joined = tuple(each for each in world.node_ids if each not in before)
         return [
@@ -535,42 +498,15 @@ class LaunchedRun:
             ReportWorld(self.name, world, cause, joined, lost),
         ]
 
-    # -- who is outside --------------------------------------------------------------------------
-
-    def _tell_outside(self) -> list[Order]:
-        """Where they stand: to start their workers, or what they wait for (L4)."""
-        orders: list[Order] = []
-        full = f"all {self.settings.max_nodes} places are taken"
-        for agent in self._nodes.outsiders():
-            status = agent.state.status
-            if not agent.has_seat:
-                orders += agent.tell(RunWaiting(full))
-            elif status is AgentStatus.JOINING and agent.state.can_warm_up and self._nodes.members:
-                if not isinstance(agent.news, WarmUp):
-                    assert self.world is not None
-                    expected = self._nodes.expected(self.world, self._highest_round + 1, agent)
-                    orders += agent.tell(WarmUp(expected))
-            elif status is not AgentStatus.WARMING:
-                orders += agent.tell(RunWaiting(self._why or "it joins soon"))
-        return orders
-
-    @property
-    def _join_timeout_s(self) -> float:
-        return max(self.settings.join_timeout_s, MIN_JOIN_TIMEOUT_S)
-
-    def _gives_up_at(self, agent: Agent) -> float:
-        """When an agent outside has to end; no run begins before `_begins_at`."""
-        if agent.waits_since is None:
-            return math.inf
-        return max(agent.waits_since, self._begins_at) + self._join_timeout_s
-
     def _give_up(self, at: float) -> list[Order]:
         """Those outside that have waited for too long have to end (L10)."""
         orders: list[Order] = []
         for agent in self._nodes.outsiders():
-            if self._gives_up_at(agent) > at:
+            if self._pace.gives_up_at(agent) > at:
                 continue
-            error = DeadlineExceeded(f"joining run {self.name!r}", self._join_timeout_s, self._why)
+            error = DeadlineExceeded(
+                f"joining run {self.name!r}", self._pace.join_timeout_s, self._why
+            )
             orders += self._dismiss(agent, RunClosed(str(error), failed=True), at)
         return orders
 
@@ -579,13 +515,13 @@ class LaunchedRun:
         dues = [self._pace.due_at, self._pace.held_until, self._awaited_until]
         if not self._finished_by:
             joiners = self._nodes.joiners()
-            if not self._nodes.members and self._enough_since is not None:
-                dues.append(self._forms_at(joiners))
-            elif self._nodes.members and joiners and not self._is_broken:
+            if not self._nodes.members:
+                dues.append(self._pace.forms_at(joiners, self._nodes.is_warming()))
+            elif joiners and not self._is_broken:
                 dues.append(self._join_at(joiners))
-            if self._paused_since is not None:
-                dues.append(self._paused_since + self._join_timeout_s)
-        dues += map(self._gives_up_at, self._nodes.outsiders())
+            if self._pace.is_paused:
+                dues.append(self._pace.pauses_until(at))
+        dues += map(self._pace.gives_up_at, self._nodes.outsiders())
         return min((due for due in dues if due > at), default=math.inf)
 
     def _close(self, reason: str, failed: bool, at: float) -> list[Order]:

@@ -22,6 +22,8 @@ from torchft_svc.core.world import (
     AgentStatus,
     Node,
     RunSettings,
+    RunWaiting,
+    WarmUp,
     World,
     WorldNews,
 )
@@ -280,7 +282,26 @@ class RunNodes:
         joining = [each.node for each in joiners]
         return order_nodes(survivors, joining, last_ranks, self._seniors())
 
-    def expected(self, world: World, round_: int, joiner: Agent) -> World:
+    def tell_outside(
+        self, world: World | None, round_: int, num_seats: int, why: str
+    ) -> list[Order]:
+        """Tell those outside where they stand: to start their workers for the world ``round_``
+        after ``world`` (L4), or what they wait for: one of ``num_seats``, or ``why``."""
+        full = RunWaiting(f"all {num_seats} places are taken")
+        orders: list[Order] = []
+        for agent in self.outsiders():
+            status = agent.state.status
+            if not agent.has_seat:
+                orders += agent.tell(full)
+            elif status is AgentStatus.JOINING and agent.state.can_warm_up and self.members:
+                if not isinstance(agent.news, WarmUp):
+                    assert world is not None
+                    orders += agent.tell(WarmUp(self._expected(world, round_, agent)))
+            elif status is not AgentStatus.WARMING:
+                orders += agent.tell(RunWaiting(why or "it joins soon"))
+        return orders
+
+    def _expected(self, world: World, round_: int, joiner: Agent) -> World:
         """The one after ``world`` as it may be, with ``joiner``."""
         others = [each for each in self.joiners() if each is not joiner]
         nodes = self.order(world, [*others, joiner])
