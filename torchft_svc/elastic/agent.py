@@ -196,6 +196,7 @@ class ElasticAgent(LocalElasticAgent):
         def meet(hear: Callable[[News], None]) -> Meeting:
             spec = self._worker_group.spec
             if not self._has_lighthouse:
+                self._warn_of_last_call()
                 return PolledMeeting(spec.rdzv_handler, config.node, spec.monitor_interval, hear)
             endpoint, security = config.endpoint, None
             if not endpoint:
@@ -206,6 +207,18 @@ class ElasticAgent(LocalElasticAgent):
             )
 
         return meet
+
+    def _warn_of_last_call(self) -> None:
+        """torch's other back ends wait so long for more nodes, at each join and loss."""
+        parameters = self._settings.parameters
+        may_be_fewer = parameters.min_nodes < parameters.max_nodes
+        if may_be_fewer and "last_call_timeout" not in parameters.config:
+            log.warning(
+                "with fewer than %d nodes, %s begins each new world after 30 s: it waits for more "
+                "(--rdzv-conf last_call_timeout=1 makes that 1 s)",
+                parameters.max_nodes,
+                parameters.backend,
+            )
 
     def _group(self, node_id: str) -> LocalGroup:
         spec = self._worker_group.spec
