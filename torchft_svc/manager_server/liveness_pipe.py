@@ -16,9 +16,11 @@ from collections.abc import Callable
 from torchft_svc.core.pausable_clock import PausableClock
 
 SIGN_INTERVAL_S = 1.0
-# A manager is never busy for a second. Four heartbeat timeouts (5 s by default) after its last sign
-# of life the others have gone on without its group long since, and another one costs them nothing.
-SILENCE_S = 20.0
+# A manager is never busy for a second. Longer than the heartbeat timeout (5 s by default): the
+# others have gone on without its group, and another manager costs them nothing. Shorter than it
+# takes a worker to notice the silence itself (twice `KEEPALIVE_MS`), and then to give up
+# (`MANAGER_PATIENCE_S`): one that has voted yes, and does not learn the decision, has to end.
+SILENCE_S = 8.0
 _LOOK_S = 1.0
 _MANY = 4096
 

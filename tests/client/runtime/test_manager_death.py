@@ -113,6 +113,18 @@ def test_a_manager_that_does_not_move_is_replaced(
         assert not lives(stuck)
 
 
+def test_workers_that_vote_outlive_a_manager_that_does_not_move(address: str) -> None:
+    """It is replaced before they give up the decision on their votes, which would end them."""
+    with workers(address, "a", 2, in_process=False) as group:
+        together(*(worker.step for worker in group))
+        together(*(worker.backward for worker in group))
+        stuck = sidecar_of("a")
+        stuck.suspend()
+        together(*(lambda worker=worker: finishes(worker) for worker in group))
+        goes_on(group, until=4)
+        assert not lives(stuck)
+
+
 def test_the_manager_dies_while_the_quorum_is_asked_for() -> None:
     with lighthouse(min_replicas=2) as address, trainers(address, 2, in_process=False) as groups:
         a, b = groups
