@@ -14,7 +14,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 # As the call is named, which a vote is otherwise.
 ACTION = "manager's ShouldCommit"
 # An interrupt that is no signal to the thread that waits is seen after so long, as in a call.
-SLICE_S = 0.2
+NOTICE_S = 0.2
 
 
 _Answer = pb.AttachDecision | pb.AttachPong | None  # None: the stream has ended
@@ -108,7 +108,7 @@ def _get(answers: queue.SimpleQueue[_Answer], deadline: float) -> _Answer:
     while True:
         left_s = max(0.0, deadline - time.monotonic())
         try:
-            return answers.get(timeout=min(left_s, SLICE_S))
+            return answers.get(timeout=min(left_s, NOTICE_S))
         except queue.Empty:
-            if left_s <= SLICE_S:
+            if left_s <= NOTICE_S:
                 raise
