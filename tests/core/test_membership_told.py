@@ -191,6 +191,16 @@ def test_who_has_asked_is_waited_for_like_those_who_report() -> None:
     assert scene.why() == "waiting for a: alive, but has not asked"
 
 
+def test_a_question_of_a_group_that_is_behind_takes_back_nothing() -> None:
+    """It was in a later quorum, at another lighthouse, and had not healed there."""
+    scene = formed("a", step=7, settings=config(on_step_regression="hold"))
+    scene.leave("a")
+    scene.take()
+    scene.ask("b", step=0, seen_quorum_id=9, has_history=True)
+    assert scene.take() == []
+    assert scene.why().startswith("the job has committed step 7, ")
+
+
 def begun_anew() -> Scene:
     """A newcomer was the first to ask a restarted lighthouse, and trains alone."""
     scene = Scene(first_id=100)

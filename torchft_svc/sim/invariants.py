@@ -261,6 +261,8 @@ class Progress:
         if member.has_history and member.replica_id not in took_part and not has_rival():
             last = member.last_quorum
             took_part[member.replica_id] = last.quorum_id, last.max_step
+            if job not in self._members:  # it is a report, too (rule Q12)
+                self._heard[job] = max(self._heard.get(job, 0), last.max_step)
 
     def gone(self, job: str, replica_id: str) -> None:
         """A group has left; that is reported as a loss only if it was let in."""

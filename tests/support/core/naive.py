@@ -240,6 +240,7 @@ class Naive:
             step = member.step  # all of that quorum have it, unless it was committed alone
             if member.step_quorum_id == 0 or member.step_quorum_id == member.seen_quorum_id:
                 step = max(0, step - 1)
+            step = max(step, self.newest.max_step)  # it may be behind
             self._tells(member.replica_id, LastQuorum(member.seen_quorum_id, step))
         if self.previous is None and member.last_num_groups > 1:
             self.told_num_groups.append((member.last_num_groups, now))

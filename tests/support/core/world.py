@@ -153,7 +153,7 @@ class World:
         if group.asked.has_history:
             ledger.took_part.add(group.replica_id)
             if not ledger.has_published:  # then the question is a report, too
-                known = LastQuorum(group.seen_quorum_id, max(0, group.step - 1))
+                known = LastQuorum(group.seen_quorum_id, max(group.step - 1, ledger.last.max_step))
                 ledger.told[group.replica_id] = max(group.last, known)
                 ledger.is_finished &= known <= ledger.last
                 ledger.last = max(ledger.last, known)
