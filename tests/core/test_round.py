@@ -552,11 +552,11 @@ def test_a_worker_that_is_alone_decides() -> None:
     assert failed.vote(100.0, 10.0) == (Decide(False),)
 
 
-def voting(*, well: bool) -> Round[Part]:
+def voting(*, well: bool, timeout_s: float = 10.0) -> Round[Part]:
     round_ = training(worker(group_world_size=2, group_rank=1))
     if not well:
         round_.failed(BROKEN)
-    assert round_.vote(100.0, 10.0) == (AskDecision(0.0, 110.0),)
+    assert round_.vote(100.0, timeout_s) == (AskDecision(0.0, 100.0 + timeout_s),)
     assert round_.ballot() == Vote(group_rank=1, step=3, should_commit=well)
     return round_
 
@@ -577,12 +577,18 @@ def test_a_yes_whose_decision_is_lost_ends_the_worker_and_a_no_decides(
     assert voting(well=False).vote_failed(error, 101.0) == (Decide(False, error),)
 
 
-@pytest.mark.parametrize("well", [True, False])
-def test_a_manager_that_is_started_anew_is_asked_for_the_decision_again(well: bool) -> None:
-    round_ = voting(well=well)
-    assert round_.vote_failed(GONE, 101.0) == (AskDecision(RETRY_S, 110.0),)
-    assert round_.vote_failed(GONE, 105.9) == (AskDecision(RETRY_S, 110.0),)
-    last = round_.vote_failed(GONE, 106.0)
+@pytest.mark.parametrize(
+    ("well", "timeout_s", "lost_at"),
+    [(True, 60.0, 116.0), (True, 10.0, 110.0), (False, 60.0, 106.0)],
+)
+def test_a_manager_that_is_started_anew_is_asked_for_the_decision_again(
+    well: bool, timeout_s: float, lost_at: float
+) -> None:
+    """Longer by a worker that would have to end."""
+    round_, asks = voting(well=well, timeout_s=timeout_s), AskDecision(RETRY_S, 100.0 + timeout_s)
+    assert round_.vote_failed(GONE, 101.0) == (asks,)
+    assert round_.vote_failed(GONE, lost_at - 0.1) == (asks,)
+    last = round_.vote_failed(GONE, lost_at)
     assert last == ((LoseDecision(GONE) if well else Decide(False, GONE)),)
 
 

@@ -31,7 +31,7 @@ from torchft_svc.core.round_orders import (
     RefuseState,
     Warn,
 )
-from torchft_svc.core.route import MANAGER_PATIENCE_S
+from torchft_svc.core.route import DECISION_PATIENCE_S, MANAGER_PATIENCE_S
 from torchft_svc.core.step import Phase, StepMachine, participation
 from torchft_svc.core.term import Fate, TermEnds, Wish, fate
 from torchft_svc.core.types import Resumed, Vote, WorkerRequest
@@ -193,8 +193,7 @@ class Round(Generic[Part]):
         self._is_asked_for = True
 
     def summed(self, wishes: float, is_shared: bool = True) -> None:
-        """A sum of all members' wishes in this step is there; a step may have several.
-        ``is_shared``: the others have seen the same, as far as this worker knows."""
+        """One more sum of all members' wishes; ``is_shared``: the others may have seen the same."""
         self._wishes = wishes + (self._wishes or 0.0)
         self._is_sum_shared &= is_shared
 
@@ -504,7 +503,8 @@ class Round(Generic[Part]):
         self._vote = self.step.begin_vote()
         if self._rules.group_world_size == 1:
             return (Decide(self._vote, fate=fate(self._vote, (self.wish,))),)
-        self._retries = _Retries(now + timeout_s, self._rules.patience_s)
+        patience_s = max(self._rules.patience_s, DECISION_PATIENCE_S if self._vote else 0.0)
+        self._retries = _Retries(now + timeout_s, patience_s)
         return (AskDecision(0.0, self._retries.deadline),)
 
     def ballot(self) -> Vote:

@@ -15,6 +15,9 @@ LOOK_BACK_S = 1.0
 # A restarted manager is back within a second, on a busy machine within a few seconds; after this
 # time the machine of rank 0 is probably gone.
 MANAGER_PATIENCE_S = 5.0
+# A worker that has voted yes has to end if it does not learn the decision. On a busy machine,
+# another manager comes so long after one that was stuck.
+DECISION_PATIENCE_S = 15.0
 
 
 class Route:
