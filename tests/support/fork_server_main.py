@@ -3,12 +3,14 @@ fork_server.py."""
 
 from __future__ import annotations
 
+import atexit
 import os
 import pickle
 import random
 import runpy
 import signal
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -29,6 +31,7 @@ def load_torch() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
 
+    import torchft_svc.elastic.run
     import torchft_svc.preload  # noqa: F401
 
     weight = torch.nn.Parameter(torch.zeros(1))
@@ -56,6 +59,7 @@ def call(asked: Call) -> None:
     os.environ.update(asked.variables)
     torch.set_num_threads(1)
     asked.run(*asked.arguments)
+    leave(0)
 
 
 def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
@@ -90,6 +94,15 @@ def pace(seconds: float) -> None:
     register_optimizer_step_post_hook(lambda *_: time.sleep(seconds))
 
 
+def leave(status: int) -> None:
+    """End as the interpreter does, up to the point where it would free what was imported."""
+    threading._shutdown()  # type: ignore[attr-defined]  # joins all threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
     LOADS[sys.argv[3]]()
     _fork = serve(*map(int, sys.argv[1:3]))
@@ -105,8 +118,15 @@ if __name__ == "__main__":
             _arguments = become(_asked, _fork[1])
             if _asked.pace_s:
                 pace(_asked.pace_s)
-            if _arguments[0] == "-m":
-                runpy.run_module(_arguments[1], run_name="__main__", alter_sys=True)
-            else:
-                __file__ = _arguments[0]
-                exec(compile(Path(__file__).read_bytes(), __file__, "exec"))  # noqa: S102
+            try:
+                if _arguments[0] == "-m":
+                    runpy.run_module(_arguments[1], run_name="__main__", alter_sys=True)
+                else:
+                    __file__ = _arguments[0]
+                    exec(compile(Path(__file__).read_bytes(), __file__, "exec"))  # noqa: S102
+            except SystemExit as _error:
+                if _asked.drops_memory and isinstance(_error.code, int | None):
+                    leave(_error.code or 0)
+                raise
+            if _asked.drops_memory:
+                leave(0)

@@ -35,7 +35,9 @@ class Program:
         """
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
-        how: Any = functools.partial(Warm, pace_s=pace_s) if warm else subprocess.Popen
+        how: Any = (
+            functools.partial(Warm, pace_s=pace_s, drops_memory=True) if warm else subprocess.Popen
+        )
         self._process: Any = how(
             list(command),
             stdout=subprocess.PIPE,
