@@ -52,7 +52,7 @@ from torchft_svc.errors import (
 # The pause before a manager that did not answer is asked again.
 RETRY_S = 0.05
 # In a step that lasts so long, a worker listens to its manager before it decides alone.
-LISTEN_AFTER_S = 1.0
+LISTEN_AFTER_S = 0.5
 # The phases in which a step ends by a vote, or by being given up.
 UNDER_WAY = (Phase.TRAINING, Phase.HEALING)
 
