@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from chaos.forked_manager import is_manager
 from chaos.options import WorkerOptions
 from demo.events import Committed, Event, EventTail, Exited, Killed, PhaseBegan, Started
 from torchft_svc.rpc.fork_server import ForkServer
@@ -62,7 +61,7 @@ class Worker:
         with suppress(OSError):
             for children in Path(f"/proc/{self.pid}/task").glob("*/children"):
                 for pid in map(int, children.read_text().split()):
-                    if is_manager(pid):
+                    if b"manager_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
                         return pid
         return None
 

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from chaos.forked_manager import fork_managers
 from chaos.hosts import move_to
 from chaos.options import WorkerOptions, decode
 from demo.orphans import die_with_parent
@@ -71,7 +70,6 @@ def _live(run: Run, options: WorkerOptions) -> int:
     try:
         if options.host:
             move_to(options.host, options.namespace)
-        fork_managers()
         run(options)
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else int(error.code is not None)

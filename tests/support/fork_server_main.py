@@ -16,7 +16,6 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from chaos.forked_manager import fork_managers
 from demo.orphans import die_with_parent
 from support.fork_server import SERVICES, TORCH, Call, Program
 from torchft_svc.rpc.fork_server import serve
@@ -110,7 +109,6 @@ if __name__ == "__main__":
         signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         random.seed()
-        fork_managers()
         _asked = pickle.loads(_fork[0])  # noqa: S301 - from the tests themselves
         if isinstance(_asked, Call):
             call(_asked)
