@@ -182,15 +182,6 @@ def test_a_question_tells_how_far_the_job_is_also_after_its_group_has_died(
         assert scene.take()[-1].lost_from == known
 
 
-def test_who_has_asked_is_waited_for_like_those_who_report() -> None:
-    scene = Scene(first_id=100)
-    caller = scene.ask("a", step=14, seen_quorum_id=5, has_history=True, last_num_groups=2)
-    scene.withdraw(caller)
-    scene.ask("b")
-    scene.until(50)
-    assert scene.why() == "waiting for a: alive, but has not asked"
-
-
 def test_a_question_of_a_group_that_is_behind_takes_back_nothing() -> None:
     """It was in a later quorum, at another lighthouse, and had not healed there."""
     scene = formed("a", step=7, settings=config(on_step_regression="hold"))
@@ -199,6 +190,15 @@ def test_a_question_of_a_group_that_is_behind_takes_back_nothing() -> None:
     scene.ask("b", step=0, seen_quorum_id=9, has_history=True)
     assert scene.take() == []
     assert scene.why().startswith("the job has committed step 7, ")
+
+
+def test_who_has_asked_does_not_go_first() -> None:
+    """Unlike sessions, questions come one after the other: a newer state may be there already."""
+    scene = Scene(first_id=100)
+    scene.opened("b")
+    scene.ask("a", step=1, seen_quorum_id=5, has_history=True)
+    scene.ask("b", step=1, seen_quorum_id=6, has_history=True)
+    assert scene.take_quorums() == [(101, ["a", "b"])]
 
 
 def begun_anew() -> Scene:

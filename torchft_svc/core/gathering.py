@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from torchft_svc.core.types import Member
+from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member
 
 # Managers that are at another lighthouse of their list look every second whether this one answers.
 GATHER_S = 2.0
@@ -20,6 +20,8 @@ class Gathering:
 
     The lighthouse has published no quorum of the job. Otherwise the first group would train alone,
     and if the others are still at another lighthouse, both halves would commit the same steps.
+    ``told``: the newest quorum that those who ask know of, and how far it has come at least; they
+    may have no session, or another manager, which could not report it (rule Q12).
     ``since``: the first of these requests. ``is_sole``: there is no other lighthouse.
     """
 
@@ -27,13 +29,15 @@ class Gathering:
     until: float | None = None
     since: float = 0.0
     is_sole: bool = True
+    told: LastQuorum = NO_QUORUM
 
     def after_request(
         self, member: Member, now: float, join_timeout_s: float, began_at: float
     ) -> Gathering:
         """``began_at``: since when this lighthouse serves."""
-        if member.last_num_groups < 2:
-            return self  # a newcomer, or one that was alone: there is nobody to come
+        told = max(self.told, member.last_quorum) if member.has_history else self.told
+        if member.last_num_groups < 2:  # a newcomer, or one that was alone: there is nobody to come
+            return replace(self, told=told)
         num_groups = max(self.num_groups, member.last_num_groups)
         since = now if self.until is None else self.since
         is_sole = self.is_sole and member.sole_lighthouse
@@ -41,7 +45,7 @@ class Gathering:
         all_back_at = began_at + ALL_BACK_S + num_groups * EACH_BACK_S
         if is_sole and since <= all_back_at:
             until = min(until, all_back_at)
-        return Gathering(num_groups, until, since, is_sole)
+        return Gathering(num_groups, until, since, is_sole, told)
 
 
 NOBODY_IS_TO_COME = Gathering()

@@ -76,20 +76,6 @@ class Job:
         if last.quorum_id == self.members.last.quorum_id:
             self.term.num_groups = max(self.term.num_groups, num_groups)
 
-    def asked(self, member: Member, caller: int, now: float) -> int | None:
-        """``caller`` asks for ``member``; returns the caller that it replaces, if any.
-
-        A question is a report, too: its group may have no session, or a new manager, which knew of
-        no quorum when its session began (rule Q12). The group itself may be behind in that quorum,
-        so what is known of the job's step stays.
-        """
-        if member.has_history:
-            last = member.last_quorum.reached(self.members.last.max_step)
-            self.reported(member.replica_id, last, member.last_num_groups)
-            if member.replica_id in self.members.previous_ids:
-                self.term.is_noted = True  # it commits no further step
-        return self.members.asked(member, caller, now)
-
     def note_progress(self) -> None:
         """Note how far all members of the last quorum have come in it (rule E5); before one of them
         asks, or is gone."""

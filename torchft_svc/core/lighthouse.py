@@ -106,7 +106,7 @@ class Lighthouse:
             state.held[member.replica_id] = (member, caller)
         else:
             state.history.asked(member)
-            replaced = state.asked(member, caller, now)
+            replaced = state.members.asked(member, caller, now)
             if replaced is not None:
                 orders.append(_superseded(replaced, member.replica_id))
             if told := state.break_off(member, agreed=agreed):
@@ -488,7 +488,7 @@ class Lighthouse:
         newcomers = list(asked)
         for replica_id in state.members.names.take_heirs():
             if replica_id in state.held:
-                state.asked(*state.held.pop(replica_id), now)
+                state.members.asked(*state.held.pop(replica_id), now)
                 newcomers.append(replica_id)
         state.hangs.heed_again(state.members.recalled())
         look = look_at(state.members, self._config)

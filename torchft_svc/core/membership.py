@@ -208,8 +208,7 @@ class Membership:
         self._known.move_to_end(replica_id)
 
     def reported(self, replica_id: str, last: LastQuorum) -> None:
-        """A group reports the ``last`` quorum that it was in, maybe elsewhere, as it begins a
-        session or asks.
+        """A group reports the ``last`` quorum that it was in, maybe elsewhere.
 
         Until one is published here, the newest reported quorum stands for it: newcomers do not
         continue without its members, and no group continues without its step.
@@ -260,6 +259,10 @@ class Membership:
         self._replica_of[caller] = replica_id
         group.caller, group.gave_up, group.left_out, group.heal = caller, None, None, None
         self._place(replica_id, group)
+        if member.has_history:
+            self._note_ahead(replica_id, member.seen_quorum_id)
+            if group.tenure is Tenure.NEW:
+                self._take_part(replica_id, Tenure.VETERAN)
         if self.previous is None:
             self._gathering = self._gathering.after_request(
                 member, now, self._config.join_timeout_s, self._began_at
@@ -318,11 +321,8 @@ class Membership:
         return healing
 
     def recalled(self) -> list[str]:
-        """Groups that are awaited again, because no other member of the last quorum is left.
-
-        To be called when a group is gone: newcomers must not start a second history while members
-        of the first one hang.
-        """
+        """Groups that are awaited again, as no other member of the last quorum is left: newcomers
+        must not start a second history while these hang. To be called when a group is gone."""
         evicted = self.groups[GroupState.EVICTED]
         if not evicted or self.groups[GroupState.ASKING] or self.num_awaited:
             return []
@@ -556,7 +556,8 @@ class Membership:
     @property
     def committed_step(self) -> int:
         """The highest that a quorum of this job has shown, less what was given up since."""
-        return self.last.max_step
+        told = self._gathering.told
+        return max(self.last.max_step, told.max_step if told >= self.last else 0)
 
     @property
     def min_replicas(self) -> int:

@@ -44,6 +44,7 @@ class Naive:
     told_num_groups: list[tuple[int, float]] = field(default_factory=list)  # and when
     others_known: bool = False  # lighthouses; by one of them
     all_told: list[tuple[str, int]] = field(default_factory=list)  # as told, also by the dead
+    questions: list[LastQuorum] = field(default_factory=list)  # what those that asked knew of
     begun_anew: int = 0  # the first quorum, if none of it knew another one
 
     def request(self, member: Member, caller: int, now: float) -> None:
@@ -80,23 +81,17 @@ class Naive:
     def hello(self, replica_id: str, last: LastQuorum, now: float) -> None:
         self._sign_of_life(replica_id, now)
         self.heard_id = max(self.heard_id, last.quorum_id)
-        self._tells(replica_id, last)
-        self._settle(now)
-
-    def _tells(self, replica_id: str, last: LastQuorum) -> None:
-        """Of a quorum that it was in, at the start of its session or when it asks."""
-        if last.quorum_id == 0:
-            return
-        self.veterans.add(replica_id)
-        if self.previous is not None:
-            if last.quorum_id > self.newest.quorum_id:
+        if last.quorum_id > 0:
+            self.veterans.add(replica_id)
+            if self.previous is not None and last.quorum_id > self.newest.quorum_id:
                 self.ahead.add(replica_id)
-            return
-        self.told[replica_id] = max(last, self.told.get(replica_id, last))
-        self.all_told.append((replica_id, last.quorum_id))
-        if last > self.newest:
-            self.newest = last
-            self.loss_accepted = False
+            if self.previous is None:
+                self.told[replica_id] = max(last, self.told.get(replica_id, last))
+                self.all_told.append((replica_id, last.quorum_id))
+                if last > self.newest:
+                    self.newest = last
+                    self.loss_accepted = False
+        self._settle(now)
 
     def leave(self, replica_id: str, now: float) -> None:
         if replica_id in self.groups:
@@ -114,7 +109,7 @@ class Naive:
         asking = [member for member in asking if member not in wrong]
         policy = self.config.on_step_regression
         holds = policy == "hold" or (policy == "auto" and len(self.veterans) > 0)
-        behind = asking != [] and all(member.step < self.newest.max_step for member in asking)
+        behind = asking != [] and all(member.step < self._floor() for member in asking)
         awaited = behind and twin.still_waited_for(self.view(now), self.config, now) != []
         if not (holds and behind) or awaited:
             self.log.append(("nothing to accept",))
@@ -136,7 +131,7 @@ class Naive:
             veterans=set(self.veterans),
             straggling=set(self.stragglers),
             previous=self._before(),
-            committed_step=self.newest.max_step,
+            committed_step=self._floor(),
             requested_min_replicas=max((each.member.min_replicas for each in asking), default=0),
             loss_accepted=self.loss_accepted,
             ahead=self._believed(),
@@ -154,6 +149,13 @@ class Naive:
         found = {each for each in self.ahead if each.split(":")[0] in old_names}
         is_most = len({each.split(":")[0] for each in found}) > len(loyal_names)
         return found if is_most else set()
+
+    def _floor(self) -> int:
+        """How far the job is at least: as told by sessions, or by questions of a quorum that is not
+        older."""
+        asked = max(self.questions, default=NO_QUORUM)
+        is_news = asked.quorum_id >= self.newest.quorum_id
+        return max(self.newest.max_step, asked.max_step if is_news else 0)
 
     def _before(self) -> set[str]:
         """The members of the last quorum, as far as this lighthouse can know."""
@@ -193,6 +195,7 @@ class Naive:
                 self.newest = NO_QUORUM
             self.loss_accepted = False
             self.told_num_groups, self.all_told, self.others_known = [], [], False
+            self.questions = []
             self.last_id = max(self.last_id, self.heard_id)
         while True:
             if self.view(now).waiting:
@@ -204,7 +207,7 @@ class Naive:
             self._publish(*decision, now)
 
     def _publish(self, members: list[Member], lost_from: int | None, now: float) -> None:
-        ids = [member.replica_id for member in members]
+        ids, floor = [member.replica_id for member in members], self._floor()
         before = self.previous.participants if self.previous else ()
         grows = len(before) != len(members) or self.heard_id > self.last_id
         grows = grows or any(member.commit_failures for member in members)
@@ -227,25 +230,29 @@ class Naive:
         self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
         self.veterans |= set(ids)
         self.told_num_groups, self.all_told, self.others_known = [], [], False
+        self.questions = []
         top = max(member.step for member in members)
         self.loss_accepted = False
         if lost_from is None:
-            assert top >= self.newest.max_step
+            assert top >= floor
         self.newest = LastQuorum(self.last_id, top)
         self.told, self.ahead = {}, set()
         self.log.append(("quorum", now, self.previous, tuple(callers), lost_from))
 
     def _has_come(self, member: Member, now: float) -> None:
         if member.has_history:
+            self.veterans.add(member.replica_id)
+            if self.previous is not None and member.seen_quorum_id > self.newest.quorum_id:
+                self.ahead.add(member.replica_id)
             step = member.step  # all of that quorum have it, unless it was committed alone
             if member.step_quorum_id == 0 or member.step_quorum_id == member.seen_quorum_id:
                 step = max(0, step - 1)
-            step = max(step, self.newest.max_step)  # it may be behind
-            self._tells(member.replica_id, LastQuorum(member.seen_quorum_id, step))
+            if self.previous is None:
+                self.questions.append(LastQuorum(member.seen_quorum_id, step))
         if self.previous is None and member.last_num_groups > 1:
             self.told_num_groups.append((member.last_num_groups, now))
             self.others_known |= not member.sole_lighthouse
-        if member.step >= self.newest.max_step:
+        if member.step >= self._floor():
             self.loss_accepted = False
 
     def _is_held(self, replica_id: str) -> bool:

@@ -86,7 +86,16 @@ class JobLedger:
     loss_accepted: bool = False  # by an operator, since the last quorum
     remaining: set[str] = field(default_factory=set)  # of the last quorum: not ended on purpose
     is_finished: bool = False
+    asked: LastQuorum = (
+        NO_QUORUM  # the newest that those who asked knew of, before the first quorum
+    )
     begun_anew: int = 0  # the first quorum of this lighthouse, if it was one of newcomers only
+
+    @property
+    def floor(self) -> int:
+        """How far the job is at least."""
+        is_news = self.asked >= self.last
+        return max(self.last.max_step, self.asked.max_step if is_news else 0)
 
 
 @dataclass
@@ -152,11 +161,9 @@ class World:
         ledger.evicted.discard(group.replica_id)
         if group.asked.has_history:
             ledger.took_part.add(group.replica_id)
-            if not ledger.has_published:  # then the question is a report, too
-                known = LastQuorum(group.seen_quorum_id, max(group.step - 1, ledger.last.max_step))
-                ledger.told[group.replica_id] = max(group.last, known)
-                ledger.is_finished &= known <= ledger.last
-                ledger.last = max(ledger.last, known)
+            if not ledger.has_published:
+                known = LastQuorum(group.seen_quorum_id, max(0, group.step - 1))
+                ledger.asked = max(ledger.asked, known)
         self.live(group)
         orders = self.house.request(group.job, group.asked, self.callers, self.now)
         if replaced is not None:
@@ -223,7 +230,7 @@ class World:
             return
         policy = self.config.on_step_regression
         assert policy != "warn", "nothing is held back"
-        newest = [each for each in asking if each.step >= ledger.last.max_step]
+        newest = [each for each in asking if each.step >= ledger.floor]
         shrinks = any(each.asked and each.asked.shrink_only for each in asking)
         assert asking, "nobody asks"
         assert "alive, but has not asked" not in why, "the newer state may come"
@@ -250,6 +257,7 @@ class World:
             ledger.announced.clear()
             ledger.evicted.clear()
             ledger.begun_anew = 0
+            ledger.asked = NO_QUORUM
         self.asked_by.clear()
         for group in self.groups.values():
             group.caller = group.asked = None
@@ -424,7 +432,7 @@ class World:
         """Who is not believed is more than a step ahead, and a living member does not say so; and
         a lighthouse that has published believes nobody else who is, but from elsewhere."""
         before = self.members_before(order.job) & self.living(order.job)
-        limit = ledger.last.max_step + 1
+        limit = ledger.floor + 1
         tells = {
             each.replica_id: each.doubted_step or each.step for each in order.quorum.participants
         }
@@ -450,8 +458,8 @@ class World:
         if not any(each.min_replicas for each in askers):
             assert len(order.callers) >= self.config.min_replicas
         assert len(order.callers) >= max(each.min_replicas for each in order.quorum.participants)
-        if max_step < ledger.last.max_step:
-            assert order.lost_from == ledger.last.max_step, "I4: a loss is told"
+        if max_step < ledger.floor:
+            assert order.lost_from == ledger.floor, "I4: a loss is told"
             policy = "warn" if ledger.loss_accepted else self.config.on_step_regression
             assert policy != "hold" or ledger.is_finished, "I4"
             if policy != "warn":
@@ -463,6 +471,7 @@ class World:
         knew = any(each.has_history for each in order.quorum.participants)
         if not ledger.has_published and ledger.last == NO_QUORUM and not knew:
             ledger.begun_anew = order.quorum.quorum_id
+        ledger.asked = NO_QUORUM
         ledger.last, ledger.has_published = LastQuorum(order.quorum.quorum_id, max_step), True
         ledger.loss_accepted = ledger.is_finished = False
         ledger.remaining = {each.replica_id for each in order.quorum.participants}
