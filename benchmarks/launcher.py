@@ -43,7 +43,7 @@ time.sleep(1e6)
 """
 _COLUMNS = (
     Column("launcher", "launcher"),
-    Column("killed", "SIGKILL to"),
+    Column("killed", "hit"),
     Column("kills", "kills", 0),
     Column("ended", "ended by a kill", 0),
     Column("pause_s", "next step, s", 3),
@@ -79,7 +79,7 @@ SIDES = (
     ),
 )
 _NAMES = [side.name for side in SIDES]
-_KINDS = ("worker", "node")
+_KINDS = {"worker": "a worker", "node": "a node", "frozen": "a node, frozen"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class Job:
 
     side: Side
     init_s: float
+    is_idle: bool
     stack: ExitStack
     endpoint: str
     agents: dict[int, Child] = field(default_factory=dict)
@@ -120,6 +121,7 @@ class Job:
             f"--init-s={self.init_s}",
             f"--step-s={_STEP_S}",
             *(["--survives"] if self.side.survives else []),
+            *(["--idle"] if self.is_idle else []),
         ]
         command = [sys.executable, "-W", "ignore", "-m", self.side.module, *options]
         child = Child(command, {**_ENVIRONMENT, **dict(self.side.environment)})
@@ -163,19 +165,32 @@ class Job:
         missing = sorted(before.keys() - arrived.keys())
         raise ChildError(f"nodes {missing} took no step within {patience_s:g} s")
 
-    def kill_worker(self, node: int) -> int:
-        at_ns = time.monotonic_ns()
+    def hit(self, kind: str, node: int) -> int:
+        """Kill or freeze the node, or kill its worker; returns when (ns)."""
+        if kind == "frozen":
+            return self._signal_node(node, signal.SIGSTOP)
+        if kind == "node":
+            killed_ns = self._signal_node(node, signal.SIGKILL)
+            del self.agents[node]
+            return killed_ns
+        killed_ns = time.monotonic_ns()
         psutil.Process(self.last[node].world[0]).send_signal(signal.SIGKILL)
-        return at_ns
+        return killed_ns
 
-    def kill_node(self, node: int) -> int:
-        agent = self.agents.pop(node)
-        processes = agent.children()
+    def bring_back(self, kind: str, node: int) -> None:
+        """The node that was hit; the agent of a worker has started another one by itself."""
+        if kind == "frozen":
+            self._signal_node(node, signal.SIGCONT)
+        if kind == "node":
+            self.begin(node)
+
+    def _signal_node(self, node: int, number: int) -> int:
+        agent = self.agents[node]
+        processes = [psutil.Process(agent.pid), *agent.children()]
         at_ns = time.monotonic_ns()
-        agent.kill()
         for process in processes:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
+                process.send_signal(number)
         return at_ns
 
 
@@ -184,8 +199,10 @@ class LaunchedCourse(Course[Job]):
     """One launcher and one kind of kill, and what was measured."""
 
     side: Side
-    kills_node: bool
+    kind: str
     init_s: float
+    is_idle: bool
+    heartbeat_timeout_s: float
     patience_s: float
     dice: random.Random
     pauses_s: list[float] = field(default_factory=list)
@@ -194,19 +211,21 @@ class LaunchedCourse(Course[Job]):
 
     @property
     def name(self) -> str:
-        return f"{self.side.name}, a {'node' if self.kills_node else 'worker'}"
+        return f"{self.side.name}, {_KINDS[self.kind]}"
 
     @contextlib.contextmanager
     def start(self) -> Iterator[Job]:
         """All nodes work together."""
         with ExitStack() as stack:
             if self.side.module == OURS:
-                lighthouse = stack.enter_context(start_lighthouse(min_replicas=1))
+                timeout_ms = round(1000 * self.heartbeat_timeout_s)
+                lighthouse = start_lighthouse(min_replicas=1, heartbeat_timeout_ms=timeout_ms)
+                stack.enter_context(lighthouse)
                 endpoint = lighthouse_address(lighthouse)
             else:
                 store = stack.enter_context(Child([sys.executable, "-c", _STORE], _ENVIRONMENT))
                 endpoint = f"localhost:{store.read_line(_START_S)}"
-            job = Job(self.side, self.init_s, stack, endpoint)
+            job = Job(self.side, self.init_s, self.is_idle, stack, endpoint)
             for node in range(NUM_NODES):
                 job.begin(node)
             nowhere = {node: Step(node, (0, 0), 0, 0) for node in range(NUM_NODES)}
@@ -217,16 +236,15 @@ class LaunchedCourse(Course[Job]):
         job.train_for(self.dice.uniform(*_CALM_S))
 
     def hit(self, job: Job) -> str:
-        """One kill, until all nodes are in one world again."""
+        """Once, until all nodes are in one world again."""
         # The first one may host the store of the rendezvous.
         victim = self.dice.randrange(1, NUM_NODES)
         before = {node: step for node, step in job.last.items() if node != victim}
-        killed_ns = (job.kill_node if self.kills_node else job.kill_worker)(victim)
+        killed_ns = job.hit(self.kind, victim)
         paused_ns, _ = job.all_step(None, before, self.patience_s)
         pause_s = (paused_ns - killed_ns) / 1e9
         intake_s = 0.0
-        if self.kills_node:
-            job.begin(victim)
+        job.bring_back(self.kind, victim)
         whole_ns = paused_ns
         if any(job.last[node].world_size < NUM_NODES for node in before):
             smaller = {node: job.last[node] for node in before}
@@ -239,8 +257,8 @@ class LaunchedCourse(Course[Job]):
     def row(self) -> dict[str, Any]:
         init = f", {self.init_s:g} s of initialization" if self.init_s else ""
         row: dict[str, Any] = {
-            "launcher": self.side.name + init,
-            "killed": "a node" if self.kills_node else "a worker",
+            "launcher": self.side.name + init + (", idle" if self.is_idle else ""),
+            "killed": _KINDS[self.kind],
             "kills": self.num_hits,
             "ended": self.num_ended,
         }
@@ -265,7 +283,21 @@ class LaunchedCourse(Course[Job]):
               help="Kills of workers that need --init-s to initialize.")  # fmt: skip
 @click.option("--init-s", type=click.FloatRange(0), default=10.0)
 @click.option("--side", "sides", type=click.Choice(_NAMES), multiple=True, default=_NAMES)
-@click.option("--killed", type=click.Choice(_KINDS), multiple=True, default=_KINDS)
+@click.option(
+    "--killed",
+    "kinds",
+    type=click.Choice(list(_KINDS)),
+    multiple=True,
+    default=list(_KINDS),
+    help="frozen: a node gets SIGSTOP; with torchft-run only.",
+)
+@click.option("--idle", is_flag=True, help="Workers take steps without a collective.")
+@click.option(
+    "--heartbeat-timeout-s",
+    type=click.FloatRange(0.1),
+    default=5.0,
+    help="Of the lighthouse, after which it misses a frozen node.",
+)
 @click.option(
     "--patience-s",
     type=click.FloatRange(1),
@@ -275,10 +307,10 @@ class LaunchedCourse(Course[Job]):
 @click.option("--seed", type=int, default=0, help="Draws the victims and the moments.")
 @json_option
 def main(
-    kills: int, init_kills: int, init_s: float, sides: tuple[str, ...], killed: tuple[str, ...],
-    patience_s: float, seed: int, json_file: Path | None,
+    kills: int, init_kills: int, init_s: float, sides: tuple[str, ...], kinds: tuple[str, ...],
+    idle: bool, heartbeat_timeout_s: float, patience_s: float, seed: int, json_file: Path | None,
 ) -> None:  # fmt: skip
-    """SIGKILL a worker or a node of a launched run, and look what the other nodes lose."""
+    """Kill a worker of a launched run, or kill or freeze a node: what do the other nodes lose?"""
     result = Result(
         name="launcher",
         title=f"What survivors lose: {NUM_NODES} nodes of one worker, 2 are enough",
@@ -287,12 +319,17 @@ def main(
             "kills": kills,
             "init_kills": init_kills,
             "init_s": init_s,
+            "idle": idle,
+            "heartbeat_timeout_s": heartbeat_timeout_s,
             "patience_s": patience_s,
             "seed": seed,
         },
         notes=[
             "next step: from the kill until the workers of all other nodes have taken one in "
             "another world",
+            "frozen: from SIGSTOP to all processes of a node; the lighthouse misses it after the "
+            f"heartbeat timeout, {heartbeat_timeout_s:g} s; it gets SIGCONT when the others have "
+            "taken that step",
             "taken in: how long they stand still when the node that was hit comes back; 0: it is "
             "in that world already",
             f"ended by a kill: so many kills ended the job, or it took no step for {patience_s:g} "
@@ -301,11 +338,18 @@ def main(
     )
     dice = random.Random(seed)
     chosen = [side for side in SIDES if side.name in sides]
-    plan = [(side, kind == "node", 0.0, kills) for kind in killed for side in chosen]
-    plan += [(side, False, init_s, init_kills) for side in chosen if init_kills]
+    plan = [
+        (side, kind, 0.0, kills)
+        for kind in kinds
+        for side in chosen
+        if kind != "frozen" or side.module == OURS
+    ]
+    plan += [(side, "worker", init_s, init_kills) for side in chosen if init_kills]
     courses = [
-        LaunchedCourse(num_kills, side, kills_node, each_init_s, patience_s, dice)
-        for side, kills_node, each_init_s, num_kills in plan
+        LaunchedCourse(
+            num_kills, side, kind, each_init_s, idle, heartbeat_timeout_s, patience_s, dice
+        )
+        for side, kind, each_init_s, num_kills in plan
     ]
     for course in courses:
         course.run()

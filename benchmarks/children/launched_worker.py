@@ -17,6 +17,7 @@ def main() -> None:
     parser.add_argument("--init-s", type=float, required=True)
     parser.add_argument("--step-s", type=float, required=True)
     parser.add_argument("--survives", action="store_true", help="live through changes of the world")
+    parser.add_argument("--idle", action="store_true", help="no collective in a step")
     options = parser.parse_args()
 
     weights = torch.zeros(1000)
@@ -32,7 +33,8 @@ def main() -> None:
                 time.sleep(options.step_s)
                 wants_to_leave = torch.tensor([float(world_changed())])
                 summed = torch.cat([weights + 1, wants_to_leave])
-                dist.all_reduce(summed)
+                if not options.idle:
+                    dist.all_reduce(summed)
                 num_steps += 1
                 at = (os.getpid(), num_worlds, info.world_size, num_steps, time.monotonic_ns())
                 # In one write: workers of a node share the pipe.

@@ -152,6 +152,19 @@ def test_launcher(run: Run) -> None:
     assert row["back_s"] > row["pause_s"] > 0
 
 
+@pytest.mark.parametrize("idle", [[], ["--idle"]], ids=["training", "idle"])
+def test_launcher_of_a_frozen_node(run: Run, idle: list[str]) -> None:
+    tiny = ("--kills=1", "--init-kills=0", "--killed=frozen", "--heartbeat-timeout-s=2", *idle)
+    output, result = run(launcher.main, *tiny, "--side=torchft-run, soft", "--side=torchrun")
+    assert "heartbeat timeout, 2 s" in output
+    (row,) = result["rows"]
+    assert (row["killed"], row["ended"]) == ("a node, frozen", 0)
+    assert row["launcher"] == "torchft-run, soft" + (", idle" if idle else "")
+    # Nobody misses it earlier, and it is in that world only after it was woken.
+    assert row["back_s"] > row["pause_s"] > 1
+    assert row["intake_s"] > 0
+
+
 def test_replica_groups(run: Run) -> None:
     output, result = run(replica_groups.main, "--kills=1", "--side=hard")
     assert "group trains again" in output
