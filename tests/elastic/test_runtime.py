@@ -352,6 +352,22 @@ def test_a_destroyed_group_makes_it_wait_for_the_next_world(agent: FileChannel) 
     assert said(agent, 3)[1:] == [WorkerAck(1), WorkerLeft(1)]
 
 
+@pytest.mark.processes
+def test_who_leaves_a_world_when_it_was_told_of_the_next_works_in_that(agent: FileChannel) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    tell(agent, healthy(1, 0, 1, store.port))
+    dist.init_process_group("gloo", **get_worker_info().get_pg_parameters())
+    tell(agent, healthy(2, 0, 1, store.port))
+    told = wait_for_worker_event(PATIENCE_S)
+    assert told is not None
+    assert told.worker_info.round == 2
+    leave_world()
+    assert get_worker_info(PATIENCE_S).round == 2
+    dist.init_process_group("gloo", **get_worker_info().get_pg_parameters())
+    dist.destroy_process_group()
+    assert said(agent, 3)[1:] == [WorkerAck(1), WorkerAck(2)]
+
+
 # -- under plain torchrun --------------------------------------------------------------------------
 
 

@@ -180,7 +180,8 @@ def init_world(
 def leave_world() -> None:
     """Destroy the process group, if there is one, also while its peers are dead or frozen.
 
-    `get_worker_info` waits for the next world afterwards.
+    `get_worker_info` waits for the world after that of the group, or, if none was formed, after
+    the one that this worker was told of.
     """
     from torchft_svc.elastic import world_group  # it imports torch
 
@@ -265,8 +266,11 @@ class _ChannelWorker:
 
     def leave(self) -> None:
         with self._news:
-            self._left_round = None if self._told is None else self._told.worker_info.round
-            group = self._group
+            group, told = self._group, self._told
+            if group is not None:  # it may have been told of the next world already
+                self._left_round = group.round
+            else:
+                self._left_round = None if told is None else told.worker_info.round
         if group is not None:
             group.cut()  # else what has not ended by itself would be waited for
 
