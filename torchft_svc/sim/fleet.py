@@ -89,7 +89,8 @@ class Fleet:
             scenario.config.join_timeout_s,
             lambda: max(each.began_at for each in self.lighthouses.hosts.values()),
         )
-        histories = Histories(companions, terms.are_ids_ordered and not scenario.unary_every)
+        is_checked = terms.are_ids_ordered and not scenario.unary_every
+        histories = Histories(companions, is_checked, self.invariants.went_back)
         self.shared = Shared(
             self.network, sums, self.invariants, terms, companions, histories, self.trace
         )

@@ -222,7 +222,8 @@ class Progress:
     may have continued the job, or the wall clock was set back.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, went_back: dict[str, int]) -> None:
+        """``went_back`` gets the last quorum of each job that gave up steps, and told so."""
         self._policy = policy
         self._committed: dict[str, int] = {}
         self._heard: dict[str, int] = {}  # since its last quorum, from those that have a session
@@ -237,6 +238,7 @@ class Progress:
         # How far they have told to be in it if its steps may ask nobody, until one of them asks or
         # is gone.
         self._reached: dict[str, dict[str, int]] = {}
+        self._went_back = went_back
         self._begun_anew: dict[str, int] = {}  # the first quorum of a lighthouse, of newcomers only
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
@@ -319,6 +321,8 @@ class Progress:
             is_told = order.lost_from is not None
         if step < before:
             must(is_told, "I4", f"from step {before} to {step}, and not told")
+        if order.lost_from is not None:
+            self._went_back[order.job] = order.quorum.quorum_id
         remaining = self._remaining.get((by, order.job), {"not known"})
         must(not (order.begins_anew and remaining), "I4", f"{remaining} had not ended on purpose")
         if step < before and order.job not in self._accepted:
@@ -573,7 +577,8 @@ class Invariants:
         self.ids = Ids(is_clock_honest)
         self.agreement = Agreement()
         self.identity = Identity()
-        self.progress = Progress(policy)
+        self.went_back: dict[str, int] = {}
+        self.progress = Progress(policy, self.went_back)
         self.waits = Waits(world)
         self.hangs = Hangs(world)
         self.discards = Discards()
@@ -584,6 +589,6 @@ class Invariants:
         """The same checks, with separate ledgers for one lighthouse."""
         its_own = copy.copy(self)
         its_own.ids = Ids(self._is_clock_honest)
-        its_own.progress = Progress(self._policy)
+        its_own.progress = Progress(self._policy, self.went_back)
         its_own.discards = Discards()
         return its_own

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from torchft_svc.core.term import LOOK_S
@@ -214,6 +214,7 @@ class Histories:
 
     companions: Companions
     is_checked: bool  # all groups have a session with one lighthouse, and ids grow
+    went_back: Mapping[str, int]  # by job: the last quorum that gave up steps, and told so
     _last: dict[str, dict[str, tuple[int, int, float]]] = field(default_factory=dict)
 
     def committed(self, it: CommittedStep, now: float) -> None:
@@ -231,7 +232,8 @@ class Histories:
             is_first = it.began_at - self.companions.lighthouse_began_at() < SLACK_S
             if is_first and it.quorum_id > quorum_id:  # the other gives its step up, and follows
                 self.companions.trouble(group, now, is_reachable=True)
-            must(not (trains and is_behind) or is_first, "I4", what)
+            is_told = quorum_id < self.went_back.get(it.job, 0)
+            must(not (trains and is_behind) or is_first or is_told, "I4", what)
 
     def ended(self, job: str, group: str) -> None:
         """Its workers are gone."""
