@@ -239,7 +239,7 @@ class Progress:
         # is gone.
         self._reached: dict[str, dict[str, int]] = {}
         self._went_back = went_back
-        self._begun_anew: dict[str, int] = {}  # the first quorum of a lighthouse, of newcomers only
+        self._begun_anew: dict[str, int] = {}  # the last quorum of newcomers only
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
         """A session begins, with what the group knew when it connected: if the lighthouse was
@@ -337,9 +337,8 @@ class Progress:
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
         self._check_jump(order)
         self._check_belief(order)
-        if order.job not in self._committed:
-            is_anew = not any(each.has_history for each in order.quorum.participants)
-            self._begun_anew[order.job] = order.quorum.quorum_id if is_anew else 0
+        if not any(each.has_history for each in order.quorum.participants):
+            self._begun_anew[order.job] = order.quorum.quorum_id
         self._committed[order.job] = step
         self._reached.pop(order.job, None)
         steady = [each for each in order.quorum.up_to_date if each.steady]
