@@ -125,6 +125,8 @@ class Stream:
         self._network = network
         self.name = client.process.name
         self.ends: tuple[StreamEnd, StreamEnd] = (client, client)
+        # What a cut holds up: what was on its way when it began, and what was sent since.
+        self._caught: deque[tuple[StreamEnd, object]] = deque()
         self._held: deque[tuple[StreamEnd, object]] = deque()
         self._silences = 0
         self._broke_in_silence = False
@@ -191,8 +193,9 @@ class Stream:
             end.process.after(patience_s, self._give_up, end, self._silences)
 
     def end_silence(self) -> None:
-        while self._held:
-            self._deliver(*self._held.popleft())
+        for messages in (self._caught, self._held):
+            while messages:
+                self._deliver(*messages.popleft())
         if self._broke_in_silence:
             self._broke_in_silence = False
             self.end("the other end has given up")
@@ -217,6 +220,6 @@ class Stream:
             to.is_open = False
             to.on_end(reason)
         elif self._network.is_cut(self.name):
-            self._held.append((to, message))
+            self._caught.append((to, message))
         else:
             to.on_message(message)
