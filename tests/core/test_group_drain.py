@@ -136,8 +136,20 @@ def test_the_workers_that_come_after_it_begin_anew() -> None:
     group.attached(0, "w")
     group.drain("preempted")
     group.detached(0, "w", "it has stopped")
-    (ask,) = group.quorum_requested(request(0), 1)
+    (ask,) = group.quorum_requested(request(0, worker_id="new"), 1)
     assert isinstance(ask, AskLighthouse)
+
+
+def test_a_worker_that_comes_back_after_the_others_have_ended_has_to_end_too() -> None:
+    """The stream of rank 1 broke before the drain, and that of rank 0 has ended."""
+    group = Group(2)
+    group.attached(0, "w")
+    group.attached(1, "w")
+    group.detached(1, "w", "its stream broke")
+    group.drain("preempted")
+    group.detached(0, "w", "it has stopped")
+    group.attached(1, "w")
+    assert ended(group.quorum_requested(request(1), 0)) == [0]
 
 
 def test_workers_that_take_the_place_of_others_do_not_end_in_their_stead() -> None:

@@ -70,17 +70,24 @@ class Group:
 
     # -- who is there ----------------------------------------------------------------------------
 
-    def attached(self, group_rank: int, worker_id: str) -> None:
-        """A worker has opened its stream.
+    def attached(self, group_rank: int, worker_id: str) -> bool:
+        """A worker has opened its stream; returns whether it may belong to the next life of the
+        group: it is not known, and nobody else is there.
+
+        The streams of the others may only have broken: those that come back have to end, too.
 
         Raises: RequestRefused: the rank does not exist, or belongs to another worker.
         """
         self._check_rank(group_rank)
         if not self.belongs_to(group_rank, worker_id):
             raise self._taken(group_rank, "is there")
+        is_next = not self._attached and self._lives.get(group_rank, ("",))[0] != worker_id
+        if is_next:
+            self._drain_reason = None  # the reason was for the workers that have ended
         self._attached[group_rank] = self._owners[group_rank] = worker_id
         self._suspects.pop(group_rank, None)
         self._note_life(group_rank, worker_id)
+        return is_next
 
     def detached(
         self, group_rank: int, worker_id: str, reason: str, *, ends: bool = False
@@ -102,8 +109,6 @@ class Group:
         if self._is_missed(group_rank, worker_id):
             orders += self._fail_barrier(QuorumFailed(gone))
         orders += self._commits.drop(gone)
-        if not self._attached:
-            self._drain_reason = None  # the reason was for the workers that have ended
         orders.append(Leave(gone, ends=ends))
         return (*orders, *self._give_away(group_rank))
 

@@ -201,7 +201,9 @@ class GroupManager:
 
         Raises: RequestRefused: the rank does not exist, or belongs to another worker.
         """
-        self.group.attached(group_rank, worker_id)
+        is_next_life = self.group.attached(group_rank, worker_id)
+        if is_next_life and self.kill_reason is None:
+            self._last_command = None  # it was for the workers that have ended
         self._attached.add(group_rank)
         news = [*([] if self._last_command is None else [self._last_command])]
         gone = self._gone.pop(group_rank, None)
@@ -217,8 +219,6 @@ class GroupManager:
         self._activities.gone(group_rank)
         if group_rank == 0:
             self._leader_ends = ends
-        if not self._attached and self.kill_reason is None:
-            self._last_command = None  # it was for the workers that have ended
         orders = self.group.detached(group_rank, worker_id, reason, ends=ends)
         for order in orders:
             if isinstance(order, Leave) and not order.between_steps:
