@@ -41,6 +41,26 @@ def test_nobody_gives_a_step_up_for_a_group_that_has_finished_it() -> None:
     assert (order.replica_id, order.between_steps, order.recipients) == ("a", True, ())
 
 
+def test_a_late_heartbeat_does_not_bring_a_group_back_that_has_left() -> None:
+    """Otherwise the others would wait for it, and be told of its loss again."""
+    scene = formed("a", "b")
+    scene.house.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
+    scene.beat("b")
+    scene.ask("a", 1)
+    assert scene.take_quorums() == [(2, ["a"])]
+    scene = formed("a", "b")
+    scene.house.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
+    scene.opened("b", quorum_id=1)
+    scene.ask("a", 1)
+    assert scene.why().startswith("waiting for b"), "a session is no late message"
+    scene = formed("a", "b")
+    scene.house.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
+    scene.now += config().heartbeat_timeout_s
+    scene.beat("b")
+    scene.ask("a", 1)
+    assert scene.why().startswith("waiting for b"), "nor is a heartbeat that comes much later"
+
+
 def test_of_many_that_die_at_once_a_few_are_told() -> None:
     names = [f"g{number}" for number in range(MAX_LOSSES_TOLD + 6)]
     scene = formed(*names)

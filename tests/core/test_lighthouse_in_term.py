@@ -257,6 +257,8 @@ def test_who_does_not_begin_a_step_is_waited_for_as_long_as_if_the_others_had_as
     term.before(110.0)
     assert term.told() == []
     term.until(110.0)
+    term.does("c", Phase.IDLE, 7)
+    term.until(110.0 + LOOK_S)
     assert term.told() == [(7, ("a", "b", "c"))]
     term.asks("a", 7)
     term.asks("b", 7)
@@ -270,8 +272,21 @@ def test_waits_that_ended_in_time_do_not_delay_the_news_about_later_ones() -> No
     waiting_for_c(term)  # and the first wait is looked at while these last
     term.before(111.0)
     assert term.told() == []
+    term.now = 111.0
+    term.does("c", Phase.IDLE, 7)
     term.until(111.0)
     assert term.told() == [(7, ("a", "b", "c"))]
+
+
+def test_who_has_reported_nothing_since_the_wait_became_too_long_may_have_begun_the_step() -> None:
+    """Beats may be rarer than the join timeout is long."""
+    term = Term()
+    waiting_for_c(term)
+    term.until(112.0)
+    assert term.told() == []
+    term.does("c", Phase.TRAINING, 8)
+    term.until(120.0)
+    assert term.told() == []
 
 
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.VOTING, Phase.HEALING])

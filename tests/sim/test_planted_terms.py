@@ -192,7 +192,7 @@ def a_newcomer_asks_before_the_members_are_back(plant: pytest.MonkeyPatch) -> No
 
 
 def who_does_not_begin_a_step_is_waited_for(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Job, "late_in_term", lambda self, step: [])
+    plant.setattr(Job, "late_in_term", lambda *_: [])
 
 
 def who_was_late_in_a_term_is_waited_for_again(plant: pytest.MonkeyPatch) -> None:

@@ -30,6 +30,14 @@ def test_a_step_of_a_group_that_is_kept_out_may_be_repeated() -> None:
     assert outcome.fell is None, describe(outcome)
 
 
+@pytest.mark.parametrize("seed", [1795454312521, 77000000332, 77000000656, 77000002519])
+def test_runs_that_fell_once(seed: int) -> None:
+    """A late heartbeat follows a leave; a drain is told while streams are broken; beats are rarer
+    than the join timeout is long; a cut begins while messages are on their way."""
+    outcome = run_seed(seed)
+    assert outcome.fell is None, describe(outcome)
+
+
 @pytest.mark.parametrize("seed", [665, 690])
 def test_a_job_that_has_split_is_one_again(seed: int) -> None:
     """A newcomer is the first at a restarted lighthouse, which is restarted again. The others learn

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -97,12 +98,14 @@ class HangWatch:
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._groups: dict[str, Activity] = {}
+        self._told_at: dict[str, float] = {}
         self._hung: set[str] = set()
         self.unheeded: set[str] = set()
         self._look_at: float | None = None
 
     def reported(self, replica_id: str, activity: Activity, now: float) -> None:
         self._groups[replica_id] = activity
+        self._told_at[replica_id] = now
         ends_at = self._hangs_at(activity)
         if ends_at is None or ends_at > now:
             self._hung.discard(replica_id)
@@ -114,11 +117,16 @@ class HangWatch:
 
     def gone(self, replica_id: str) -> None:
         self._groups.pop(replica_id, None)
+        self._told_at.pop(replica_id, None)
         self._hung.discard(replica_id)
         self.unheeded.discard(replica_id)
 
     def activity(self, replica_id: str) -> Activity | None:
         return self._groups.get(replica_id)
+
+    def told_at(self, replica_id: str) -> float:
+        """When this group has reported its activity for the last time (-inf: never)."""
+        return self._told_at.get(replica_id, -math.inf)
 
     def why(self, replica_id: str, now: float) -> str:
         """What a group hangs in, for people."""

@@ -11,6 +11,7 @@ from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.likeness import Likeness
 from torchft_svc.core.membership import AWAITED_MEMBERS, GroupState, Membership
 from torchft_svc.core.overview import History
+from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import RunningTerm
 from torchft_svc.core.types import LastQuorum, Member
@@ -66,6 +67,9 @@ class Job:
     term: RunningTerm = field(default_factory=RunningTerm)
     # Members whose session has ended without a word, and since when (rule E7).
     silent: dict[str, float] = field(default_factory=dict)
+    # Members that have left in good order: no heartbeat without a session, which may be late,
+    # brings them back before this time (rule Q8).
+    left: dict[str, float] = field(default_factory=dict)
 
     def reported(self, replica_id: str, last: LastQuorum, num_groups: int) -> None:
         """A group reports the ``last`` quorum that it was in, of ``num_groups`` (0: not known)."""
@@ -145,32 +149,40 @@ class Job:
         if doing is not None and doing.step == member.step and self._waits_in_step(doing):
             term.last_look_at = min(term.last_look_at, doing.since + join_timeout_s)
 
-    def stalled_step(self, join_timeout_s: float, now: float) -> int | None:
-        """The step in which members have waited for the others for too long; None: there is
-        none."""
+    def stalled_step(self, join_timeout_s: float, now: float) -> tuple[int | None, float]:
+        """The step in which members have waited for the others for too long (None: there is none),
+        and since when that is so (-inf: some have asked, and the term is over anyway)."""
         term = self.term
         if not term.is_due(now):
-            return None
+            return None, math.inf
         if term.over_from is not None:
-            return term.over_from
+            return term.over_from, -math.inf
         doing = [self.hangs.activity(each) for each in self.members.quorum_left()]
         waiting = [each for each in doing if each is not None and self._waits_in_step(each)]
-        overdue = [each.step for each in waiting if now - each.since >= join_timeout_s]
+        overdue = [each for each in waiting if now - each.since >= join_timeout_s]
         if overdue:
-            return max(overdue)
+            step = max(each.step for each in overdue)
+            since = min(each.since for each in overdue if each.step == step)
+            return step, since + join_timeout_s
         term.look_at = math.inf
         term.waits(min((each.since for each in waiting), default=math.inf), join_timeout_s, now)
-        return None
+        return None, math.inf
 
-    def late_in_term(self, step: int) -> list[str]:
+    def late_in_term(self, step: int, due_at: float) -> list[str]:
         """The members that keep others from ``step`` of the term, because they have not begun it
-        (rule E6); what silent ones do is not known."""
-        known = (each for each in self.members.quorum_left() if each not in self.silent)
+        (rule E6). What silent ones do is not known, nor what those do that have reported nothing
+        since ``due_at``: at short timeouts they may have gone on since, and the others, too."""
+        left, hangs = self.members.quorum_left(), self.hangs
+        known = [each for each in left if each not in self.silent and hangs.told_at(each) >= due_at]
         doing = {each: self.hangs.activity(each) for each in known}
         late = sorted(
             key for key, each in doing.items() if each is not None and not each.has_begun(step)
         )
         return [key for key in late if self.members.state(key) in AWAITED_MEMBERS]
+
+    def note_left(self, replica_id: str, leave: Leave, until: float) -> None:
+        if leave.is_orderly and self.members.is_member(replica_id):
+            self.left[replica_id] = until
 
     def forget(self, replica_id: str) -> int | None:
         """The group is gone; returns the caller that waited for it, if any."""

@@ -148,6 +148,8 @@ class Lighthouse:
         check_name("replica_id", replica_id)
         state = self._job(job, replica_id, now)
         is_new = not state.members.knows(replica_id)
+        if is_new and now < state.left.get(replica_id, -math.inf):
+            return ()
         orders = self._sign_of_life(state, replica_id, now)
         state.members.seen(replica_id, now)
         if activity is not None:
@@ -173,6 +175,7 @@ class Lighthouse:
         state = self._jobs.get(job)
         if state is None or not state.members.knows(replica_id):
             return ()
+        state.note_left(replica_id, leave, until=now + self._config.heartbeat_timeout_s)
         orders = self._remove(job, state, replica_id, leave, now)
         return self._settle(job, state, orders, now)
 
@@ -468,10 +471,10 @@ class Lighthouse:
 
     def _end_stalled_term(self, job: str, state: Job, now: float) -> list[Order]:
         """Groups that have not begun a step in time keep the others waiting in it no longer."""
-        step = state.stalled_step(self._config.join_timeout_s, now)
+        step, due_at = state.stalled_step(self._config.join_timeout_s, now)
         if step is None:
             return []
-        late = state.late_in_term(step)
+        late = state.late_in_term(step, due_at)
         if not late:
             return []
         state.note_progress()
@@ -542,7 +545,7 @@ class Lighthouse:
         )
         begins_anew = state.members.is_finished and formed.lost_from is not None
         callers = state.members.publish(quorum)
-        state.announcements = Announcements()
+        state.announcements, state.left = Announcements(), {}
         may_go_on = len(quorum.up_to_date) == len(quorum.participants) > 1
         may_go_on &= all(member.steady for member in quorum.participants)
         state.term = RunningTerm(may_go_on, quorum.max_step, formed_at=now)

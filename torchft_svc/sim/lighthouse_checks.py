@@ -112,7 +112,7 @@ class LighthouseChecks:
         self._heard(client)
         if beat.phase is not None:
             doing = Activity(beat.phase, beat.step, self._now - beat.lasts_s)
-            self._liveness.does(client.key, doing)
+            self._liveness.does(client.key, doing, self._now)
             self._invariants.progress.reached(*client.key, doing.reached)
 
     def _asked(self, client: ClientRecord, question: Question) -> None:

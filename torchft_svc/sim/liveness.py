@@ -55,10 +55,11 @@ class LivenessChecks:
             ledger.first_back_at = min(since, ledger.first_back_at or since)
         for ids in (ledger.late, ledger.evicted, ledger.recalled):
             ids.discard(key[1])
-        ledger.doing[key[1]] = Activity(Phase.QUORUM, member.step, now)
+        self.does(key, Activity(Phase.QUORUM, member.step, now), now)
 
-    def does(self, key: Key, activity: Activity) -> None:
-        self._ledger(key[0]).doing[key[1]] = activity
+    def does(self, key: Key, activity: Activity, now: float) -> None:
+        ledger = self._ledger(key[0])
+        ledger.doing[key[1]], ledger.told_at[key[1]] = activity, now
 
     def withdrew(self, key: Key, now: float) -> None:
         ledger = self._ledger(key[0])
@@ -100,9 +101,11 @@ class LivenessChecks:
             return
         waiting = [ledger.doing[each] for each in ledger.who(Phase.QUORUM) & ledger.going_on()]
         since = [doing.since for doing in waiting if doing.step == over.step]
-        if since and now - min(since) >= self._config.join_timeout_s - ROUNDING_S:
-            began = {each for each in ledger.going_on() if _has_begun(ledger, each, over.step)}
-            ledger.late |= ledger.going_on() - ledger.asking.keys() - began
+        due_at = min(since, default=now) + self._config.join_timeout_s - ROUNDING_S
+        if now >= due_at:
+            known = {each for each in ledger.going_on() if ledger.told_at.get(each, 0.0) >= due_at}
+            began = {each for each in known if _has_begun(ledger, each, over.step)}
+            ledger.late |= known - ledger.asking.keys() - began
 
     def published(self, name: str, quorum: Quorum, known: Collection[Key], now: float) -> None:
         ledger = self._ledger(name)
