@@ -153,6 +153,8 @@ class GroupCourse(Course[Groups]):
 
     side: Side
     dice: random.Random
+    ranks: tuple[int, ...]
+    step_s: float
     backs_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
     others_s: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -167,7 +169,7 @@ class GroupCourse(Course[Groups]):
             address = lighthouse_address(lighthouse)
             agents = {}
             for group in (OTHER, HIT):
-                child = Child(_command(self.side, group, address), _environment(group, address))
+                child = Child(_command(self, group, address), _environment(group, address))
                 agents[group] = stack.enter_context(child)
             groups = Groups(agents)
             groups.wait_for_all()
@@ -179,7 +181,7 @@ class GroupCourse(Course[Groups]):
         job.wait_for_all()
 
     def hit(self, job: Groups) -> str:
-        rank = (self.num_hits - 1) % NUM_WORKERS
+        rank = self.ranks[(self.num_hits - 1) % len(self.ranks)]
         back_s, other_s = job.kill(rank)
         self.backs_s[rank].append(back_s)
         self.others_s[rank].append(other_s)
@@ -191,7 +193,7 @@ class GroupCourse(Course[Groups]):
         row: dict[str, Any] = {
             "launcher": self.side.name,
             "killed": f"rank {rank}",
-            "kills": len(range(rank, self.num_hits, NUM_WORKERS)),
+            "kills": len(range(self.ranks.index(rank), self.num_hits, len(self.ranks))),
             "ended": self.num_ended,
         }
         if backs_s := self.backs_s[rank]:
@@ -208,9 +210,9 @@ class GroupCourse(Course[Groups]):
         return row
 
 
-def _command(side: Side, group: int, address: str) -> list[str]:
+def _command(course: GroupCourse, group: int, address: str) -> list[str]:
     options = [
-        *side.arguments,
+        *course.side.arguments,
         f"--nproc-per-node={NUM_WORKERS}",
         "--max-restarts=1000",
         "--max-soft-failures=1000",
@@ -219,7 +221,8 @@ def _command(side: Side, group: int, address: str) -> list[str]:
         f"--rdzv-id=group{group}",
         "--local-addr=localhost",
         *_EXAMPLE,
-        *(["--survive"] if side.survives else []),
+        f"--step-s={course.step_s}",
+        *(["--survive"] if course.side.survives else []),
     ]
     return [sys.executable, "-W", "ignore", "-m", "torchft_svc.elastic.run", *options]
 
@@ -230,16 +233,32 @@ def _environment(group: int, address: str) -> dict[str, str]:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--kills", type=click.IntRange(1), default=3, help="Kills of each rank.")
+@click.option(
+    "--rank",
+    "ranks",
+    type=click.IntRange(0, NUM_WORKERS - 1),
+    multiple=True,
+    default=range(NUM_WORKERS),
+    help="Whom to kill.",
+)
+@click.option("--step-s", type=click.FloatRange(0), default=0.0, help="Added to each step.")
 @click.option("--side", "sides", type=click.Choice(_NAMES), multiple=True, default=_NAMES)
 @click.option("--seed", type=int, default=0, help="Draws the moments.")
 @json_option
-def main(kills: int, sides: tuple[str, ...], seed: int, json_file: Path | None) -> None:
+def main(
+    kills: int,
+    ranks: tuple[int, ...],
+    step_s: float,
+    sides: tuple[str, ...],
+    seed: int,
+    json_file: Path | None,
+) -> None:
     """SIGKILL a worker of a replica group, and look how long it takes until the group trains."""
     result = Result(
         name="replica_groups",
         title=f"A worker of a replica group is lost: two groups of {NUM_WORKERS} workers",
         columns=_COLUMNS,
-        settings={"kills": kills, "seed": seed},
+        settings={"kills": kills, "step_s": step_s, "seed": seed},
         notes=[
             "group trains again: from the kill until all workers of its group have committed a "
             "step with the other group",
@@ -250,11 +269,11 @@ def main(kills: int, sides: tuple[str, ...], seed: int, json_file: Path | None) 
     )
     dice = random.Random(seed)
     chosen = [side for side in SIDES if side.name in sides]
-    courses = [GroupCourse(kills * NUM_WORKERS, side, dice) for side in chosen]
+    courses = [GroupCourse(kills * len(ranks), side, dice, ranks, step_s) for side in chosen]
     for course in courses:
         course.run()
     hard = next((course for course in courses if course.side.name == HARD), None)
-    result.rows = [course.row(rank, hard) for course in courses for rank in range(NUM_WORKERS)]
+    result.rows = [course.row(rank, hard) for course in courses for rank in ranks]
     hand_over(result, json_file)
 
 

@@ -20,6 +20,7 @@ Started so, only the killed worker is restarted, and the others keep their proce
 import argparse
 import os
 import sysconfig
+import time
 import zlib
 from datetime import timedelta
 from pathlib import Path
@@ -105,6 +106,7 @@ def train_with(
         batch = draw_batch(text, seed).to(device)
         logits = model(batch[:, :-1])
         loss = functional.cross_entropy(logits, batch[:, 1:].flatten())
+        time.sleep(options.step_s)
         loss.backward()  # reduced and scattered in the group, then averaged over the groups
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()  # commits, or changes nothing
@@ -162,6 +164,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train one worker of a replica group.")
     parser.add_argument("--steps", type=int, default=500, help="updates to commit")
     parser.add_argument("--print-every", type=int, default=20, help="so many of them")
+    parser.add_argument("--step-s", type=float, default=0.0, help="time to add to each step")
     parser.add_argument("--survive", action="store_true", help="the loss of a peer, in process")
     options = parser.parse_args()
 
