@@ -229,11 +229,11 @@ def snapshot(scene: Scene) -> object:
 
 def test_groups_beat_less_often_the_more_they_are() -> None:
     scene = Scene(config(heartbeat_timeout_s=5))
-    assert scene.house.beat_interval_s("job") == 0.002
+    assert scene.house.beat_interval_s("job") == 0.0025
     for number in range(2000):
         scene.beat(f"group-{number}")
-    assert scene.house.beat_interval_s("job") == 5 / 3  # a third of the timeout is the most
-    assert scene.house.beat_interval_s("other") == 0.002
+    assert scene.house.beat_interval_s("job") == 5 / 2  # half of the timeout is the most
+    assert scene.house.beat_interval_s("other") == 0.0025
 
 
 def test_a_lighthouse_without_groups_sleeps() -> None:

@@ -123,18 +123,18 @@ def losses(orders: Orders | list[Order]) -> list[tuple[str, str]]:
 
 
 def test_a_hello_is_welcomed() -> None:
-    assert Machine().open(1, "a:1") == (Send((1,), Welcome(0.002)),)
+    assert Machine().open(1, "a:1") == (Send((1,), Welcome(0.0025)),)
 
 
 def test_who_came_first_is_told_to_beat_less_often_when_the_job_has_grown() -> None:
     machine = Machine()
     for number in range(200):
         machine.open(number, f"group-{number}:1")
-    assert machine.say(0) == (Send((0,), Welcome(0.4)),)
+    assert machine.say(0) == (Send((0,), Welcome(0.5)),)
     assert machine.say(0) == machine.say(199) == ()
     for number in range(20, 200):
         machine.close(number)
-    assert news(machine.say(0)) == [((0,), Welcome(0.04))]
+    assert news(machine.say(0)) == [((0,), Welcome(0.05))]
 
 
 def test_a_hello_that_cannot_be_leaves_nothing() -> None:
@@ -153,7 +153,7 @@ def test_who_is_back_after_its_last_session_broke_hears_that_it_is_out() -> None
     machine.close(1)
     back = machine.open(3, "a:1", LastQuorum(quorum.quorum_id, 0))
     lost = Lost("a:1", "its session had ended", quorum.quorum_id)
-    assert news(back) == [((3,), Welcome(0.004)), ((3,), lost)]
+    assert news(back) == [((3,), Welcome(0.005)), ((3,), lost)]
 
 
 # -- questions -------------------------------------------------------------------------------------
@@ -549,7 +549,7 @@ def test_time_goes_on_while_nobody_is_there() -> None:
     with pytest.raises(RequestRefused, match="was never issued"):
         machine.open(1, "a:1", LastQuorum(told, 9))
     machine.now += 3 * DAY_S
-    assert news(machine.open(1, "a:1", LastQuorum(told, 9))) == [((1,), Welcome(0.002))]
+    assert news(machine.open(1, "a:1", LastQuorum(told, 9))) == [((1,), Welcome(0.0025))]
 
 
 def test_ids_follow_the_wall_clock() -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.launched import LAUNCH_S, OURS, TORCHS, agents
 from support.programs import Program
 from support.running import SCRIPTS, eventually, refusing, steady_address
@@ -162,6 +163,8 @@ BAD = {
         "up to 2 nodes have to meet: name host:port of a lighthouse",
     ),
 }
+if not torch.cuda.is_available():
+    BAD["no GPU"] = (["--numa-binding=node", SCRIPT], "and torch finds none: leave it out")
 
 
 @pytest.fixture(autouse=True)

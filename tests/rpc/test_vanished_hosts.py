@@ -10,13 +10,18 @@ from support.bounds import check
 from support.hosts import Host, network
 from support.running import Process, eventually, line_to
 
-from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS, MAX_CONNECTING_MS
+from torchft_svc.rpc.channel import (
+    BEATING_KEEPALIVE_MS,
+    IMPATIENT_KEEPALIVE_MS,
+    KEEPALIVE_MS,
+    MAX_CONNECTING_MS,
+)
 
 pytestmark = pytest.mark.processes
 
 HEARTBEAT_S = 1.0
-# One ping goes out after that silence, and is waited for as long.
-NOTICED_S = 2 * KEEPALIVE_MS / 1000
+# One ping goes out after that silence, and is waited for.
+NOTICED_S = (BEATING_KEEPALIVE_MS + KEEPALIVE_MS) / 1000
 MOVED_S = (2 * IMPATIENT_KEEPALIVE_MS + MAX_CONNECTING_MS) / 1000
 # For a machine that stalls.
 SPARE_S = 15.0

@@ -54,9 +54,10 @@ from torchft_svc.core.types import (
 from torchft_svc.errors import QuorumFailed, RequestRefused
 
 # Heartbeats per second from all groups of a job; above that, groups beat less often, but at least
-# three times per heartbeat timeout. Each takes a lighthouse 0.1 to 0.17 ms, which is gRPC's.
-MAX_BEATS_PER_SECOND = 500.0
-MIN_BEATS_PER_TIMEOUT = 3.0
+# twice per heartbeat timeout. Each takes a lighthouse 0.1 to 0.2 ms, most of it gRPC's, and a lost
+# packet delays one by less than the half that is left.
+MAX_BEATS_PER_SECOND = 400.0
+MIN_BEATS_PER_TIMEOUT = 2.0
 
 MAX_ENDED_SHOWN = 20  # of the jobs that have ended, if none is named
 _SESSION_ENDED = "its session ended"  # without a word

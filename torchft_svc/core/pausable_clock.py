@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# Groups beat at least three times in a heartbeat timeout: with eight looks, a living group has four
-# tenths of it left for messages that are still unread when this process continues.
+# Groups beat at least twice in a heartbeat timeout: with eight looks, a living group has a quarter
+# of it left for messages that are still unread when this process continues.
 LOOKS_PER_TIMEOUT = 8
 # A busy scheduler does not allow shorter intervals; with longer ones, a timeout that is shorter
 # than the heartbeat timeout could end unnoticed.

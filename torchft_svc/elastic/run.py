@@ -17,6 +17,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.argparse_util import check_env as flag_or_environment
@@ -167,6 +168,13 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
         except ValueError:
             raise ConfigError(flag, streams, "use 0 to 3, or 0:1,1:3 for some ranks") from None
     _check_script(told)
+    numa_binding = getattr(told, "numa_binding", None)  # torch has it since 2.9
+    if numa_binding is not None and not torch.cuda.is_available():
+        raise ConfigError(
+            "--numa-binding",
+            numa_binding,
+            "it binds workers to the processors near GPUs, and torch finds none: leave it out",
+        )
     return told
 
 

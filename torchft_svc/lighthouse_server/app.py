@@ -13,9 +13,12 @@ from torchft_svc.lighthouse_server.etcd import Etcd
 from torchft_svc.lighthouse_server.leadership import Leadership
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
 from torchft_svc.rpc.address import HostPort, reachable_host
+from torchft_svc.rpc.channel import BEATING_KEEPALIVE_MS
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.security import PLAIN, Security
-from torchft_svc.rpc.serving import serve
+from torchft_svc.rpc.serving import Patience, serve
+
+PATIENCE = Patience(keepalive_ms=BEATING_KEEPALIVE_MS)
 
 
 @contextlib.asynccontextmanager
@@ -36,7 +39,9 @@ async def run_lighthouse(
     readiness: Readiness = ALWAYS_READY if leadership is None else leadership
     driver = LighthouseDriver(config, readiness.check, settle_in_s)
     try:
-        async with serve(lambda _: lighthouse_service(driver, readiness), bind, security) as bound:
+        async with serve(
+            lambda _: lighthouse_service(driver, readiness), bind, security, PATIENCE
+        ) as bound:
             if election is None or leadership is None:
                 yield bound
                 return

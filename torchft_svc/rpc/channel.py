@@ -22,19 +22,24 @@ MAX_CONNECTING_MS = 1000
 KEEPALIVE_MS = 5_000
 # The same for a lighthouse where there is another one to go to.
 IMPATIENT_KEEPALIVE_MS = 2_000
+# The same, both ways, between a lighthouse and those who beat: their heartbeats show who is gone,
+# and a thousand pings cost it half as much as as many heartbeats.
+BEATING_KEEPALIVE_MS = 20_000
 
 
 def keepalive(interval_ms: int = KEEPALIVE_MS) -> tuple[tuple[str, int], ...]:
-    """A silent connection is given up within twice ``interval_ms``.
+    """A silent connection is asked for a sign of life after ``interval_ms``, and given up after as
+    long again, but at most `KEEPALIVE_MS`; so it is if it does not confirm what was sent.
 
     gRPC answers for a process that runs, even if a long call holds its interpreter lock.
     """
+    patience_ms = min(interval_ms, KEEPALIVE_MS)
     return (
         ("grpc.keepalive_time_ms", interval_ms),
-        ("grpc.keepalive_timeout_ms", interval_ms),
+        ("grpc.keepalive_timeout_ms", patience_ms),
         # That alone ends nothing while the peer's system confirms what the frozen process never
         # reads; this does, and its default is a minute.
-        ("grpc.http2.ping_timeout_ms", interval_ms),
+        ("grpc.http2.ping_timeout_ms", patience_ms),
         # By default nothing is asked any more where nothing was said twice.
         ("grpc.http2.max_pings_without_data", 0),
     )
@@ -59,9 +64,8 @@ def open_channel(
     keepalive_ms: int = KEEPALIVE_MS,
     connecting_ms: int = MAX_CONNECTING_MS,
 ) -> grpc.Channel:
-    """A blocking channel, for the trainer's side; connects when it is first used. A peer that is
-    silent for twice ``keepalive_ms`` is given up, and an attempt to connect after
-    ``connecting_ms``.
+    """A blocking channel, for the trainer's side; connects when it is first used. A silent peer is
+    given up as `keepalive` says, and an attempt to connect after ``connecting_ms``.
 
     The calls over it have to carry ``security.metadata``.
     """

@@ -54,8 +54,8 @@ _OPTIONS = (
 class Patience:
     """What a server bears with before it hangs up, in milliseconds.
 
-    The streams of a caller that is frozen, or whose host vanished without a word, are ended after
-    twice ``keepalive_ms``; a connection without a call, after once to twice ``idle_ms``.
+    The streams of a caller that is frozen, or whose host vanished without a word, are ended as
+    `keepalive` says; a connection without a call, after once to twice ``idle_ms``.
     """
 
     # A connection is greeted within milliseconds; a silent one must not keep its descriptor.

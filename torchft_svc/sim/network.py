@@ -14,8 +14,8 @@ from torchft_svc.errors import TorchFTError
 from torchft_svc.sim.world import Process, VirtualWorld
 
 MEAN_LATENCY_S = 0.0005
-# As the real channels: a sign of life is asked for after 5 s, and waited for as long.
-MIN_KEEPALIVE_S, MAX_KEEPALIVE_S = 5.0, 10.0
+# As the real channels: a sign of life is asked for after 20 s at the latest, and waited for 5 s.
+MIN_KEEPALIVE_S, MAX_KEEPALIVE_S = 5.0, 25.0
 # How long a connection may take, as `torchft_svc.rpc.channel` has it.
 CONNECT_TIMEOUT_S = 1.0
 
