@@ -33,7 +33,7 @@ from torchft_svc.core.world import (
 from torchft_svc.errors import NotLeader, RequestRefused
 from torchft_svc.sim.launch_checks import LaunchChecks, NodeLedger
 from torchft_svc.sim.launch_lighthouse import LaunchLighthouse
-from torchft_svc.sim.network import MAX_KEEPALIVE_S, Network, Reason, Stream, StreamEnd
+from torchft_svc.sim.network import MAX_SERVER_KEEPALIVE_S, Network, Reason, Stream, StreamEnd
 from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Event, Process, VirtualWorld
 
@@ -212,7 +212,7 @@ class LaunchAgent:
         if end is None or self._lighthouses[self._route.current] is not lighthouse:
             return
         is_only_one = len(self._lighthouses) == 1
-        longest_s = MAX_KEEPALIVE_S if is_only_one else MAX_IMPATIENT_KEEPALIVE_S
+        longest_s = MAX_SERVER_KEEPALIVE_S if is_only_one else MAX_IMPATIENT_KEEPALIVE_S
         delay_s = self.process.chance.uniform(longest_s / 2, longest_s)
         self.process.after(delay_s, self._look_for_answer, end, lighthouse, self._universe.now)
 

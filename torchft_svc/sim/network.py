@@ -14,8 +14,10 @@ from torchft_svc.errors import TorchFTError
 from torchft_svc.sim.world import Process, VirtualWorld
 
 MEAN_LATENCY_S = 0.0005
-# As the real channels: a sign of life is asked for after 20 s at the latest, and waited for 5 s.
-MIN_KEEPALIVE_S, MAX_KEEPALIVE_S = 5.0, 25.0
+# As the real channels: managers and agents send all the time, so their systems miss the other one's
+# before a ping does. A server hears of it when its ping is not answered.
+MIN_KEEPALIVE_S, MAX_KEEPALIVE_S = 5.0, 10.0
+MAX_SERVER_KEEPALIVE_S = 25.0
 # How long a connection may take, as `torchft_svc.rpc.channel` has it.
 CONNECT_TIMEOUT_S = 1.0
 
@@ -171,7 +173,7 @@ class Stream:
         client.last_arrival = server.process.world.now
         self._deliver(client, None, "the connection was reset")
         self._network.forget(self)
-        patience_s = client.process.chance.uniform(MIN_KEEPALIVE_S, MAX_KEEPALIVE_S)
+        patience_s = client.process.chance.uniform(MIN_KEEPALIVE_S, MAX_SERVER_KEEPALIVE_S)
         server.process.after(patience_s, self._deliver, server, None, "the keepalive timed out")
 
     def on_death(self, end: StreamEnd) -> Callable[[], None]:
@@ -188,8 +190,9 @@ class Stream:
 
     def begin_silence(self) -> None:
         self._silences += 1
-        for end in self.ends:
-            patience_s = end.process.chance.uniform(MIN_KEEPALIVE_S, MAX_KEEPALIVE_S)
+        longest = (MAX_KEEPALIVE_S, MAX_SERVER_KEEPALIVE_S)
+        for end, longest_s in zip(self.ends, longest, strict=True):
+            patience_s = end.process.chance.uniform(MIN_KEEPALIVE_S, longest_s)
             end.process.after(patience_s, self._give_up, end, self._silences)
 
     def end_silence(self) -> None:
