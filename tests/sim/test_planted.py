@@ -610,7 +610,7 @@ PLANTS: dict[Plant, int] = {
     an_error_is_forgotten: 29,
     a_late_vote_counts: 8573,
     who_lost_his_answer_is_told_no: 8,
-    who_comes_late_waits_for_those_that_have_gone_on: 785,
+    who_comes_late_waits_for_those_that_have_gone_on: 820,
     what_holds_up_a_worker_is_ignored: 5020,
     a_healed_step_counts_at_once: 77,
     the_dead_are_remembered_for_ever: 4,

@@ -30,6 +30,12 @@ def test_a_step_of_a_group_that_is_kept_out_may_be_repeated() -> None:
     assert outcome.fell is None, describe(outcome)
 
 
+@pytest.mark.parametrize("seed", [1795454312655, 88000001207])
+def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int) -> None:
+    outcome = run_seed(seed)
+    assert outcome.fell is None, describe(outcome)
+
+
 @pytest.mark.parametrize("seed", [1795454312521, 77000000332, 77000000656, 77000002519])
 def test_runs_that_fell_once(seed: int) -> None:
     """A late heartbeat follows a leave; a drain is told while streams are broken; beats are rarer

@@ -16,6 +16,10 @@ from torchft_svc.sim.terms import Companions, Histories, Terms
 from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Process
 
+# Groups that end when their question times out must not miss one another for ever: at last they
+# ask for far longer than they are away, as operations.md says.
+LONG_QUESTION_S = 30.0
+
 
 class Home(Protocol):
     """What a worker knows of its group, see `Site`."""
@@ -58,6 +62,10 @@ class Shared:
         self.is_calm = False  # the faults are over
         # By job: the commits of its newest quorum and step, and how many workers have done it.
         self.together: dict[str, tuple[tuple[int, int], int]] = {}
+
+    def question_s(self, quorum_s: float, *, has_to_end: bool) -> float:
+        """How long a worker asks for a quorum; ``has_to_end``: its group does if there is none."""
+        return max(quorum_s, LONG_QUESTION_S) if self.is_calm and has_to_end else quorum_s
 
     def fetch(
         self,

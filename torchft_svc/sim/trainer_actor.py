@@ -120,12 +120,12 @@ class WorkerActor:
         """`zero_grad`: ask for a quorum, and go forward unless the quorum is needed first."""
         if self._is_hanging(self.begin_step):
             return
-        now = self.process.world.now
+        now, has_to_end = self.process.world.now, self.home.collective is not None
         self._carry_out(self._step, self.round.give_up())
         request = RoundRequest(
             allow_heal=self.puts_heals_off_until <= now,
             shrink_only=self.process.chance.random() < self._rules.shrink_only_rate,
-            timeout_s=self._rules.quorum_s,
+            timeout_s=self._shared.question_s(self._rules.quorum_s, has_to_end=has_to_end),
         )
         broken = self._seat.error if self._seat is not None else None
         is_alone = self.home.group_world_size == 1
