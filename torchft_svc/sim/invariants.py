@@ -239,7 +239,7 @@ class Progress:
         # is gone.
         self._reached: dict[str, dict[str, int]] = {}
         self._went_back = went_back
-        self._begun_anew: dict[str, int] = {}  # the last quorum of newcomers only
+        self._begun_anew: dict[tuple[object, str], int] = {}  # by newcomers, in a lighthouse's life
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
         """A session begins, with what the group knew when it connected: if the lighthouse was
@@ -261,10 +261,9 @@ class Progress:
         self._note_progress(job, member.replica_id)
         took_part = self._took_part.setdefault(job, {})
         if member.has_history and member.replica_id not in took_part and not has_rival():
-            last = member.last_quorum
-            took_part[member.replica_id] = last.quorum_id, last.max_step
+            took_part[member.replica_id] = shown = _shown(member)
             if job not in self._members:  # it is a report, too (rule Q12)
-                self._heard[job] = max(self._heard.get(job, 0), last.max_step)
+                self._heard[job] = max(self._heard.get(job, 0), shown[1])
 
     def gone(self, job: str, replica_id: str) -> None:
         """A group has left; that is reported as a loss only if it was let in."""
@@ -310,7 +309,8 @@ class Progress:
         if order.is_orderly:
             self._remaining.get((by, order.job), set()).discard(order.replica_id)
 
-    def published(self, order: AnswerQuorum, by: object) -> None:
+    def published(self, order: AnswerQuorum, by: object, *, is_young: bool) -> None:
+        """``is_young``: the lighthouse serves for less than the heartbeat timeout."""
         step = order.quorum.max_step
         took_part = self._took_part.setdefault(order.job, {})
         if order.job in self._committed:
@@ -335,10 +335,11 @@ class Progress:
             # A loss is reported again if a group with the newer state came and went.
             is_true = order.lost_from is None or step < order.lost_from <= newest
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
-        self._check_jump(order)
+        self._check_jump(order, self._begun_anew.get((by, order.job), 0) if is_young else 0)
         self._check_belief(order)
-        if not any(each.has_history for each in order.quorum.participants):
-            self._begun_anew[order.job] = order.quorum.quorum_id
+        knows_one = any(each.has_history for each in order.quorum.participants)
+        if not (knows_one or self._committed.get(order.job)):
+            self._begun_anew[by, order.job] = order.quorum.quorum_id
         self._committed[order.job] = step
         self._reached.pop(order.job, None)
         steady = [each for each in order.quorum.up_to_date if each.steady]
@@ -359,9 +360,9 @@ class Progress:
             what = f"{each.replica_id} is not believed, and has committed its step in {last_id}"
             must(not (each.doubted_step and went_on), "I4", what)
 
-    def _check_jump(self, order: AnswerQuorum) -> None:
+    def _check_jump(self, order: AnswerQuorum, begun_anew: int) -> None:
         """A job follows a group that is far ahead only if that was in a newer quorum elsewhere, or
-        is back after newcomers have begun anew at a restarted lighthouse (rule F8)."""
+        is back soon after newcomers have begun anew at a restarted lighthouse (rule F8)."""
         if order.job not in self._committed or order.job not in self._members:
             return
         last_id = self._last_ids[order.job]
@@ -374,12 +375,18 @@ class Progress:
         believed = [each for each in order.quorum.participants if not each.doubted_step]
         ahead = [each for each in believed if each.step > limit]
         is_newer = any(each.seen_quorum_id > last_id for each in ahead)
-        begun_anew = self._begun_anew.get(order.job, 0)
         is_back = any(0 < each.seen_quorum_id < begun_anew for each in ahead)
         if ahead and not (is_newer or is_back):
             stay = [each.replica_id for each in believed if each.step <= limit]
             stay = [each for each in stay if each in self._members[order.job]]
             must(not stay, "I4", f"{stay[:4]} follow {ahead[0].replica_id} from step {limit - 1}")
+
+
+def _shown(member: Member) -> tuple[int, int]:
+    """The last quorum that a question tells of, and a step that all its members have reached: one
+    that its group committed in that quorum, or does not say where, it may have committed alone."""
+    is_shared = 0 < member.step_quorum_id < member.seen_quorum_id
+    return member.seen_quorum_id, max(0, member.step - (not is_shared))
 
 
 class Waits:

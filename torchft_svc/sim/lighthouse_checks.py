@@ -81,6 +81,7 @@ class LighthouseChecks:
         ] = {}  # of those that do not know what they wait for
         self._untold: set[ClientRecord] = set()  # that have to receive a loss at once
         self._liveness = LivenessChecks(config)
+        self._began_at = self._now
 
     @property
     def _now(self) -> float:
@@ -200,7 +201,8 @@ class LighthouseChecks:
             + ", ".join(f"{each.replica_id}@{each.step}" for each in quorum.participants),
         )
         self._invariants.ids.published(decided.job, quorum)
-        self._invariants.progress.published(decided, by=self)
+        is_young = self._now - self._began_at < self._config.heartbeat_timeout_s
+        self._invariants.progress.published(decided, by=self, is_young=is_young)
         self._invariants.newcomers.published(decided)
         self._liveness.published(decided.job, quorum, self._heard_at, self._now)
         for client, number in told:
