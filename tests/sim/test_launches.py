@@ -26,7 +26,7 @@ def test_small_runs(first: int) -> None:
 
 # A lighthouse that stood still; a store that was used in a world of which its node did not hear; a
 # member of a world that was taken over, which had left it.
-@pytest.mark.parametrize("seed", [316902, 904092, 985420, 106010, 422056, 7800090])
+@pytest.mark.parametrize("seed", [316902, 904092, 985420, 106010, 422056, 7800090, 7962044])
 def test_runs_that_fell_once(seed: int) -> None:
     outcome = run_launch_seed(seed)
     assert outcome.fell is None, describe(outcome)

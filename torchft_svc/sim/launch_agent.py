@@ -25,6 +25,7 @@ from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
 from torchft_svc.core.world import (
     AgentMessage,
     AgentWelcome,
+    RunClosed,
     RunMove,
     WorkerState,
     World,
@@ -141,7 +142,7 @@ class LaunchAgent:
             if order.state is WorkerState.HEALTHY:
                 self.workers.enter(order.world)
         elif isinstance(order, TellLeave):
-            self._has_left = self._stream is not None
+            self._has_left |= self._stream is not None
             self._send(order.leave)
         else:
             self._finish(order)
@@ -256,6 +257,7 @@ class LaunchAgent:
         if isinstance(news, RunMove):
             self._move = news
         elif self.ended is None:
+            self._has_left |= isinstance(news, RunClosed)  # it does not connect again
             self._checks.hears(self.ledger, news)
             self.feed(lambda now: self.machine.news(news, now))
 
