@@ -18,6 +18,7 @@ import torch
 from support.checkpoints import same, trained_state
 from support.fork_server import Call, Forked
 from support.running import eventually, lives
+from support.trained import Sharing, shared
 from support.trainer_runs import (
     NUM_PASSES,
     NUM_WORKERS,
@@ -34,10 +35,16 @@ DEADLINE_S = 60.0
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+def processes() -> Iterator[Sharing]:
+    with shared() as backend:
+        yield backend
+
+
+@pytest.fixture(scope="module")
+def undisturbed(processes: Sharing, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
     """The state after each pass of a run that nothing happened to."""
     states = {}
-    with small_trainer(tmp_path_factory.mktemp("undisturbed")) as trainer:
+    with small_trainer(tmp_path_factory.mktemp("undisturbed"), backend=processes) as trainer:
         for _ in range(NUM_PASSES):
             trainer.train(max_retries=0)
             states[trainer.position.epoch] = trainer.state_dict()
@@ -69,7 +76,7 @@ def end_of(process: Forked, number: int) -> list[psutil.Process]:
 
 
 def test_a_trainer_that_was_killed_goes_on_from_its_last_checkpoint(
-    tmp_path: Path, undisturbed: dict[int, Any]
+    tmp_path: Path, processes: Sharing, undisturbed: dict[int, Any]
 ) -> None:
     folder, log = tmp_path / "checkpoints", tmp_path / "log"
     process = Forked(Call(train_to_the_end, (str(folder), 0.1), {}, log))
@@ -80,7 +87,7 @@ def test_a_trainer_that_was_killed_goes_on_from_its_last_checkpoint(
         started = end_of(process, signal.SIGKILL)
     assert len(started) >= NUM_WORKERS
     eventually(lambda: not any(map(lives, started)), DEADLINE_S, "its workers end with it")
-    with small_trainer(folder, resume="auto") as trainer:
+    with small_trainer(folder, resume="auto", backend=processes) as trainer:
         at = trainer.position
         assert (at.epoch, at.step >= 5, at.step < NUM_PASSES * STEPS_PER_PASS) == (0, True, True)
         result = trainer.train(max_retries=0, checkpoint="auto")
@@ -117,13 +124,14 @@ def killer(tmp_path: Path) -> Iterator[_KillerOfWriters]:
 
 def test_losses_and_damage_do_not_change_the_result(
     tmp_path: Path,
+    processes: Sharing,
     undisturbed: dict[int, Any],
     killer: _KillerOfWriters,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     folder = tmp_path / "checkpoints"
     CheckpointStore(folder).write(trained_state(999))  # of another run
-    with small_trainer(folder) as trainer:
+    with small_trainer(folder, backend=processes) as trainer:
         killer.start()
         first = trainer.train(max_retries=3, checkpoint="auto", info={"step_s": 0.05})
         killer.join(DEADLINE_S)
@@ -147,15 +155,21 @@ def test_losses_and_damage_do_not_change_the_result(
         assert costs["rungs"].keys() == {"restart"}
 
 
-def test_a_checkpoint_of_another_model_is_refused_before_a_worker_starts(tmp_path: Path) -> None:
-    with small_trainer(tmp_path / "run") as trainer:
+def test_a_checkpoint_of_another_model_is_refused_before_a_worker_starts(
+    tmp_path: Path, processes: Sharing
+) -> None:
+    with small_trainer(tmp_path / "run", backend=processes) as trainer:
         trainer.train(num_steps=1, checkpoint="auto")
         before = trainer.state_dict()
         saved = trainer.save(tmp_path / "saved")
         with pytest.raises(ConfigError, match="it is not of this model"):
             trainer.load_state_dict({**before, "parts": {"model": {"weight": torch.zeros(1)}}})
         assert same(trainer.state_dict(), before)
-    options = {"model_creator": lambda config: torch.nn.Linear(8, 1), "scheduler_creator": None}
+    options = {
+        "backend": processes,
+        "model_creator": lambda config: torch.nn.Linear(8, 1),
+        "scheduler_creator": None,
+    }
     with small_trainer(tmp_path / "run", resume="auto", **options) as other:
         for begin in (lambda: other.position, lambda: other.train(), lambda: other.load(saved)):
             with pytest.raises(ConfigError, match="it is not of this model"):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 from support.running import TESTS, environment, eventually, is_alive
+from support.warm import Warm
 
 pytestmark = pytest.mark.processes
 
@@ -33,10 +33,12 @@ if sys.argv[3] == "wait":
 """
 
 
-def start(folder: Path, mode: str, what: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, str(folder), mode, what],
-        stdout=subprocess.PIPE,
+def start(folder: Path, mode: str, what: str) -> Warm:
+    """It has imported torch before it is started; the fork server of its workers has not."""
+    program = folder / "program.py"
+    program.write_text(PROGRAM)
+    return Warm(
+        [sys.executable, str(program), str(folder), mode, what],
         text=True,
         env=environment(PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)])),
     )
