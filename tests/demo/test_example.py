@@ -18,7 +18,7 @@ import psutil
 import pytest
 from support.papers import TOKEN, papers, variables
 from support.programs import Program
-from support.running import ROOT
+from support.running import ROOT, lighthouse_process
 from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.processes
@@ -38,11 +38,8 @@ PACE_S = 0.2
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
     """What a trainer has to know: the address of a running lighthouse."""
-    with Program(
-        [sys.executable, "-m", "torchft_svc.lighthouse_server", "--bind", "127.0.0.1:0"]
-    ) as lighthouse:
-        address = lighthouse.wait_for("lighthouse listening on").rsplit(" ", 1)[1]
-        yield {"TORCHFT_LIGHTHOUSE": address}
+    with lighthouse_process() as lighthouse:
+        yield {"TORCHFT_LIGHTHOUSE": lighthouse.address}
 
 
 def losses(lines: list[str]) -> list[float]:
@@ -70,7 +67,8 @@ def test_the_loss_falls_and_a_checkpoint_is_resumed(
 ) -> None:
     file = tmp_path / "latest.pt"
     flags = ["--checkpoint", str(file), "--save-every", "20"]
-    with Program([sys.executable, EXAMPLE, "--steps", "120", *flags], environment) as first:
+    begin = [sys.executable, EXAMPLE, "--steps", "120", *flags]
+    with Program(begin, environment, warm=True) as first:
         assert first.wait() == 0, first.lines
     assert losses(first.lines)[-1] < UNTRAINED - 1
     assert list(tmp_path.iterdir()) == [file]
@@ -83,8 +81,10 @@ def test_the_loss_falls_and_a_checkpoint_is_resumed(
 
 
 def test_a_launcher_may_start_it(environment: dict[str, str]) -> None:
+    """The launcher has imported torch before it is started; its worker has not."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
-    with Program([*command, EXAMPLE, "--steps", "20"], environment) as launcher:
+    start = [*command, EXAMPLE, "--steps", "20"]
+    with Program(start, environment, warm=True) as launcher:
         assert launcher.wait() == 0, launcher.lines
     assert any(line.startswith("step 20 ") for line in launcher.lines)
 
