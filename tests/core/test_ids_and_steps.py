@@ -597,6 +597,18 @@ def test_a_restarted_lighthouse_tells_by_seen_ids_whose_state_is_older() -> None
     assert joining(told_nothing, None) == frozenset()
 
 
+def test_who_was_to_heal_and_missed_that_is_no_source_of_the_next_quorum() -> None:
+    """`b` was at the step of the others, with another state, and its answer was lost."""
+    asking = tuple(Member(replica_id=name, step=17, seen_quorum_id=9) for name in "ab")
+    missed = replace(asking[1], seen_quorum_id=5)
+    before = Quorum(quorum_id=9, participants=asking, joining=frozenset("b"))
+    assert joining((asking[0], missed), before) == {"b"}
+    assert joining(asking, before) == frozenset(), "it has healed, or says that it has not"
+    told_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
+    assert joining(told_nothing, before) == frozenset(), "an old version reports no ids"
+    assert joining((asking[0], missed), replace(before, joining=frozenset())) == frozenset()
+
+
 def test_i1_two_lighthouses_that_a_job_has_come_apart_to_give_out_other_ids() -> None:
     """Each half knows the same last id, and nobody else does."""
     told = set()

@@ -329,16 +329,6 @@ def who_is_left_out_does_not_hear_of_it(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(lighthouse, "ReportEviction", less)
 
 
-def a_quorum_that_was_left_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
-    real = Lighthouse._publish
-
-    def publish(self: Any, job: str, state: Any, *what: Any) -> Any:
-        state.spent_id = 0
-        return real(self, job, state, *what)
-
-    plant.setattr(Lighthouse, "_publish", publish)
-
-
 def who_was_left_out_stays_out(plant: pytest.MonkeyPatch) -> None:
     """As newcomers do where a member wants none."""
     real = quorum._candidates
@@ -626,7 +616,6 @@ PLANTS: dict[Plant, int] = {
     who_hangs_is_left_out_though_nobody_waits: 4,
     nobody_is_left_out: 48,
     who_is_left_out_does_not_hear_of_it: 5,
-    a_quorum_that_was_left_keeps_its_id: 784,
     who_was_left_out_stays_out: 0,
     who_hangs_is_not_waited_for_again: 401,
     who_was_waited_for_again_is_never_left_out: 401,

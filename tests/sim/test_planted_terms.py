@@ -149,6 +149,16 @@ def an_agreement_from_before_the_term_counts(plant: pytest.MonkeyPatch) -> None:
     )
 
 
+def a_quorum_that_was_left_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
+    real = Lighthouse._publish
+
+    def publish(self: Any, job: str, state: Any, *what: Any) -> Any:
+        state.spent_id = 0
+        return real(self, job, state, *what)
+
+    plant.setattr(Lighthouse, "_publish", publish)
+
+
 def a_quorum_that_a_member_has_left_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
     real = Job.break_off
 
@@ -315,6 +325,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     the_end_of_an_earlier_quorum_counts: (draw_long_terms, 5),
     a_group_always_says_that_all_know: (draw_long_terms, 0),
     an_agreement_from_before_the_term_counts: (draw_long_terms, 0),
+    a_quorum_that_was_left_keeps_its_id: (draw_long_terms, 5),
     a_quorum_that_a_member_has_left_keeps_its_id: (draw_long_terms, 13),
     what_beats_tell_is_not_noted: (draw_steady, 209),
     a_session_begins_with_the_step_of_the_quorum: (draw_long_terms, 9),

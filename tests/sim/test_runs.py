@@ -52,6 +52,12 @@ def test_a_job_that_has_split_is_one_again(seed: int) -> None:
     assert outcome.fell is None, describe(outcome)
 
 
+def test_a_group_that_missed_the_quorum_that_it_should_have_healed_in_heals_in_the_next() -> None:
+    """It was at the step of a newcomer that has begun anew at a restarted lighthouse."""
+    outcome = run_seed(99000001591)
+    assert outcome.fell is None, describe(outcome)
+
+
 def test_a_thousand_groups() -> None:
     outcome = run_seed(1, NUM_MANY)
     assert outcome.fell is None, describe(outcome)

@@ -542,7 +542,7 @@ class Lighthouse:
         quorum = Quorum(
             quorum_id=state.last_id,
             participants=formed.members,
-            joining=joining(formed.members, state.members.previous_ids if previous else None),
+            joining=joining(formed.members, previous),
         )
         begins_anew = state.members.is_finished and formed.lost_from is not None
         callers = state.members.publish(quorum)

@@ -18,7 +18,7 @@ from torchft_svc.core.membership import (
     Membership,
 )
 from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.core.types import Member, Quorum, QuorumConfig
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,11 +276,12 @@ def has_loss_to_accept(view: JobView, config: QuorumConfig, now: float) -> bool:
     return bool(steps) and max(steps) < view.committed_step
 
 
-def joining(members: tuple[Member, ...], previous: Set[str] | None) -> frozenset[str]:
+def joining(members: tuple[Member, ...], previous: Quorum | None) -> frozenset[str]:
     """Members whose state may differ from that of the others although their step is equal (rule
     Q13).
 
-    Those that were not in the ``previous`` quorum, or have not healed since. A restarted lighthouse
+    Those that were not in the ``previous`` quorum, or have not healed since, as one that was to
+    heal there, and has not received it: it reports earlier quorums only. A restarted lighthouse
     does not know that quorum (None): a group at the highest step that reports only earlier quorums
     than others was not in it, and may have another state. So may a group that has restored a
     checkpoint of a step that was committed in an earlier quorum: the job went back to before it
@@ -292,11 +293,21 @@ def joining(members: tuple[Member, ...], previous: Set[str] | None) -> frozenset
         newest = max(each.history for each in members if each.step == max_step)
         strangers |= {each.replica_id for each in members if each.history < newest}
     else:
-        strangers |= {each.replica_id for each in members if each.replica_id not in previous}
+        missed_it = {each.replica_id for each in members if _has_missed(each, previous)}
+        met = {each.replica_id for each in previous.participants} - missed_it
+        strangers |= {each.replica_id for each in members} - met
     at_max = [member for member in members if member.step == max_step]
     if all(member.replica_id in strangers for member in at_max):
         strangers -= _most_trusted(at_max)
     return frozenset(strangers)
+
+
+def _has_missed(member: Member, quorum: Quorum) -> bool:
+    """Whether it was to heal in ``quorum``, and has not received it; those of versions that report
+    no ids have."""
+    reports_ids = member.seen_quorum_id > 0 or member.step_quorum_id > 0
+    is_behind = reports_ids and member.seen_quorum_id < quorum.quorum_id
+    return is_behind and member.replica_id in quorum.joining
 
 
 def _most_trusted(strangers: list[Member]) -> set[str]:
