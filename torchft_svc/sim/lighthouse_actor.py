@@ -157,12 +157,16 @@ class LighthouseActor:
         """It may refuse them, because another lighthouse leads."""
         return self._elected() in ("", self.name) and self.leads and not self.process.is_dead
 
+    def refusal(self) -> NotLeader | None:
+        """The answer to all that groups ask while it does not lead."""
+        return None if self.takes_groups() else NotLeader(self._elected())
+
     def accept(self, stream: Stream) -> StreamEnd | None:
         """The server's end of a new stream, if somebody listens."""
         if self.process.is_dead:
             return None
-        if not self.takes_groups():
-            refusal = NotLeader(self._elected())
+        refusal = self.refusal()
+        if refusal is not None:
             return StreamEnd(self.process, lambda _: stream.end(refusal), lambda reason: None)
         connection = Connection(self, stream, next(self._numbers))
         self._connections[connection.number] = connection
@@ -313,7 +317,10 @@ class Connection(ClientRecord):
         self.stream.to_client(Welcome(self._core.lighthouse.beat_interval_s(job)))
 
     def _call(self, message: SessionMessage) -> None:
-        if isinstance(message, Question):
+        refusal = self._lighthouse.refusal()
+        if refusal is not None:
+            self.finish(refusal)
+        elif isinstance(message, Question):
             self._lighthouse.call(self, message)
         elif isinstance(message, Withdrawal):
             if message.number == self.number_asked:
