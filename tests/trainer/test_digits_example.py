@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from support.running import ROOT, environment
+from support.programs import Program
 
 pytestmark = pytest.mark.processes
+RUN_S = 200.0
 
 
-def run_example(*options: str, **variables: str) -> tuple[int, str]:
-    """Its status, and what it said."""
+def run_example(*options: str, warm: bool = False, **variables: str) -> tuple[int, str]:
+    """Its status, and what it said; ``warm``: it has imported torch before it is started."""
     pytest.importorskip("sklearn")
-    done = subprocess.run(
-        [sys.executable, "examples/train_digits.py", *options],
-        cwd=ROOT,
-        env=environment(OMP_NUM_THREADS="1", **variables),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    command = [sys.executable, "examples/train_digits.py", *options]
+    with Program(command, variables, warm=warm) as example:
+        status = example.wait(RUN_S)
+    return status, "\n".join(example.lines)
 
 
 @pytest.mark.timeout(240)
@@ -52,6 +46,7 @@ def test_digits_are_read_although_workers_are_killed(mode: str, tmp_path: Path) 
         "--step-s=0.015",
         f"--fault-tolerance={mode}",
         f"--report={picture}",
+        warm=True,
     )
     assert status == 0, said[-4000:]
     told = re.search(r"(\d+\.\d+)% of the digits are read, after (\d+) kills", said)
