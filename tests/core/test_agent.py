@@ -304,6 +304,19 @@ def test_soft_replace_starts_only_the_dead_worker_and_escalates() -> None:
     assert play.machine.num_restarts_left == 3
 
 
+def test_soft_replace_leaves_workers_alone_that_are_being_started_anew() -> None:
+    play = working(RestartPolicy.SOFT_REPLACE, max_restarts=5)
+    play.does(
+        "workers_failed",
+        ("it died", (1,)),
+        Broadcast(WorkerState.PAUSED, ALONE, DOWN),
+        ReplaceWorkers((1,), ALONE, 1),
+    )
+    play.does("workers_failed", ("so did its peer", (0,)), ReplaceWorkers((0,), ALONE, 2))
+    play.does("workers_failed", ("again", (1,)), ReplaceWorkers((1,), ALONE, 3))
+    play.tells(AgentStatus.WARMING, round=1, num_restarts=3)
+
+
 @pytest.mark.parametrize(("pause_s", "is_soft"), [(59.0, False), (61.0, True)])
 def test_soft_replace_forgets_failures_after_a_while(pause_s: float, is_soft: bool) -> None:
     play = working(

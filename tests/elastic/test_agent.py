@@ -79,6 +79,22 @@ def test_soft_replace_starts_only_the_dead_worker_anew(tmp_path: Path) -> None:
         assert run.statuses() == {"a": 0}
 
 
+def test_soft_replace_starts_a_worker_that_dies_while_another_one_is_replaced(
+    tmp_path: Path,
+) -> None:
+    options = "--max-restarts=9", "--nproc-per-node=2"
+    with launch(tmp_path, *options, nnodes="1", policy="soft-replace") as run:
+        run.start("a")
+        before = run.await_world(a=2)["a"]
+        os.kill(before[0], signal.SIGKILL)
+        run.until(lambda: are_gone(before[:1]), "it is dead")
+        os.kill(before[1], signal.SIGKILL)
+        after = run.await_world(a=2)["a"]
+        assert not set(before) & set(after)
+        run.finish()
+        assert run.statuses() == {"a": 0}
+
+
 def test_workers_that_never_answer_are_restarted(tmp_path: Path) -> None:
     options = "--max-restarts=1", "--soft-ready-timeout=1"
     with launch(tmp_path, *options, nnodes="1") as run:

@@ -135,7 +135,8 @@ class AgentMachine:
         self._is_unheard = False  # the lighthouse has not said yet that it knows of a failure
         self._passed_round = 0  # the highest one that is not to be entered any more
         self._change = WorldChangeEvent.SCALE_UP
-        self._dead: set[int] = set()  # local ranks
+        self._dead: set[int] = set()  # local ranks that have failed since all were ready
+        self._unreplaced: set[int] = set()  # those of them that have not been started anew
         self._num_failures = 0
         # The last ones since all workers were started, so many as matter.
         self._soft_failures: deque[float] = deque(maxlen=config.max_soft_failures + 1)
@@ -368,7 +369,9 @@ class AgentMachine:
             return
         self._failure = reason
         self._trained = 0, 0
-        self._dead.update(local_ranks)
+        failed = set(local_ranks)
+        self._dead |= failed
+        self._unreplaced |= failed
         self._num_failures += 1
         self._soft_failures.append(now)
         since, most = now - self.config.failure_window_s, self.config.max_soft_failures
@@ -523,6 +526,7 @@ class AgentMachine:
         self._has_workers, self._trained = True, (0, 0)
         self._soft_failures.clear()
         self._dead.clear()
+        self._unreplaced.clear()
         if self._status is AgentStatus.WARMING:
             expected = self._expected or self.entered or self.world
             assert expected is not None
@@ -537,7 +541,8 @@ class AgentMachine:
     def _replace(self, now: float) -> bool:
         expected = self.entered or self._expected
         assert expected is not None
-        dead = tuple(sorted(self._dead))
+        dead = tuple(sorted(self._unreplaced))
+        self._unreplaced.clear()
         self._orders.append(ReplaceWorkers(dead, expected, self.num_restarts))
         return self._answer_until(now)
 

@@ -320,7 +320,9 @@ class AgentDriver:
             self._group.start(order.world, state, order.num_restarts, local_ranks)
         except OSError as error:
             log.exception("the workers could not be started")
-            ranks = range(self._group.num_workers) if local_ranks is None else local_ranks
+            running = self._group.processes.pids
+            chosen = range(self._group.num_workers) if local_ranks is None else local_ranks
+            ranks = [rank for rank in chosen if rank not in running]
             reason = f"the workers could not be started: {error}"
             self._do(self._machine.workers_failed(reason, ranks, time.monotonic()))
 
