@@ -254,6 +254,15 @@ def test_a_script_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "there is no __main__.py in this folder" in capsys.readouterr().err
 
 
+def test_a_missing_program_leaves_no_directory_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(SystemExit):
+        run.main(["--standalone", "--restart-policy=soft", "--no-python", "no-such-program"])
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_arguments_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_RESTART_POLICY", "soft")
     monkeypatch.setenv("PET_SOFT_READY_TIMEOUT", "7")

@@ -34,6 +34,7 @@ from torchft_svc.elastic.policy import MAX_SOFT_FAILURES
 from torchft_svc.elastic.rendezvous.config import EXIT_BARRIERS
 from torchft_svc.elastic.rendezvous.plugin import BACKEND
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
+from torchft_svc.elastic.workers import check_program
 from torchft_svc.errors import ConfigError, PeerError, UsageError
 from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
 
@@ -314,6 +315,8 @@ def _check_nodes(text: str) -> None:
 def _check_script(args: Namespace) -> None:
     """A script that no worker can read would fail once for each worker and restart."""
     script = args.training_script
+    if args.no_python:
+        check_program(script)
     if args.module or args.no_python or env.is_set("PYTHON_EXEC") or "$" in script:
         return
     if not os.path.exists(script):

@@ -53,6 +53,12 @@ _TORCH_PREFIX = "torchelastic_"
 _WRAPPER = "-I", "-S", parent_death.__file__
 
 
+def check_program(command: str) -> None:
+    """Raise `ConfigError` if there is no such command."""
+    if shutil.which(command) is None:
+        raise ConfigError("entrypoint", command, "there is no such program that can be run")
+
+
 def tied(entrypoint: Entrypoint, args: tuple[Any, ...]) -> tuple[Entrypoint, tuple[Any, ...]]:
     """The same, but ended by the kernel when this process ends, however it ends.
 
@@ -61,8 +67,7 @@ def tied(entrypoint: Entrypoint, args: tuple[Any, ...]) -> tuple[Entrypoint, tup
     """
     if not isinstance(entrypoint, str):
         return TiedFunction(entrypoint, os.getpid()), args
-    if shutil.which(entrypoint) is None:
-        raise ConfigError("entrypoint", entrypoint, "there is no such program that can be run")
+    check_program(entrypoint)
     if not sys.executable:
         return entrypoint, args
     return sys.executable, (*_WRAPPER, str(os.getpid()), entrypoint, *args)
