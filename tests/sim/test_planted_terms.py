@@ -17,6 +17,7 @@ from torchft_svc.core.job import Job
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_link import LinkMachine
 from torchft_svc.core.link_types import Incarnation
+from torchft_svc.core.membership import Membership
 from torchft_svc.core.round import Round
 from torchft_svc.core.session_messages import NewcomerWaits
 from torchft_svc.core.session_orders import Send
@@ -298,6 +299,15 @@ def another_manager_is_another_incarnation(plant: pytest.MonkeyPatch) -> None:
 # -- a lighthouse that is new to the job (E8) -------------------------------------------------
 
 
+def members_are_believed_for_ever_after_newcomers(plant: pytest.MonkeyPatch) -> None:
+    real = Membership.view
+
+    def view(self: Membership, now: float) -> Any:
+        return dataclasses.replace(real(self, now), begun_anew=self._begun_anew)
+
+    plant.setattr(Membership, "view", view)
+
+
 def nobody_misses_who_has_not_come_back(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Job, "waits_for_unheard", lambda self, *what: False)
 
@@ -341,6 +351,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     a_newcomer_asks_before_the_members_are_back: (draw_long_terms, 83),
     who_comes_first_waits_for_nobody: (draw_returns, 0),
     the_end_of_a_reported_quorum_counts_for_a_newer_one: (draw_returns, 0),
+    members_are_believed_for_ever_after_newcomers: (draw_returns, 122),
     the_end_of_a_session_is_a_loss: (draw_steady, 15),
     another_manager_is_another_incarnation: (draw_steady, 15),
     nobody_misses_who_has_not_come_back: (draw_long_terms_of_four, 90),
