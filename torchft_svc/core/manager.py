@@ -252,7 +252,8 @@ class GroupManager:
 
     def tell_until_asked(self, kind: str, news: WorkerNews) -> Orders:
         """To every attached worker, and until the group asks for the next quorum also to one that
-        attaches later: a newcomer waits, or the term ends. The last one of a ``kind`` counts."""
+        attaches later: a member is lost, a newcomer waits, or the term ends. The last one of a
+        ``kind`` counts: each of them ends the quorum whose answer such a worker gets again."""
         self._pending[kind] = news
         return self.tell(news)
 

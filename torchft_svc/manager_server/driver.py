@@ -167,8 +167,7 @@ class ManagerDriver:
                 log.warning("the others continue without this group: %s", lost.reason)
             else:
                 log.info("group lost replica=%s: %s", lost.replica_id, lost.reason)
-            self._carry_out(self._core.tell(encoded))
-        elif kind in ("waiting", "term_ends"):
+        if kind in ("lost", "waiting", "term_ends"):
             self._carry_out(self._core.tell_until_asked(kind, encoded))
 
     def _term_ends(self, news: TermEnds) -> None:

@@ -204,10 +204,8 @@ class ManagerActor:
             self.drain(news.reason)
         elif isinstance(news, Kill):
             self._carry_out(self.core.kill(news.reason))
-        elif isinstance(news, NewcomerWaits | TermEnds):
-            self._carry_out(self.core.tell_until_asked(type(news).__name__, news))
         else:
-            self._carry_out(self.core.tell(news))
+            self._carry_out(self.core.tell_until_asked(type(news).__name__, news))
 
 
 def _life(worker_id: str) -> int:
