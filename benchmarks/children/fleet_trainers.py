@@ -29,6 +29,7 @@ import grpc
 import uvloop
 
 from benchmarks.simulated_fleet import group_member
+from torchft_svc.core.link_types import beat_together
 from torchft_svc.core.session_messages import Beat, Hello, Question, SessionMessage
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import NO_QUORUM, Member
@@ -145,7 +146,9 @@ class Trainer:
             phase = Phase.QUORUM if self._asks else Phase.TRAINING
             lasts_s = (time.monotonic() - self._step_at) % self._fleet.step_s
             self._sent.put_nowait(Beat(phase, self.step, lasts_s))
-            await asyncio.sleep(self._interval_s * random.uniform(0.9, 1.0))
+            now = time.time()
+            wait_s = self._interval_s * random.uniform(0.9, 1.0)
+            await asyncio.sleep(beat_together(now, wait_s, self._interval_s, 0.0) - now)
 
     def _receive(self, news: bytes) -> None:
         short = pb.SessionNews() if len(news) > _LONG_BYTES else pb.SessionNews.FromString(news)

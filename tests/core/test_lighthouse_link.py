@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable
 
@@ -20,6 +21,7 @@ from torchft_svc.core.lighthouse_link import (
     LinkMachine,
 )
 from torchft_svc.core.link_types import (
+    MOMENTS_PER_INTERVAL,
     NEWCOMER_PAUSE_S,
     NEWCOMER_SHARE,
     RETURN_S,
@@ -33,6 +35,7 @@ from torchft_svc.core.link_types import (
     Order,
     Probe,
     SendBeat,
+    beat_together,
 )
 from torchft_svc.core.route import LOOK_BACK_S, MAX_PAUSE_S, MIN_PAUSE_S
 from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
@@ -73,10 +76,15 @@ class Link:
         retries: int = 0,
         chance: float = 1.0,
         resumed: Resumed | None = None,
+        wall_offset_s: float = 0.0,
     ) -> None:
         self.num_incarnations = 0
         config = dataclasses.replace(
-            CONFIG, lighthouses=lighthouses or ("a",), quorum_retries=retries, resumed=resumed
+            CONFIG,
+            lighthouses=lighthouses or ("a",),
+            quorum_retries=retries,
+            resumed=resumed,
+            wall_offset_s=wall_offset_s,
         )
         self.machine = LinkMachine(config, self._name, lambda: chance, address="me")
         self.log: list[str] = []
@@ -398,6 +406,30 @@ def test_a_lighthouse_may_want_fewer_beats_but_not_none(wanted_s: float, interva
     link.open(interval_s=wanted_s)
     assert link.until(0.99 * interval_s) == []
     assert link.until(2.01 * interval_s) == [SendBeat()] * 2
+
+
+@pytest.mark.parametrize("chance", [0.0, 0.35, 1.0])
+@pytest.mark.parametrize("wall_offset_s", [0.0, 1_795_000_000.1])
+def test_groups_that_beat_rarely_beat_at_the_same_moments(
+    chance: float, wall_offset_s: float
+) -> None:
+    """Their own clocks differ, the wall's does not."""
+    link = Link(chance=chance, wall_offset_s=wall_offset_s)
+    link(lambda machine: machine.start(0.0))
+    link.open(interval_s=4.0)
+    times = []
+    while (due := link.machine.next_deadline(link.now)) <= 60.0:
+        times += [due] * len(link.until(due))
+    assert len(times) >= 60 // 4
+    moment_s = 4.0 / MOMENTS_PER_INTERVAL
+    for before, at in itertools.pairwise(times):
+        assert (1 - 0.1) * 4.0 - moment_s < at - before <= 4.0
+        num_moments = (at + wall_offset_s) / moment_s
+        assert num_moments == pytest.approx(round(num_moments), rel=0, abs=1e-4)
+
+
+def test_groups_that_beat_often_spread_their_beats() -> None:
+    assert beat_together(10.01, 0.5, 0.5, 0.0) == 10.51
 
 
 def test_a_question_is_a_sign_of_life() -> None:

@@ -293,7 +293,7 @@ class LinkMachine:
             if connection.is_unary or silent_s >= 0.9 * connection.interval_s:
                 self._beat(connection, now)
                 wait_s = math.inf if connection.is_unary else connection.interval_s
-            connection.beat_at = now + wait_s * self._between(0.9)
+            connection.beat_after(wait_s * self._between(0.9), now, self.config)
         if now >= connection.look_at:
             self._look(connection, self._route.preferred, now)
 

@@ -24,6 +24,25 @@ NEWCOMER_SHARE = 0.25
 # So long after it is connected a newcomer asks that could not connect before (F8): the members of
 # the job are back by then.
 RETURN_S = 1.0
+# Groups that are told to beat this rarely are many: they beat at so many moments of an interval,
+# together. A lighthouse then wakes up once for dozens, and that is most of what a heartbeat costs.
+TOGETHER_FROM_S = 1.0
+MOMENTS_PER_INTERVAL = 16
+
+
+def beat_together(now: float, wait_s: float, interval_s: float, wall_offset_s: float) -> float:
+    """When to beat that waits for ``wait_s`` at most: when other groups do, which is a little
+    earlier.
+
+    ``wall_offset_s``: what a wall clock shows more than the clock of ``now``. Clocks that differ
+    only spread the heartbeats, as they would be without this.
+    """
+    at = now + wait_s
+    if interval_s < TOGETHER_FROM_S or math.isinf(at):
+        return at
+    moment_s = interval_s / MOMENTS_PER_INTERVAL
+    together_at = (at + wall_offset_s) // moment_s * moment_s - wall_offset_s
+    return together_at if together_at > now else at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +57,7 @@ class LinkConfig:
     quorum_retries: int
     min_replicas: int
     resumed: Resumed | None = None
+    wall_offset_s: float = 0.0  # see `beat_together`
 
 
 class LinkState(Enum):
@@ -72,6 +92,9 @@ class LinkConnection:
     probing_since: float = 0.0
     looked_at: float = -math.inf  # when the last look at all earlier lighthouses began
     has_rivals: bool | None = None  # lighthouses that would take the job, too; None: not known
+
+    def beat_after(self, wait_s: float, now: float, config: LinkConfig) -> None:
+        self.beat_at = beat_together(now, wait_s, self.interval_s, config.wall_offset_s)
 
 
 @dataclass(slots=True)

@@ -69,6 +69,7 @@ class LighthouseLink:
             quorum_retries=config.quorum_retries,
             min_replicas=config.min_replicas,
             resumed=config.resumed,
+            wall_offset_s=time.time() - time.monotonic(),
         )
         self.machine = LinkMachine(settings, self._new_replica_id, draw, lambda: self.reached())
         self._number = 0  # of the connection that messages go over
