@@ -38,13 +38,21 @@ def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int)
 
 @pytest.mark.parametrize(
     "seed",
-    [1795454312521, 77000000332, 77000000656, 77000002519, 88000002308, 1795467220970],
+    [
+        1795454312521,
+        77000000332,
+        77000000656,
+        77000002519,
+        88000002308,
+        1795467220970,
+        1795469485628,
+    ],
 )
 def test_runs_that_fell_once(seed: int) -> None:
     """A late heartbeat follows a leave; a drain is told while streams are broken; beats are rarer
     than the join timeout is long; a cut begins while messages are on their way; a lighthouse that
     does not lead any more is called; a member is lost while a stream is broken and gets the answer
-    again."""
+    again; one that was no member beats late."""
     outcome = run_seed(seed)
     assert outcome.fell is None, describe(outcome)
 

@@ -258,7 +258,7 @@ class LighthouseChecks:
         self._liveness.gone(key, self._now)
         if all(job != loss.job for job, _ in self._heard_at):
             self._liveness.over(loss.job)
-        if not loss.between_steps:
+        if {*loss.recipients} - {loss.replica_id} and not loss.between_steps:
             self._invariants.discards.told_as_lost(loss.replica_id)
 
     def _must_hear(self, lost: ReportLoss | ReportEviction | ReportStraggler) -> None:
