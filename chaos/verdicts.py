@@ -17,6 +17,10 @@ E = TypeVar("E", bound=Event)
 Seen = Sequence[tuple[str, Event]]  # the job that it happened in, and the event
 Life = tuple[int, int, int]  # group, incarnation, group rank
 
+_RESTARTS = (Kind.LIGHTHOUSE_KILLED, Kind.LIGHTHOUSES_AWAY)
+# A lighthouse is back, and a newcomer that asked it first has committed, by then.
+_BEGINS_ANEW_S = 5.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
@@ -33,12 +37,42 @@ class Run:
             if isinstance(event, kind) and job in (None, where):
                 yield event
 
+    def _by_time(self, job: str) -> list[Event]:
+        return sorted(self.events(Event, job), key=lambda event: event.at)
+
+    def begun_anew(self, job: str) -> set[Event]:
+        """The commits of newcomers that were the first at a restarted lighthouse, trained alone,
+        and gave that up when they healed from the members that came back (rule F8)."""
+        back_at = [
+            incident.at + incident.fault.length_s
+            for incident in self.incidents
+            if incident.fault.kind in _RESTARTS
+        ]
+        begun: dict[Life, list[Event]] = {}
+        given_up: set[Event] = set()
+        for event in self._by_time(job):
+            life = (*event.life, event.worker)
+            if isinstance(event, Committed):
+                is_first = life not in begun and event.step == 1
+                is_anew = is_first and any(0 <= event.at - at <= _BEGINS_ANEW_S for at in back_at)
+                alone = begun.setdefault(life, [event] if is_anew else [])
+                if alone and alone[-1] is not event:
+                    alone.append(event)
+                if " " in event.members:
+                    alone.clear()
+            elif isinstance(event, Healed):
+                given_up.update(begun.get(life, ()))
+                begun[life] = []
+        return given_up
+
     def jobs(self) -> list[str]:
         return sorted({job for job, _ in self.seen})
 
     def histories(self, job: str) -> Iterator[Sequence[Event]]:
-        """The job's events by time; where an operator let it go back, another history begins."""
-        events = sorted(self.events(Event, job), key=lambda event: event.at)
+        """The job's events by time, without what `begun_anew` holds; where an operator let it go
+        back, another history begins."""
+        anew = self.begun_anew(job)
+        events = [event for event in self._by_time(job) if event not in anew]
         for incident in self.incidents:
             if incident.job == job and incident.fault.kind is Kind.STALE_SURVIVOR:
                 yield [event for event in events if event.at < incident.at]
@@ -147,6 +181,7 @@ def judge_progress(run: Run) -> Verdict:
     """I4: a step that two groups have committed is never begun again, nor one that one has gone on
     from: the quorum for that has shown it to the lighthouse."""
     faults, top_of_all = [], 0
+    num_anew = sum(len(run.begun_anew(job)) for job in run.jobs())
     for job, events in _histories(run):
         begun: dict[Life, float] = {}
         done_by: dict[int, set[int]] = defaultdict(set)  # the groups, by step
@@ -168,7 +203,8 @@ def judge_progress(run: Run) -> Verdict:
                     final.append((event.at, step))
                 top_of_all = max(top_of_all, event.step)
     promise = "I4: no committed step was lost or done again"
-    return Verdict.of(promise, faults, f"up to step {top_of_all}")
+    aside = f"; {num_anew} of newcomers that began anew given up" if num_anew else ""
+    return Verdict.of(promise, faults, f"up to step {top_of_all}{aside}")
 
 
 def _top_before(final: Sequence[tuple[float, int]], at: float) -> int:

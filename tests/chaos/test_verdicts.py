@@ -145,6 +145,31 @@ def test_a_commit_that_was_given_up_is_set_apart(end: Event) -> None:
     assert "1 given up" in verdict.detail
 
 
+def begins_anew(heals: bool = True, members: str = "c", first: int = 1) -> list[Event]:
+    """Group 2 commits steps that are done, from 3.5 s on, and may heal then."""
+    alone = [
+        commit(2, step, 3.5 + step / 10, "others", quorum_id=4, members=members)
+        for step in (first, first + 1)
+    ]
+    both = [*GOOD[:7], commit(1, 2, 3.1, quorum_id=2)]
+    return [*both, *alone, *([Healed(**who(2, 4.0))] if heals else [])]
+
+
+@pytest.mark.parametrize("rule", [judge_progress, judge_identity])
+def test_a_newcomer_may_begin_anew_at_a_restarted_lighthouse(
+    rule: Callable[[Run], Verdict],
+) -> None:
+    """It was the first there, and heals when the members are back (rule F8)."""
+    killed = Fault(kind=Kind.LIGHTHOUSE_KILLED, group=0, worker=0, length_s=0.0, pause_s=0.0)
+    restarted = [Incident(1, killed, "job", 3.0, 0.5)]
+    assert rule(run(*begins_anew(), incidents=restarted)).outcome is Outcome.PASS
+    for events in (begins_anew(heals=False), begins_anew(members="b c"), begins_anew(first=2)):
+        assert judge_progress(run(*events, incidents=restarted)).outcome is Outcome.FAIL
+    assert judge_progress(run(*begins_anew())).outcome is Outcome.FAIL
+    earlier = [Incident(1, killed, "job", -3.0, 0.5)]
+    assert judge_progress(run(*begins_anew(), incidents=earlier)).outcome is Outcome.FAIL
+
+
 def test_a_commit_beside_others_of_its_quorum_is_not_set_apart() -> None:
     events = [commit(0, 5, 1, "other"), ended(0, 2, -9), commit(1, 5, 3)]
     assert judge_identity(run(*events)).outcome is Outcome.FAIL
