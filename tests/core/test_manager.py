@@ -178,6 +178,13 @@ def test_a_worker_that_was_taken_for_gone_hears_that_its_group_has_left() -> Non
     assert TellWorkers((0,), lost) in made.attach(0, "w0")
 
 
+def test_an_order_that_comes_between_two_lives_is_for_the_next_one() -> None:
+    made = manager(1, attached=1)
+    made.detach(0, "w0", "it died", 101.0)
+    made.drain("SIGTERM", 102.0)
+    assert made.attach(0, "next") == (TellWorkers((0,), Drain("SIGTERM")),)
+
+
 def test_an_order_to_end_reaches_workers_that_attach_later_until_all_are_gone() -> None:
     made = manager(2, attached=1)
     assert made.drain("SIGTERM", 101.0) == (TellWorkers((0,), Drain("SIGTERM")),)

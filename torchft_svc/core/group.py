@@ -65,23 +65,25 @@ class Group:
         self._suspects: dict[int, int] = {}  # group ranks whose owner may be dead, see `AwaitOwner`
         self._restarted = False
         self._drain_reason: str | None = None
+        self._all_gone_since = False  # the drain; whoever comes then may be of the next life
         self._ended_workers: dict[int, tuple[str, str]] = {}  # told to end: worker id and why
         self._checkpoint_addresses: dict[int, str] = {}
 
     # -- who is there ----------------------------------------------------------------------------
 
     def attached(self, group_rank: int, worker_id: str) -> bool:
-        """A worker has opened its stream; returns whether it may belong to the next life of the
-        group: it is not known, and nobody else is there.
+        """A worker has opened its stream; returns whether it belongs to the next life of a group
+        that was drained: it is not known, and all others are gone.
 
-        The streams of the others may only have broken: those that come back have to end, too.
+        Their streams may only have broken: those that come back have to end, too.
 
         Raises: RequestRefused: the rank does not exist, or belongs to another worker.
         """
         self._check_rank(group_rank)
         if not self.belongs_to(group_rank, worker_id):
             raise self._taken(group_rank, "is there")
-        is_next = not self._attached and self._lives.get(group_rank, ("",))[0] != worker_id
+        is_known = self._lives.get(group_rank, ("",))[0] == worker_id
+        is_next = self._all_gone_since and not self._attached and not is_known
         if is_next:
             self._drain_reason = None  # the reason was for the workers that have ended
         self._attached[group_rank] = self._owners[group_rank] = worker_id
@@ -100,6 +102,7 @@ class Group:
         if self._attached.get(group_rank) != worker_id:
             return ()
         del self._attached[group_rank]
+        self._all_gone_since = not self._attached
         self._workers.setdefault(group_rank, worker_id)  # it may only have been frozen
         self._restarted = True
         gone = f"group rank {group_rank} is gone: {reason}"
@@ -179,6 +182,7 @@ class Group:
     def drain(self, reason: str) -> tuple[Order, ...]:
         """The group leaves for good when all workers have finished their step."""
         self._drain_reason = self._drain_reason or reason
+        self._all_gone_since = False
         # Where a quorum is asked for already, one with this group may be on its way, and has to be
         # honoured: the lighthouse's last word comes as an input, as always.
         return (self._leave(),) if self._asking else tuple(self._end_the_rest())

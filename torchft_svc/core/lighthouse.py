@@ -53,9 +53,8 @@ from torchft_svc.core.types import (
 )
 from torchft_svc.errors import QuorumFailed, RequestRefused
 
-# Heartbeats per second from all groups of a job; above that, groups beat less often, but at least
-# twice per heartbeat timeout. Each takes a lighthouse 0.1 to 0.2 ms, most of it gRPC's, and a lost
-# packet delays one by less than the half that is left.
+# Heartbeats per second from all groups of a job, 0.1 to 0.2 ms each, which is gRPC's. Above that,
+# groups beat less often, but at least twice per heartbeat timeout.
 MAX_BEATS_PER_SECOND = 400.0
 MIN_BEATS_PER_TIMEOUT = 2.0
 
