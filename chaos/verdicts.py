@@ -48,21 +48,24 @@ class Run:
             for incident in self.incidents
             if incident.fault.kind in _RESTARTS
         ]
-        begun: dict[Life, list[Event]] = {}
+        known: set[Life] = set()  # they have committed or healed
+        alone: dict[Life, list[Event]] = {}
         given_up: set[Event] = set()
         for event in self._by_time(job):
             life = (*event.life, event.worker)
             if isinstance(event, Committed):
-                is_first = life not in begun and event.step == 1
-                is_anew = is_first and any(0 <= event.at - at <= _BEGINS_ANEW_S for at in back_at)
-                alone = begun.setdefault(life, [event] if is_anew else [])
-                if alone and alone[-1] is not event:
-                    alone.append(event)
+                follows_restart = any(0 <= event.at - at <= _BEGINS_ANEW_S for at in back_at)
+                if life not in known and event.step == 1 and follows_restart:
+                    alone[life] = []
                 if " " in event.members:
-                    alone.clear()
+                    alone.pop(life, None)
+                elif life in alone:
+                    alone[life].append(event)
             elif isinstance(event, Healed):
-                given_up.update(begun.get(life, ()))
-                begun[life] = []
+                given_up.update(alone.pop(life, ()))
+            else:
+                continue
+            known.add(life)
         return given_up
 
     def jobs(self) -> list[str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.launched import are_gone, launch
+from support.launched import Launch, are_gone, launch
 
 pytestmark = pytest.mark.processes
 
@@ -65,34 +67,34 @@ def test_without_restarts_a_node_leaves_and_the_others_go_on(policy: str, tmp_pa
         assert run.nodes["a"].wait() == 0
 
 
-def test_soft_replace_starts_only_the_dead_worker_anew(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def one_of_two_is_dead(folder: Path) -> Iterator[tuple[Launch, list[int]]]:
+    """A run of one node, and its workers before the first of them was killed; it has to finish."""
     options = "--max-restarts=9", "--nproc-per-node=2"
-    with launch(tmp_path, *options, nnodes="1", policy="soft-replace") as run:
+    with launch(folder, *options, nnodes="1", policy="soft-replace") as run:
         run.start("a")
         before = run.await_world(a=2)["a"]
         os.kill(before[0], signal.SIGKILL)
         run.until(lambda: are_gone(before[:1]), "it is dead")
+        yield run, before
+        run.finish()
+        assert run.statuses() == {"a": 0}
+
+
+def test_soft_replace_starts_only_the_dead_worker_anew(tmp_path: Path) -> None:
+    with one_of_two_is_dead(tmp_path) as (run, before):
         after = run.await_world(a=2)["a"]
         assert before[1] in after
         assert before[0] not in after
-        run.finish()
-        assert run.statuses() == {"a": 0}
 
 
 def test_soft_replace_starts_a_worker_that_dies_while_another_one_is_replaced(
     tmp_path: Path,
 ) -> None:
-    options = "--max-restarts=9", "--nproc-per-node=2"
-    with launch(tmp_path, *options, nnodes="1", policy="soft-replace") as run:
-        run.start("a")
-        before = run.await_world(a=2)["a"]
-        os.kill(before[0], signal.SIGKILL)
-        run.until(lambda: are_gone(before[:1]), "it is dead")
+    with one_of_two_is_dead(tmp_path) as (run, before):
         os.kill(before[1], signal.SIGKILL)
         after = run.await_world(a=2)["a"]
         assert not set(before) & set(after)
-        run.finish()
-        assert run.statuses() == {"a": 0}
 
 
 def test_workers_that_never_answer_are_restarted(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from torchft_svc.manager_server.session_transport import SessionTransport
 from torchft_svc.manager_server.transport import Contact, NotSupported, Transport
 from torchft_svc.manager_server.unary_transport import UnaryTransport
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.channel import BEATING_KEEPALIVE_MS, IMPATIENT_KEEPALIVE_MS, open_aio_channel
+from torchft_svc.rpc.channel import keepalive_of_beating_ms, open_aio_channel
 from torchft_svc.rpc.probing import would_take
 from torchft_svc.rpc.tasks import Tasks, call_later
 
@@ -138,8 +138,8 @@ class LighthouseLink:
 
     async def _hold(self, order: Connect) -> None:
         """One connection, to its end."""
-        number, is_only_one = order.connection, len(self._config.lighthouses) == 1
-        patience_ms = BEATING_KEEPALIVE_MS if is_only_one else IMPATIENT_KEEPALIVE_MS
+        number = order.connection
+        patience_ms = keepalive_of_beating_ms(len(self._config.lighthouses))
         channel = open_aio_channel(order.address, self._config.security, patience_ms)
         contact = Contact(
             number, order.address, channel, self._config, self._tell, self._hear, self.beat

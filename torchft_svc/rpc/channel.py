@@ -27,6 +27,11 @@ IMPATIENT_KEEPALIVE_MS = 2_000
 BEATING_KEEPALIVE_MS = 20_000
 
 
+def keepalive_of_beating_ms(num_lighthouses: int) -> int:
+    """For the channel of a manager or an agent to one of its lighthouses."""
+    return BEATING_KEEPALIVE_MS if num_lighthouses == 1 else IMPATIENT_KEEPALIVE_MS
+
+
 def keepalive(interval_ms: int = KEEPALIVE_MS) -> tuple[tuple[str, int], ...]:
     """A silent connection is asked for a sign of life after ``interval_ms``, and given up after as
     long again, but at most `KEEPALIVE_MS`; so it is if it does not confirm what was sent.

@@ -42,7 +42,7 @@ from torchft_svc.core.world import (
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError, Unauthorized, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.address import split_addresses
-from torchft_svc.rpc.channel import BEATING_KEEPALIVE_MS, IMPATIENT_KEEPALIVE_MS, open_aio_channel
+from torchft_svc.rpc.channel import keepalive_of_beating_ms, open_aio_channel
 from torchft_svc.rpc.client_stream import (
     BROKEN,
     EOF,
@@ -229,8 +229,7 @@ class _Connections:
 
     async def _connection(self, address: str) -> TorchFTError:
         """From its beginning to its end; returns why it is over."""
-        is_only_one = len(self._route.addresses) == 1
-        patience_ms = BEATING_KEEPALIVE_MS if is_only_one else IMPATIENT_KEEPALIVE_MS
+        patience_ms = keepalive_of_beating_ms(len(self._route.addresses))
         channel = open_aio_channel(address, self._security, patience_ms)
         try:
             await self._session_or_reason(channel)
