@@ -45,8 +45,6 @@ FAULTS_WITHOUT_COST = frozenset({"drain", "lose_update", "spoil_update"})
 LAG_FACTOR = 2000.0
 # One message in 20,000 is on its way for longer than so many times the mean.
 LONG_WAY = 10.0
-# A group at the step that an operator went back to may turn out to have no whole state of it.
-MAX_LOSSES = 2
 # Groups that end when their question times out, and are started again, do not ask all the time.
 OPERATOR_REPEATS_S, MAX_REPEATS = 0.7, 40
 # The step of another run's checkpoint.
@@ -150,16 +148,21 @@ class Fleet:
         self.world.run(self._scenario.quiet_at, lambda: False)
         self.shared.is_calm = True
         self.shared.together.clear()
-        for number in range(1 + MAX_LOSSES):
-            if number:
-                self._accept_losses_at_last()
-            if self.world.run(self.world.now + self._scenario.patience_s, self._is_together):
-                break
-        else:
+        if not self._comes_together():
             self._explain()
         self._check_memory(self.sites)
         for site in self.sites:
             site.check_streams()
+
+    def _comes_together(self) -> bool:
+        """Whether all train together in the end, with an operator who accepts what is lost."""
+        # Each group at the step that was gone back to may turn out to have no whole state of it.
+        for number in range(2 + len(self.sites)):
+            if number and not self._accept_losses_at_last():
+                return False
+            if self.world.run(self.world.now + self._scenario.patience_s, self._is_together):
+                return True
+        return False
 
     # -- faults ----------------------------------------------------------------------------------
 
@@ -223,12 +226,14 @@ class Fleet:
         accepted = [each.accept_loss(job) for job in jobs for each in self.lighthouses]
         return any(accepted)
 
-    def _accept_losses_at_last(self) -> None:
-        """An operator repeats the command until it is accepted, for a while."""
+    def _accept_losses_at_last(self) -> bool:
+        """An operator repeats the command until it is accepted, for a while; whether it was, or all
+        train together."""
         for _ in range(MAX_REPEATS):
             until = self.world.now + OPERATOR_REPEATS_S
             if self._accept_losses() or self.world.run(until, self._is_together):
-                return
+                return True
+        return False
 
     def _lose_decision(self, site: Site, fault: Fault) -> None:
         def crash() -> None:

@@ -101,13 +101,13 @@ class Companions:
     """What the members of a term may cost one another: waits, and steps that are given up (E4 to
     E6).
 
-    A group that starts within a moment after a lighthouse may ask it first, and begin another
-    history (rule F8), which the others follow.
+    A newcomer that connects within a moment after a lighthouse began, and had not failed to connect
+    to all of them, may ask it first, and begin another history (rule F8), which the others follow.
     """
 
     join_timeout_s: float
     lighthouse_began_at: Callable[[], float] = float
-    _splits_at: float = -math.inf  # a group starts right after a lighthouse, and may ask it first
+    _splits_at: float = -math.inf  # a newcomer may be the first to ask a lighthouse
     _doing: dict[tuple[str, int], _Doing] = field(default_factory=dict)
     _troubled_until: dict[str, float] = field(default_factory=dict)
     _unwell_until: dict[str, float] = field(default_factory=dict)  # also if it is reachable
@@ -126,8 +126,8 @@ class Companions:
         if not is_reachable:
             _extend(self._troubled_until, group, until)
 
-    def started(self, now: float) -> None:
-        """A manager has started, whose workers cannot report a quorum."""
+    def tries_first(self, now: float) -> None:
+        """A manager whose workers cannot report a quorum tries a lighthouse for the first time."""
         if now - self.lighthouse_began_at() < SLACK_S:
             self._splits_at = now
 
