@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -39,6 +40,7 @@ class Told:
         self.heard: queue.SimpleQueue[pb.AttachRequest] = queue.SimpleQueue()
         self.calls: list[pb.ShouldCommitRequest] = []
         self.news: queue.SimpleQueue[pb.AttachNews | None] = queue.SimpleQueue()
+        self.is_away = False  # for workers that attach from now on
         self._takes_votes = takes_votes
 
     def service(self, details: Any) -> Any:
@@ -52,17 +54,23 @@ class Told:
             pb.ShouldCommitResponse.SerializeToString,
         )
 
-    def _attach(self, requests: Iterator[pb.AttachRequest], _: Any) -> Iterator[pb.AttachNews]:
-        listening = threading.Thread(target=self._listen, args=(requests,), name="listens")
+    def _attach(self, requests: Iterator[pb.AttachRequest], call: Any) -> Iterator[pb.AttachNews]:
+        if self.is_away:
+            call.abort(grpc.StatusCode.UNAVAILABLE, "away")
+        has_ended = threading.Event()
+        arguments = requests, has_ended
+        listening = threading.Thread(target=self._listen, args=arguments, name="listens")
         listening.start()
         yield pb.AttachNews(welcome=pb.AttachWelcome(takes_votes=self._takes_votes))
         yield from iter(self.news.get, None)
+        has_ended.set()
 
-    def _listen(self, requests: Iterator[pb.AttachRequest]) -> None:
+    def _listen(self, requests: Iterator[pb.AttachRequest], has_ended: threading.Event) -> None:
         with contextlib.suppress(Exception):
             for request in requests:
                 self.heard.put(request)
-            self.news.put(None)
+            if not has_ended.is_set():
+                self.news.put(None)
 
     def _call(self, request: pb.ShouldCommitRequest, _: Any) -> pb.ShouldCommitResponse:
         self.calls.append(request)
@@ -231,6 +239,31 @@ def test_nobody_listens_for_longer_than_the_manager_may_take(worker: Worker) -> 
     worker.manager.news.put(None)
     listening.result(END_S)
     assert number > late
+
+
+def test_who_listens_waits_for_the_next_stream_if_one_has_ended(worker: Worker) -> None:
+    """It ends where the worker stood still, and the manager took it for gone."""
+    listening = worker.listen()
+    worker.manager.hears("ping")
+    worker.manager.news.put(None)
+    worker.manager.hears("hello")
+    worker.manager.news.put(pb.AttachNews(lost=pb.MemberLost(replica_id="a")))
+    ping = worker.manager.hears("ping")
+    assert not listening.done()
+    worker.manager.news.put(pb.AttachNews(pong=pb.AttachPong(number=ping.number)))
+    listening.result(END_S)
+    assert worker.losses == ["a"]
+
+
+def test_a_manager_that_does_not_come_back_is_waited_for_once(worker: Worker) -> None:
+    listening = worker.listen(timedelta(milliseconds=100))
+    worker.manager.hears("ping")
+    worker.manager.is_away = True
+    worker.manager.news.put(None)
+    listening.result(END_S)
+    started = time.monotonic()
+    worker.client.listen(LONG)
+    assert time.monotonic() - started < END_S
 
 
 def test_to_a_manager_that_is_away_or_older_nobody_listens() -> None:

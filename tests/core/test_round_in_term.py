@@ -20,18 +20,24 @@ REQUEST = RoundRequest(timeout_s=60.0)
 BROKEN = QuorumFailed("connection reset")
 
 
-def in_term(size: int = 1, wishes: float | None = 0.0) -> Round[Part]:
+def in_term(size: int = 1, wishes: float | None = 0.0, at: float = 100.0) -> Round[Part]:
     """The first step of a term, step 3, is committed, and its update applied."""
     round_ = training(worker(is_steady=True, group_world_size=size), STEADY)
-    end_step(round_, wishes)
+    end_step(round_, wishes, at=at)
     return round_
 
 
-def end_step(round_: Round[Part], wishes: float | None = 0.0, *, told: Fate | None = None) -> None:
+def end_step(
+    round_: Round[Part],
+    wishes: float | None = 0.0,
+    *,
+    told: Fate | None = None,
+    at: float = 100.0,
+) -> None:
     """``told``: by the manager of several workers."""
     if wishes is not None:
         round_.summed(wishes)
-    (order,) = round_.vote(100.0, 10.0)
+    (order,) = round_.vote(at, 10.0)
     if isinstance(order, AskDecision):
         fate = told or (Fate.GOES_ON if round_.wish is Wish.NONE else Fate.ENDS)
         (order,) = round_.voted(round_.ballot().should_commit, fate)
@@ -47,7 +53,7 @@ def test_steps_of_a_steady_quorum_ask_nobody() -> None:
         epoch = round_.begin(REQUEST)
         assert (round_.goes_on, round_.step.state.step) == (True, step)
         assert epoch == round_.step.state.epoch
-        assert round_.go_on(90.0) == ()
+        assert round_.go_on() == ()
         assert round_.quorum == STEADY
         assert round_.step.state.phase is Phase.TRAINING
         assert round_.may_reduce
@@ -161,7 +167,7 @@ def test_one_of_several_goes_on_and_votes_no(why: str) -> None:
     happen(round_)
     round_.begin(request, broken)
     assert round_.goes_on
-    (left,) = round_.go_on(90.0)
+    (left,) = round_.go_on()
     assert isinstance(left, LeaveMembers)
     (order,) = round_.vote(100.0, 10.0)
     assert isinstance(order, AskDecision)
@@ -218,10 +224,11 @@ OTHER_NEWS = {
 
 
 def long_step(size: int = 1, lasts_s: float = LISTEN_AFTER_S) -> Round[Part]:
-    """Step 4, which is about to be voted on at 100 s; all sums are complete."""
-    round_ = in_term(size)
+    """Step 4, which is about to be voted on at 100 s; all sums are complete. ``lasts_s``: with the
+    pause before it, in which the others may have waited already."""
+    round_ = in_term(size, at=100.0 - lasts_s)
     round_.begin(REQUEST)
-    round_.go_on(100.0 - lasts_s)
+    round_.go_on()
     round_.summed(0.0)
     return round_
 

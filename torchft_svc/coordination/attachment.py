@@ -97,6 +97,8 @@ class Attachment:
         self._votes = StreamVotes(self._outgoing.send)
         self._phase: tuple[Phase, int] | None = None
         self._is_over = False  # the manager has said that it ends for good
+        self._streams = threading.Condition()
+        self._awaits_next = False  # `listen` waits for the next stream that takes votes
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="torchft-news", daemon=True)
         self._thread.start()
@@ -116,8 +118,32 @@ class Attachment:
         return self._votes.cast(vote, timeout_s)
 
     def listen(self, timeout_s: float) -> None:
-        """See `StreamVotes.listen`."""
-        self._votes.listen(timeout_s)
+        """Wait, but not longer, until all is read that the manager has sent before it reads this.
+
+        A stream that has ended, as it does where this process stood still, is waited for: once, and
+        not if the manager ends for good.
+        """
+        deadline = time.monotonic() + timeout_s
+        while not self._votes.listen(max(0.0, deadline - time.monotonic())):
+            with self._streams:
+                left_s = max(0.0, deadline - time.monotonic())
+                self._streams.wait_for(lambda: self._votes.is_open or not self._awaits_next, left_s)
+                if not self._votes.is_open:
+                    self._awaits_next = False
+                    return
+
+    def _welcomed(self, votes: StreamVotes, takes_votes: bool) -> None:
+        with self._streams:
+            self._awaits_next = takes_votes
+            if takes_votes:
+                votes.opened()
+            self._streams.notify_all()
+
+    def _await_no_other(self) -> None:
+        """There is no other stream, or not soon."""
+        with self._streams:
+            self._awaits_next = False
+            self._streams.notify_all()
 
     def close(self, failure: str = "") -> None:
         """Tell the manager that this worker stops, on purpose or with the error ``failure``; may be
@@ -125,6 +151,7 @@ class Attachment:
         if self._closing.is_set():
             return
         self._closing.set()
+        self._await_no_other()
         self._outgoing.end(pb.AttachDetach(failure=failure))
         self._thread.join(JOIN_TIMEOUT_S)
         stream = self._stream
@@ -133,6 +160,12 @@ class Attachment:
             self._thread.join(JOIN_TIMEOUT_S)
 
     def _run(self) -> None:
+        try:
+            self._keep_open()
+        finally:
+            self._await_no_other()
+
+    def _keep_open(self) -> None:
         retry = AttachRetry(random.random)
         while True:
             outgoing = self._outgoing = Outgoing(self._hello)
@@ -190,9 +223,11 @@ class Attachment:
                 if kind == "pong":
                     votes.answered(news.pong)
                     continue
-                if kind == "welcome" and news.welcome.takes_votes:
-                    votes.opened()
+                if kind == "welcome":
+                    self._welcomed(votes, news.welcome.takes_votes)
                 self._is_over = kind == "over"
+                if self._is_over:
+                    self._await_no_other()
                 self._listeners.receive(news)
         finally:
             outgoing.end()  # or the thread that sends would wait for more

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import queue
 import threading
 import time
@@ -47,13 +46,17 @@ class StreamVotes:
         decision = self._exchange(said, timeout_s)
         return decision if isinstance(decision, pb.AttachDecision) else None
 
-    def listen(self, timeout_s: float) -> None:
-        """Wait, but not longer, until all is read that the manager has sent before it reads
-        this."""
-        with contextlib.suppress(DeadlineExceeded):
-            self._exchange(
-                lambda number: pb.AttachRequest(ping=pb.AttachPing(number=number)), timeout_s
-            )
+    def listen(self, timeout_s: float) -> bool:
+        """Wait, but not longer, until all is read that the manager has sent before it reads this;
+        False: the stream is not open, or has ended meanwhile."""
+
+        def said(number: int) -> pb.AttachRequest:
+            return pb.AttachRequest(ping=pb.AttachPing(number=number))
+
+        try:
+            return self._exchange(said, timeout_s) is not None or self.is_open
+        except DeadlineExceeded:
+            return True
 
     def _exchange(self, said: Callable[[int], pb.AttachRequest], timeout_s: float) -> _Answer:
         """Say something with a number of its own; None: the stream is not open, or in use."""

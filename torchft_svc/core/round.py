@@ -51,7 +51,7 @@ from torchft_svc.errors import (
 
 # The pause before a manager that did not answer is asked again.
 RETRY_S = 0.05
-# In a step that lasts so long, a worker listens to its manager before it decides alone.
+# So long after its last question or vote, a worker listens to its manager before it decides alone.
 LISTEN_AFTER_S = 0.5
 # The phases in which a step ends by a vote, or by being given up.
 UNDER_WAY = (Phase.TRAINING, Phase.HEALING)
@@ -104,7 +104,7 @@ class Round(Generic[Part]):
         self.drain_reason: str | None = None
         self._rules = rules
         self._request = RoundRequest(timeout_s=0.0)
-        self._begun_at = 0.0
+        self._last_at = 0.0  # when it asked or voted last
         self._leaves_for: str | None = None  # why this worker has to end, if it has said so
         self._retries = _Retries(0.0, 0.0)
         self._vote = False
@@ -143,9 +143,8 @@ class Round(Generic[Part]):
             self.step.latch(why_not)
         return epoch
 
-    def go_on(self, now: float) -> tuple[Order, ...]:
+    def go_on(self) -> tuple[Order, ...]:
         """Instead of `ask`, if this step `goes_on`: the program continues at once."""
-        self._begun_at = now
         error = self.step.state.error
         return () if error is None else (LeaveMembers(error),)
 
@@ -233,7 +232,7 @@ class Round(Generic[Part]):
 
     def ask(self, now: float) -> tuple[Order, ...]:
         self.peers.asks(now)
-        self._begun_at = now
+        self._last_at = now
         deadline = now + self._request.timeout_s
         self._retries = _Retries(deadline, self._rules.patience_s)
         return (AskManager(0.0, deadline),)
@@ -490,7 +489,7 @@ class Round(Generic[Part]):
         """Whether to receive all that the manager has sent before the `vote`: this worker decides
         alone, and may have stood still while the others gave the step up (rule E3)."""
         is_alone = self._rules.group_world_size == 1
-        return is_alone and self.quorum is not None and now - self._begun_at >= LISTEN_AFTER_S
+        return is_alone and self.quorum is not None and now - self._last_at >= LISTEN_AFTER_S
 
     def vote(self, now: float, timeout_s: float) -> tuple[Order, ...]:
         """The step is over; a group of one worker decides alone."""
@@ -500,6 +499,7 @@ class Round(Generic[Part]):
                 self._check_term(self.quorum)
             except QuorumFailed as error:
                 self.step.latch(error)
+        self._last_at = now
         self._vote = self.step.begin_vote()
         if self._rules.group_world_size == 1:
             return (Decide(self._vote, fate=fate(self._vote, (self.wish,))),)

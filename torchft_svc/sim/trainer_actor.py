@@ -149,7 +149,7 @@ class WorkerActor:
             self._step = step
             self._check_newcomers()
             self._shared.companions.began(self.home.name, self.group_rank, state.step, None)
-            self._carry_out(step, self.round.go_on(now))
+            self._carry_out(step, self.round.go_on())
             self._begin_training(step)
             self._go_forward(step)
             return

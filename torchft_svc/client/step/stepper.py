@@ -141,7 +141,7 @@ class Stepper:
             with self._worker.changing() as round_:
                 waits = round_.waits_for_quorum
                 epoch = round_.begin(request, broken)
-                orders = round_.go_on(time.monotonic()) if round_.goes_on else None
+                orders = round_.go_on() if round_.goes_on else None
                 if orders is None:
                     runner.begin()
             self._order.begin(lambda: self._worker.round.has_connected)
