@@ -552,3 +552,23 @@ def test_the_next_life_of_a_group_does_not_miss_the_one_before() -> None:
             group.withdrawn(12)
     again = group.quorum_requested(request(0, worker_id="new0", question=1), 13)
     assert again == (asks(2, new_incarnation=True),)
+
+
+def test_a_rank_that_missed_a_life_is_missed_by_those_that_asked_with_it() -> None:
+    """A life of the group was so short that one of its workers never came."""
+    group = Group(2)
+    for rank in range(2):
+        group.attached(rank, f"old{rank}")
+    for rank in range(2):
+        group.detached(rank, f"old{rank}", "killed")
+    group.attached(0, "short0")
+    group.detached(0, "short0", "killed")
+    for rank in range(2):
+        group.attached(rank, f"new{rank}")
+        asked = group.quorum_requested(request(rank, worker_id=f"new{rank}", question=1), 10 + rank)
+    assert asked == (asks(new_incarnation=True),)
+    group.withdrawn(11)
+    group.quorum_requested(request(0, worker_id="new0", question=2), 12)
+    gone = QuorumFailed("group rank 1 is gone: its stream broke")
+    orders = group.detached(1, "new1", "its stream broke")
+    assert plain(orders[:1]) == [refused(12, gone)]

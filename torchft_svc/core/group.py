@@ -278,8 +278,6 @@ class Group:
             for request, caller in self._requests.values()
         ]
         self._over.note([request for request, _ in self._requests.values()], None)
-        newest = max(life for _, life in self._lives.values())
-        self._lives = {rank: (each.worker_id, newest) for rank, (each, _) in self._requests.items()}
         self._commits.open({*steps, quorum.max_step})
         self._formed = quorum, replica_id
         self._asking = False
@@ -402,6 +400,9 @@ class Group:
 
     def _ask(self) -> AskLighthouse:
         requests = [request for request, _ in self._requests.values()]
+        # Those that ask together are of one life, also if one before was too short for some ranks.
+        newest = max(life for _, life in self._lives.values())
+        self._lives = {each.group_rank: (each.worker_id, newest) for each in requests}
         self._round += 1
         self._commits.announce(self._round)
         self._asking = True
