@@ -63,12 +63,12 @@ def test_groups_whose_sums_wait_for_nobody_ask_before_each_step(is_wrapped: bool
 class Compressing(ProcessGroupGloo):
     """Keeps of each float what fits 127 levels of the largest one."""
 
-    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
-        for each in args[0] if name == "allreduce" else ():
+    def allreduce(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        for each in tensors:
             level = each.abs().max() / 127
             if each.is_floating_point() and level > 0:
                 each.copy_(torch.round(each / level) * level)
-        return super()._launch(name, args, kwargs)
+        return super().allreduce(tensors, *args, **kwargs)
 
 
 class Declared(Compressing):

@@ -52,7 +52,7 @@ class ProcessGroupWrapper(ProcessGroup):
         self._pg.configure(**dataclasses.asdict(members))
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
-        return self._pg._launch(name, args, kwargs)
+        return getattr(self._pg, name)(*args, **kwargs)  # users may have overridden it
 
     @property
     def needs_all_members(self) -> bool:
