@@ -11,10 +11,11 @@ import torch
 from support.training import lighthouse
 from torch import nn
 
-from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
+from torchft_svc.client import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 from torchft_svc.errors import ConfigError
+from torchft_svc.testing import FakeProcessGroupWrapper
 
-from .test_ddp import ONE, mlp
+from .test_ddp import ONE, Branches, mlp
 
 
 @pytest.fixture
@@ -127,3 +128,40 @@ def test_torch_s_wrapper_of_another_model_is_none_of_ours(
     parallel = DistributedDataParallel(alone, mlp())
     with torch.no_grad():
         assert parallel(ONE).shape == (2, 2)
+
+
+@pytest.mark.parametrize("failing", ["launch", "future", "quorum"])
+@pytest.mark.parametrize("hands_out", [False, True])
+def test_a_step_that_fails_leaves_gradients_in_the_same_parameters(
+    hands_out: bool, failing: str
+) -> None:
+    """The other workers of a group may have averages, and reduce what they have in the group."""
+    pg = FakeProcessGroupWrapper(ProcessGroupGloo())
+    torch.manual_seed(0)
+    with (
+        lighthouse() as address,
+        Manager(pg=pg, lighthouse_addr=address, in_process=True) as manager,
+    ):
+        model = Branches()
+        optimizer = Optimizer(manager, torch.optim.SGD(model.parameters(), lr=0.1))
+        parallel = DistributedDataParallel(
+            manager, model, bucket_cap_mb=1e-5, gradient_as_bucket_view=hands_out
+        )
+        for fails in (False, True, False):
+            if fails:
+                error = RuntimeError("a connection broke")
+                if failing == "quorum":
+                    pg.abort()
+                    pg.report_configure_error(error)
+                elif failing == "launch":
+                    pg.report_launch_error(error)
+                else:
+                    pg.report_future_error(error)
+            optimizer.zero_grad()
+            parallel(ONE).sum().backward()
+            grads = {name: each.grad for name, each in model.named_parameters()}
+            with_grads = {name for name, grad in grads.items() if grad is not None}
+            assert with_grads == {name for name in grads if not name.startswith("frozen")}
+            for name in ("negative.weight", "negative.bias"):
+                assert not torch.count_nonzero(grads[name] if grads[name] is not None else ONE)
+            assert optimizer.step() is not fails

@@ -85,6 +85,12 @@ class Bucket:
             elif not _same_memory(parameter.grad, view):
                 parameter.grad.copy_(view)
 
+    def zero_unused(self) -> None:
+        """Give zeros to parameters that no backward pass has reached, as the averages would."""
+        for parameter in self.parameters:
+            if parameter.requires_grad and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+
 
 def describe_tensors(parts: Sequence[Sequence[torch.Tensor]]) -> str:
     """A sentence on what is summed, with a digest: see `Reducing.layout`."""

@@ -239,11 +239,17 @@ class Reducer:
         self.launch_rest(self.graph)
         for bucket, reduction in zip(self._buckets, self._reductions, strict=False):
             if not reduction.wait():
+                self._failed = True
                 bucket.renew()
             elif self._hands_out:
                 bucket.hand_out()
             else:
                 bucket.copy_out()
+        if self._failed:
+            # Other workers of the group may have their averages: all have the same gradients, since
+            # a program may reduce those that it has inside the group.
+            for bucket in self._buckets:
+                bucket.zero_unused()
         self._reductions = []
         self._active = False
         # A callback that is queued now runs after those of other wrappers at the end of the pass.
