@@ -67,6 +67,23 @@ def test_groups_that_go_on_in_an_older_quorum_learn_that_the_job_goes_on_without
     ]
 
 
+def test_a_term_ends_if_groups_come_from_a_newer_quorum_and_both_do_not_train_on() -> None:
+    """Newcomers had a quorum at another leader, whose clock is behind, before they were back."""
+    term = Term()
+    for each in "de":
+        term.opened(each, quorum_id=9, max_step=40)
+    assert term.told() == [(None, ("a", "b", "c"))], "once"
+    (news,) = term.missed("a")
+    assert news == TermEnds(1, None, "d, e trained on in a newer quorum elsewhere")
+    for each in "abc":
+        term.asks(each, 6, agreed=True)
+    told = [each for each in term.take() if isinstance(each, ReportStraggler)]
+    assert [(each.replica_id, each.quorum_id, each.recipients) for each in told] == [
+        ("d", 9, ("d",)),
+        ("e", 9, ("e",)),
+    ]
+
+
 # -- the end (E4) --------------------------------------------------------------------------------
 
 

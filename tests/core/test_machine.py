@@ -254,7 +254,7 @@ class Groups(RuleBasedStateMachine):
                 assert [at for at in GroupState if key in members.groups[at]] == [each.state]
                 assert (each.tenure is Tenure.MEMBER) == (key in members.previous_ids)
             assert sum(map(len, members.groups.values())) == len(living)
-            assert members._ahead <= living
+            assert members.ahead <= living
             num_bytes = sum(each.member.num_bytes for each in members._waiting.values())
             assert members._waiting_bytes == num_bytes
             assert set(state.held) <= living - waiting
@@ -263,7 +263,7 @@ class Groups(RuleBasedStateMachine):
                 assert members.groups[GroupState.ASKING] or members.num_awaited, (
                     "a way for newcomers"
                 )
-            assert state.hangs._hung <= state.hangs._groups.keys() <= living
+            assert state.hangs._hung <= state.hangs._reports.keys() <= living
 
     def teardown(self) -> None:
         """I5: once the hung and the dead are gone and all others ask, nobody waits for long."""

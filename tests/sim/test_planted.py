@@ -232,7 +232,7 @@ def the_dead_are_remembered_for_ever(plant: pytest.MonkeyPatch) -> None:
 
     def gone(self: Any, replica_id: str) -> int | None:
         caller = real(self, replica_id)
-        self._ahead.add(replica_id)
+        self.ahead.add(replica_id)
         return caller
 
     plant.setattr(Membership, "gone", gone)

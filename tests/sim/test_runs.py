@@ -46,13 +46,19 @@ def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int)
         88000002308,
         1795467220970,
         1795469485628,
+        1795471214663,
+        1795475450334,
+        1795475456064,
     ],
 )
 def test_runs_that_fell_once(seed: int) -> None:
     """A late heartbeat follows a leave; a drain is told while streams are broken; beats are rarer
     than the join timeout is long; a cut begins while messages are on their way; a lighthouse that
     does not lead any more is called; a member is lost while a stream is broken and gets the answer
-    again; one that was no member beats late."""
+    again; one that was no member beats late; an operator goes back three times, as two groups turn
+    out one after the other to have no whole state; a worker of a short life never came;
+    newcomers begin anew at a leader whose clock is behind, before members of a newer quorum come
+    back."""
     outcome = run_seed(seed)
     assert outcome.fell is None, describe(outcome)
 

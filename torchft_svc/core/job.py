@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
 from torchft_svc.core.gathering import GATHER_S
+from torchft_svc.core.lighthouse_orders import ReportStraggler
 from torchft_svc.core.likeness import Likeness
 from torchft_svc.core.membership import AWAITED_MEMBERS, GroupState, Membership
-from torchft_svc.core.overview import History
+from torchft_svc.core.overview import History, name_some
 from torchft_svc.core.session_messages import Leave
 from torchft_svc.core.step import Phase
-from torchft_svc.core.term import RunningTerm
+from torchft_svc.core.term import RunningTerm, TermEnds
 from torchft_svc.core.types import LastQuorum, Member
 
 # A member needs to know that groups wait, and about how many. One loss makes it discard its step;
@@ -79,6 +80,12 @@ class Job:
             self.term = RunningTerm()  # what was known is about an earlier quorum
         if last.quorum_id == self.members.last.quorum_id:
             self.term.num_groups = max(self.term.num_groups, num_groups)
+
+    def contested(self) -> TermEnds:
+        """What ends a term whose members have to ask, as other groups report a newer quorum (rule
+        Q12): both cannot train on beside each other."""
+        why = f"{name_some(sorted(self.members.ahead))} trained on in a newer quorum elsewhere"
+        return TermEnds(self.members.last.quorum_id, None, why)
 
     def note_progress(self) -> None:
         """Note how far all members of the last quorum have come in it (rule E5); before one of them
@@ -179,6 +186,21 @@ class Job:
             key for key, each in doing.items() if each is not None and not each.has_begun(step)
         )
         return [key for key in late if self.members.state(key) in AWAITED_MEMBERS]
+
+    def leave_behind(self, job: str) -> list[ReportStraggler]:
+        """Tell the stragglers of the last quorum that the next one is formed without them (rule
+        Q4). Some have to know even if they have reported no activity: before the first quorum here
+        all, and later those that report a newer quorum."""
+        members, is_first = self.members, self.members.previous is None
+        quorum_id = max(members.last.quorum_id, self.heard_id if members.ahead else 0)
+        told = []
+        for key in members.stragglers():
+            doing = self.hangs.activity(key)
+            # One that heals is not in a collective, and joins with what it has by then.
+            heals = doing is not None and doing.phase is Phase.HEALING
+            if not heals and (doing or is_first or key in members.ahead):
+                told.append(ReportStraggler(job, key, quorum_id, recipients=(key,)))
+        return told
 
     def note_left(self, replica_id: str, leave: Leave, until: float) -> None:
         if leave.is_orderly and self.members.is_member(replica_id):

@@ -21,7 +21,6 @@ from torchft_svc.core.lighthouse_orders import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
-    ReportStraggler,
     ReportTermEnds,
     ReportWaiting,
 )
@@ -139,6 +138,10 @@ class Lighthouse:
             orders += self._miss_silent(job, state, now)  # it will not be back, this is its heir
         state.members.seen(replica_id, now)
         state.reported(replica_id, last, num_groups)
+        if state.members.ahead == {replica_id} and state.term.may_go_on:
+            orders.append(
+                ReportTermEnds(job, state.contested(), tuple(state.members.quorum_left()))
+            )
         return self._settle(job, state, orders, now)
 
     def heartbeat(
@@ -314,6 +317,8 @@ class Lighthouse:
         if 0 < num_groups < self._config.min_replicas:
             needed = f"this lighthouse needs {self._config.min_replicas} groups (--min-replicas)"
             news.append(TermEnds(quorum_id, None, needed))
+        if members.ahead:
+            news.append(state.contested())
         if state.term.over_from is not None:
             news.append(TermEnds(quorum_id, state.term.over_from, "not all members take part"))
         return news
@@ -498,7 +503,7 @@ class Lighthouse:
         if look <= now:
             decision = self._decide(job, state, orders, now)
             if isinstance(decision, Formed):
-                orders += _leave_behind(job, state)
+                orders += state.leave_behind(job)
                 orders.append(self._publish(job, state, decision, now))
                 newcomers = state.members.waiting()
             look = look_at(state.members, self._config)
@@ -580,19 +585,6 @@ def _turn_away(state: Job, misfits: list[Member], trains: Member, now: float) ->
             refused = RequestRefused(why_unlike(misfit, trains))
             orders.append(RefuseRequest(caller, refused))
     return orders
-
-
-def _leave_behind(job: str, state: Job) -> list[Order]:
-    """Tell the stragglers of the last quorum that the next one is formed without them (rule Q4).
-    Of the first quorum here, also groups that have reported nothing yet have to know."""
-    # One that heals is not in a collective, and joins with what it has by then.
-    is_first = state.members.previous is None
-    activities = {key: state.hangs.activity(key) for key in state.members.stragglers()}
-    return [
-        ReportStraggler(job, key, state.members.last.quorum_id, recipients=(key,))
-        for key, doing in activities.items()
-        if (is_first if doing is None else doing.phase is not Phase.HEALING)
-    ]
 
 
 def _superseded(caller: int, replica_id: str) -> RefuseRequest:

@@ -184,7 +184,7 @@ class Membership:
         self.first: dict[GroupState, float] = {}
 
         self.names = Names()
-        self._ahead: set[str] = set()  # living, report a newer quorum than the last one here
+        self.ahead: set[str] = set()  # living, report a newer quorum than the last one here
         self.previous: Quorum | None = None  # published here
         self._previous_ids: set[str] = set()  # of its members, or those that report the newest
         self.last = last
@@ -235,7 +235,7 @@ class Membership:
     def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
         """If the reported quorum is newer than the last here, the job may have gone on there."""
         if self.previous is not None and quorum_id > self.last.quorum_id:
-            self._ahead.add(replica_id)
+            self.ahead.add(replica_id)
 
     def asked(self, member: Member, caller: int, now: float) -> int | None:
         """``caller`` asks for ``member``, which has been seen; returns the caller that it replaces,
@@ -350,7 +350,7 @@ class Membership:
         self._remove(replica_id, group.state)
         self._num_veterans -= group.tenure is not Tenure.NEW
         self.names.went(replica_id)
-        self._ahead.discard(replica_id)
+        self.ahead.discard(replica_id)
         if self.previous is None:
             self._previous_ids.discard(replica_id)
         return caller
@@ -371,7 +371,7 @@ class Membership:
             knows_one = any(member.has_history for member in quorum.participants)
             self._begun_anew = 0 if knows_one else quorum.quorum_id
         self.previous = quorum
-        self._ahead.clear()
+        self.ahead.clear()
         # Its step is lower than before only if that is accepted (rule Q7).
         self.last = LastQuorum(quorum.quorum_id, quorum.max_step)
         self.is_finished = False
@@ -457,7 +457,7 @@ class Membership:
             requested_min_replicas=max(self._requested_min_replicas, default=0),
             loss_accepted=self._loss_accepted,
             is_finished=self.is_finished,
-            ahead=self._believed_ahead() if self._ahead else self._ahead,
+            ahead=self._believed_ahead() if self.ahead else self.ahead,
             last_quorum_id=self.last.quorum_id,
             gathering=self._gathering,
             num_gone=sum(not self.names.of(name) for name in self._were_here),
@@ -498,11 +498,11 @@ class Membership:
         report it than live without reporting it: those have been here all the time.
         """
         names = {stable_name(replica_id) for replica_id in self._previous_ids}
-        stay = {stable_name(key) for key in self._previous_ids - self._ahead if key in self._known}
-        went = {stable_name(key) for key in self._ahead} & names - stay
+        stay = {stable_name(key) for key in self._previous_ids - self.ahead if key in self._known}
+        went = {stable_name(key) for key in self.ahead} & names - stay
         if len(went) <= len(stay):
             return set()
-        return {key for key in self._ahead if stable_name(key) in went}
+        return {key for key in self.ahead if stable_name(key) in went}
 
     def dead(self, now: float) -> list[str]:
         """The groups that were silent for the heartbeat timeout."""
@@ -527,11 +527,11 @@ class Membership:
         return [key for key in self._previous_ids if key in self._known]
 
     def stragglers(self) -> list[str]:
-        """The living groups of the last quorum that did not ask for the next one in time; before
-        the first one here, also those that reported an older one, and do not ask (rule Q12)."""
+        """The living groups of the last quorum that did not ask for the next one in time. Others
+        that do not ask: those that report a newer one or, before the first, an older one (Q12)."""
         left = sorted(self.groups[GroupState.STRAGGLING] | self.groups[GroupState.ABSENT])
-        older = Tenure.VETERAN if self.previous is None else Tenure.MEMBER
-        return [each for each in left if self._known[each].tenure in (Tenure.MEMBER, older)]
+        told = (Tenure.VETERAN, Tenure.MEMBER) if self.previous is None else (Tenure.MEMBER,)
+        return [each for each in left if self._known[each].tenure in told or each in self.ahead]
 
     @property
     def previous_ids(self) -> Set[str]:
