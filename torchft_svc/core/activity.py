@@ -97,15 +97,13 @@ class HangWatch:
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
-        self._groups: dict[str, Activity] = {}
-        self._told_at: dict[str, float] = {}
+        self._reports: dict[str, tuple[Activity, float]] = {}  # the last ones, and when they came
         self._hung: set[str] = set()
         self.unheeded: set[str] = set()
         self._look_at: float | None = None
 
     def reported(self, replica_id: str, activity: Activity, now: float) -> None:
-        self._groups[replica_id] = activity
-        self._told_at[replica_id] = now
+        self._reports[replica_id] = activity, now
         ends_at = self._hangs_at(activity)
         if ends_at is None or ends_at > now:
             self._hung.discard(replica_id)
@@ -116,21 +114,21 @@ class HangWatch:
             self._look_at = ends_at
 
     def gone(self, replica_id: str) -> None:
-        self._groups.pop(replica_id, None)
-        self._told_at.pop(replica_id, None)
+        self._reports.pop(replica_id, None)
         self._hung.discard(replica_id)
         self.unheeded.discard(replica_id)
 
     def activity(self, replica_id: str) -> Activity | None:
-        return self._groups.get(replica_id)
+        report = self._reports.get(replica_id)
+        return report and report[0]
 
     def told_at(self, replica_id: str) -> float:
         """When this group has reported its activity for the last time (-inf: never)."""
-        return self._told_at.get(replica_id, -math.inf)
+        return self._reports[replica_id][1] if replica_id in self._reports else -math.inf
 
     def why(self, replica_id: str, now: float) -> str:
         """What a group hangs in, for people."""
-        hang = self._groups[replica_id]
+        hang, _ = self._reports[replica_id]
         return f"it hangs: {hang.phase.value} in step {hang.step} for {now - hang.since:.1f} s"
 
     def is_hung(self, replica_id: str) -> bool:
@@ -146,7 +144,7 @@ class HangWatch:
             return []
         found = []
         later = []
-        for replica_id, activity in self._groups.items():
+        for replica_id, (activity, _) in self._reports.items():
             ends_at = self._hangs_at(activity)
             if ends_at is None or replica_id in self._hung:
                 continue

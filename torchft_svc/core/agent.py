@@ -135,8 +135,8 @@ class AgentMachine:
         self._is_unheard = False  # the lighthouse has not said yet that it knows of a failure
         self._passed_round = 0  # the highest one that is not to be entered any more
         self._change = WorldChangeEvent.SCALE_UP
-        self._dead: set[int] = set()  # local ranks that have failed since all were ready
-        self._unreplaced: set[int] = set()  # those of them that have not been started anew
+        self._is_short = False  # a worker has failed since all were ready
+        self._unreplaced: set[int] = set()  # local ranks that failed, and were not started anew
         self._num_failures = 0
         # The last ones since all workers were started, so many as matter.
         self._soft_failures: deque[float] = deque(maxlen=config.max_soft_failures + 1)
@@ -295,7 +295,7 @@ class AgentMachine:
             self._hear_world(news, now)
         elif isinstance(news, WorldReached):
             entered = 0 if self.entered is None else self.entered.round
-            if self._has_workers and news.round == entered and not self._dead:
+            if self._has_workers and news.round == entered and not self._is_short:
                 self._trained = self._trained[0] or entered, entered
         elif isinstance(news, RunClosed):
             if self._status is AgentStatus.FINISHED:
@@ -358,7 +358,7 @@ class AgentMachine:
 
     def _be_ready(self) -> None:
         self._ready_at = math.inf
-        self._dead.clear()
+        self._is_short = False
         self._status = AgentStatus.READY
 
     def _fail(
@@ -369,9 +369,8 @@ class AgentMachine:
             return
         self._failure = reason
         self._trained = 0, 0
-        failed = set(local_ranks)
-        self._dead |= failed
-        self._unreplaced |= failed
+        self._is_short = True
+        self._unreplaced.update(local_ranks)
         self._num_failures += 1
         self._soft_failures.append(now)
         since, most = now - self.config.failure_window_s, self.config.max_soft_failures
@@ -484,7 +483,7 @@ class AgentMachine:
             self._is_unheard = self.config.can_warm_up and self.entered is not None
         elif step is Reaction.STOP_WORKERS:
             if self._has_workers:
-                why = self._failure if self._dead else "the world changes"
+                why = self._failure if self._is_short else "the world changes"
                 why = self._end.reason if self._end else why
                 self._orders.append(StopWorkers(why))
             return not self._has_workers
@@ -525,7 +524,7 @@ class AgentMachine:
     def _start(self, now: float) -> bool:
         self._has_workers, self._trained = True, (0, 0)
         self._soft_failures.clear()
-        self._dead.clear()
+        self._is_short = False
         self._unreplaced.clear()
         if self._status is AgentStatus.WARMING:
             expected = self._expected or self.entered or self.world
