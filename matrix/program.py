@@ -218,7 +218,7 @@ def draw(seed: int) -> Program:
     while True:
         program = Program(
             seed=seed,
-            # The isolated one costs seconds for each life of each worker.
+            # The isolated one costs two more processes for each life of each worker.
             pg=dice.choices(list(Pg), (3, 1, 2))[0],
             wrapper=dice.choice(list(Wrapper)),
             transport=dice.choice(list(Transport)),
@@ -282,6 +282,6 @@ def covering(programs: Iterable[Program], num: int) -> list[Program]:
 
 
 def _cost(program: Program) -> int:
-    """About as many workers as it starts; an isolated one imports torch once more."""
+    """About as many workers as it starts; an isolated one has two more processes."""
     num_lives = (program.num_groups + len(program.kills)) * program.num_workers
     return 2 + num_lives * (4 if program.pg is Pg.ISOLATED else 1)

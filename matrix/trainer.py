@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map
 
+from chaos.forked import fork_first
 from chaos.options import WorkerOptions
 from chaos.trainer import Commands, group_store
 from demo.events import Committed, Discarded, EventLog, Finished, Healed, Joined, Killed, PhaseBegan
@@ -380,6 +381,8 @@ def run(options: WorkerOptions) -> None:
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s", level=logging.INFO)
     torch.set_num_threads(1)
     program = decode(options.program)
+    if program.pg is Pg.ISOLATED:
+        fork_first("torchft_svc.client.process_groups.isolated.child")
     log = EventLog(options.events, options.group, options.incarnation, options.worker)
     commands = Commands(options)
     if options.num_workers > 1 or program.is_sharded:

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 import pytest
 from hypothesis import settings
+from support.adopted import ADOPTED, spawn_adopted
 from support.bounds import again_if_late
 from support.running import lives
 
@@ -74,6 +75,9 @@ _LONGEST = (
     "test_planted.py",
 )
 
+# While tests are imported and collected, next to nothing becomes garbage.
+gc.disable()
+
 _STARTED_BEFORE = pytest.StashKey[int]()
 # What has started a process so far: audit events of this process, and its fork servers.
 _started: list[str] = []
@@ -91,6 +95,7 @@ def _noted_fork(fork_server: ForkServer, request: bytes, *descriptors: int) -> i
 
 sys.addaudithook(_note_start)
 _fork, ForkServer.fork = ForkServer.fork, _noted_fork  # type: ignore[method-assign]
+ForkServer._spawn = spawn_adopted  # type: ignore[method-assign]
 
 # `--hypothesis-profile=explore` draws others, and remembers those that fail.
 settings.register_profile("explore", deadline=None)
@@ -118,7 +123,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that last longest come first, then those that start processes, then the simulator's, so
     that several processes that run the tests end at about the same time."""
     slow = {item.path for item in items if item.get_closest_marker("processes")}
-    places = {item.path: _place(item.path) for item in items}
+    places = {file: _place(file) for file in {item.path for item in items}}
     items.sort(
         key=lambda item: (
             places[item.path],
@@ -138,6 +143,7 @@ def pytest_collection_finish() -> None:
     """What has been imported stays: no collection of garbage has to look through it again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -241,7 +247,7 @@ def _counts(process: psutil.Process) -> bool:
     try:
         if not lives(process):
             return False
-        if process.ppid() != os.getpid():
+        if process.ppid() != os.getpid() or process.pid in ADOPTED:
             return True
         command = " ".join(process.cmdline())
     except psutil.Error:

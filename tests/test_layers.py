@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -53,6 +54,7 @@ WITHOUT_TORCH = (
 )
 
 
+@functools.cache
 def sources() -> list[Path]:
     """Every source file of ours that is read by people."""
     found = [path for tree in TREES for path in sorted((ROOT / tree).rglob("*.py"))]
@@ -63,9 +65,14 @@ def shown(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def functions(path: Path) -> Iterator[tuple[str, int]]:
     """Each function of a file, and how many lines it has from `def` to its end."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno is not None
             yield f"{shown(path)}:{node.name}", node.end_lineno - node.lineno + 1
@@ -106,7 +113,7 @@ def test_the_first_line_of_every_file_says_what_it_does() -> None:
         text = path.read_text()
         if path.name == "__init__.py" and not text.strip():
             continue
-        docstring = ast.get_docstring(ast.parse(text)) or ""
+        docstring = ast.get_docstring(parsed(path)) or ""
         if not text.startswith(('"""', "#!", 'r"""')) or len(docstring.split("\n")[0]) < 15:
             silent.append(shown(path))
     assert not silent
@@ -116,7 +123,7 @@ def test_no_two_classes_have_one_name() -> None:
     found: dict[str, list[str]] = {}
     for path in sources():
         if shown(path).startswith("torchft_svc/"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(parsed(path)):
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     found.setdefault(node.name, []).append(shown(path))
     assert {name for name, paths in found.items() if len(paths) > 1} == ONE_NAME.keys()

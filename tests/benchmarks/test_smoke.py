@@ -166,7 +166,7 @@ def test_launcher_of_a_frozen_node(run: Run, idle: list[str]) -> None:
 
 
 def test_replica_groups(run: Run) -> None:
-    tiny = ("--kills=1", "--rank=1", "--step-s=0.2")
+    tiny = ("--kills=1", "--rank=1", "--step-s=0.5")
     output, result = run(replica_groups.main, *tiny, "--side=hard")
     assert "group trains again" in output
     (row,) = result["rows"]

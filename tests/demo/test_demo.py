@@ -22,7 +22,7 @@ REPORT_S = 6.0
 @pytest.mark.timeout(240)
 def test_a_killed_group_heals_and_every_promise_is_kept(tmp_path: Path) -> None:
     picture = tmp_path / "report.png"
-    flags = ["--seconds", "8", "--kills", "1", "--kill-interval", "2", "--report", str(picture)]
+    flags = ["--seconds", "5", "--kills", "1", "--kill-interval", "1", "--report", str(picture)]
     flags += ["--max-stall", "15"]  # tests/processes look at the times
     folder = tmp_path / "run"
     with Program([*DEMO, *flags, "--workdir", str(folder)]) as demo:

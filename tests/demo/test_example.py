@@ -32,7 +32,7 @@ FIRST_STEPS_S = 110.0
 # Six processes import torch, on few cores that may be busy with other work.
 SHARDED_S = 180.0
 # A step of those that wait for processes which import torch: these need the processors.
-PACE_S = 0.2
+PACE_S = 0.5
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_sharded_groups_heal_with_the_commands_of_the_readme(environment: dict[s
     settings = (
         exported | environment | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     )
-    steps = ("--steps", "100000", "--print-every", "5")
+    steps = ("--steps", "100000", "--print-every", "1")
     with ExitStack() as stack:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         survivors = [

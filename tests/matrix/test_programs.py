@@ -14,7 +14,7 @@ from matrix.verdicts import judge, judge_stalls, tell
 SEEDS = (386, 830, 373, 1122, 1219, 1351, 1298, 189, 481, 61)
 SEEDS += (1216, 1430, 451, 756, 22, 72, 729, 48, 112, 64)
 _ENOUGH = 0.85
-# Each of its parts has less time; an isolated one imports torch in every life, on a busy machine.
+# Each of its parts has less time, on a busy machine.
 _LIMIT_S = 240
 
 

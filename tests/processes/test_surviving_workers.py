@@ -19,13 +19,13 @@ from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.processes
 
-EXAMPLE = ["examples/train_hsdp.py", "--steps=1000000", "--print-every=5"]
+EXAMPLE = ["examples/train_hsdp.py", "--steps=1000000", "--print-every=2"]
 _STEP = re.compile(r"step (\d+) loss [\d.]+ groups (\d) rank (\d) pid (\d+) digest ([0-9a-f]{8})$")
 PRELOAD = "torch,torch._dynamo,torch.distributed.fsdp,torchft_svc.client"
 # The first workers import torch, on few cores that may be busy with other work.
 REPLACED_S = 120.0
 # Of a step, while others need the processors to import torch.
-PACE_S = 0.2
+PACE_S = 0.5
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,8 @@ from typing import Any
 from torchft_svc.rpc.fork_server import ForkServer
 
 TESTS = Path(__file__).parents[1]
+# The fork server of a trainer's workers on this machine.
+LOCAL_PROCESS = "torchft_svc.trainer.local_process"
 # What a fork server has imported: a service must not have torch, nor its memory.
 TORCH = "torch"
 SERVICES = "services"
@@ -34,6 +36,9 @@ class Program:
     ``loaded``: which of the fork servers forks it.
     ``drops_memory``: it ends without freeing what it has imported, which takes 0.25 s with torch,
         as a `Call` does; not for tests of the end.
+    ``parent_pid``: it becomes a child of this process, which adopts orphans, and tells its own
+        process id on the first descriptor.
+    ``serves``: its first fork server with this module needs no import.
     """
 
     arguments: Sequence[str]
@@ -43,16 +48,20 @@ class Program:
     pace_s: float = 0.0
     loaded: str = TORCH
     drops_memory: bool = False
+    parent_pid: int = 0
+    serves: str = ""
 
 
 @dataclass(frozen=True)
 class Call:
-    """``run(*arguments)``, with ``variables`` added to the environment and output to ``log``."""
+    """``run(*arguments)``, with ``variables`` added to the environment and output to ``log``;
+    ``serves``: see `Program`."""
 
     run: Callable[..., object]
     arguments: tuple[Any, ...]
     variables: Mapping[str, str]
     log: Path
+    serves: str = ""
 
 
 @functools.cache

@@ -4,6 +4,7 @@ fork_server.py."""
 from __future__ import annotations
 
 import atexit
+import inspect
 import os
 import pickle
 import random
@@ -16,12 +17,15 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from chaos.forked import fork_first
 from demo.orphans import die_with_parent
 from support.fork_server import SERVICES, TORCH, Call, Program
+from torchft_svc.elastic.parent_death import lives
 from torchft_svc.rpc.fork_server import serve
 
 # Where this program finds its own modules; what it forks need not.
 OURS = os.environ["PYTHONPATH"].split(os.pathsep)
+_LOOK_S = 0.001
 
 
 def load_torch() -> None:
@@ -36,6 +40,9 @@ def load_torch() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
     weight.grad = torch.zeros(1)
     torch.optim.Adam([weight]).step()
+    # torch's launcher asks for its stack, and Python would look into every module for the ones that
+    # these frames belong to, each time again: it takes seconds.
+    inspect.modulesbyfile.update({"<frozen runpy>": "runpy", __file__: "runpy"})  # type: ignore[attr-defined]
 
 
 def load_services() -> None:
@@ -57,6 +64,8 @@ def call(asked: Call) -> None:
         os.dup2(output, target)
     os.environ.update(asked.variables)
     torch.set_num_threads(1)
+    if asked.serves:
+        fork_first(asked.serves)
     asked.run(*asked.arguments)
     leave(0)
 
@@ -66,6 +75,8 @@ def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
+    if asked.parent_pid:
+        be_adopted(asked.parent_pid)
     os.environ.clear()
     os.environ.update(asked.environment)
     os.chdir(asked.folder)
@@ -84,6 +95,20 @@ def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
     here = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:] = [first, *filter(None, here), *(each for each in sys.path[1:] if each not in OURS)]
     return arguments
+
+
+def be_adopted(parent_pid: int) -> None:
+    """Go on as a child of process ``parent_pid``, without an input."""
+    if os.fork():
+        os._exit(0)
+    while os.getppid() != parent_pid:
+        if not lives(parent_pid):
+            os._exit(1)
+        time.sleep(_LOOK_S)
+    os.write(0, b"%d" % os.getpid())
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.close(nothing)
 
 
 def pace(seconds: float) -> None:
@@ -114,6 +139,8 @@ if __name__ == "__main__":
             call(_asked)
         else:
             _arguments = become(_asked, _fork[1])
+            if _asked.serves:
+                fork_first(_asked.serves)
             if _asked.pace_s:
                 pace(_asked.pace_s)
             try:

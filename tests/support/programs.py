@@ -29,6 +29,7 @@ class Program:
         *,
         warm: bool = False,
         pace_s: float = 0.0,
+        serves: str = "",
     ) -> None:
         """``warm``: it has imported torch before it is started. Such a program may be slowed down:
         it sleeps ``pace_s`` in each step of its optimizer, and so do all that train with it.
@@ -36,7 +37,9 @@ class Program:
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
         how: Any = (
-            functools.partial(Warm, pace_s=pace_s, drops_memory=True) if warm else subprocess.Popen
+            functools.partial(Warm, pace_s=pace_s, drops_memory=True, serves=serves)
+            if warm
+            else subprocess.Popen
         )
         self._process: Any = how(
             list(command),

@@ -34,12 +34,20 @@ class Warm(Forked):
         pace_s: float = 0.0,
         loaded: str = TORCH,
         drops_memory: bool = False,
+        serves: str = "",
         preexec_fn: Callable[[], None] | None = None,
     ) -> None:
         """``preexec_fn`` is not called: what is forked ends with its streams, as these do."""
         assert command[0] == sys.executable, command
         program = Program(
-            command[1:], dict(env), str(cwd), start_new_session, pace_s, loaded, drops_memory
+            command[1:],
+            dict(env),
+            str(cwd),
+            start_new_session,
+            pace_s,
+            loaded,
+            drops_memory,
+            serves=serves,
         )
         with contextlib.ExitStack() as given:
             theirs: list[int] = []

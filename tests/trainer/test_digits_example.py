@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.fork_server import LOCAL_PROCESS
 from support.programs import Program
 
 pytestmark = pytest.mark.processes
@@ -17,7 +18,7 @@ def run_example(*options: str, warm: bool = False, **variables: str) -> tuple[in
     """Its status, and what it said; ``warm``: it has imported torch before it is started."""
     pytest.importorskip("sklearn")
     command = [sys.executable, "examples/train_digits.py", *options]
-    with Program(command, variables, warm=warm) as example:
+    with Program(command, variables, warm=warm, serves=LOCAL_PROCESS) as example:
         status = example.wait(RUN_S)
     return status, "\n".join(example.lines)
 

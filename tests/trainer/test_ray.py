@@ -138,13 +138,13 @@ def test_lost_and_frozen_workers_and_all_of_them(
 
 
 def test_errors_of_the_program_are_told_apart(running: Callable[..., Trainer]) -> None:
-    trainer = running((3, 1, "a bad sample"))
+    trainer = running((3, 0, "a bad sample"), num_workers=1)
     with pytest.raises(ValueError, match="a bad sample") as raised:
         trainer.train(max_retries=0)
     cause = raised.value.__cause__
     assert isinstance(cause, WorkerFailed)
     assert "in meet" in cause.traceback
-    assert trainer.train(max_retries=0)["result"] == STEPS
+    assert trainer.train(max_retries=0)["result"] == 2 * STEPS  # there is nobody beside it
 
 
 def test_the_others_train_on_while_a_worker_is_replaced(running: Callable[..., Trainer]) -> None:

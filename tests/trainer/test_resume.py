@@ -16,7 +16,7 @@ import psutil
 import pytest
 import torch
 from support.checkpoints import same, trained_state
-from support.fork_server import Call, Forked
+from support.fork_server import LOCAL_PROCESS, Call, Forked
 from support.running import eventually, lives
 from support.trained import Sharing, shared
 from support.trainer_runs import (
@@ -79,7 +79,7 @@ def test_a_trainer_that_was_killed_goes_on_from_its_last_checkpoint(
     tmp_path: Path, processes: Sharing, undisturbed: dict[int, Any]
 ) -> None:
     folder, log = tmp_path / "checkpoints", tmp_path / "log"
-    process = Forked(Call(train_to_the_end, (str(folder), 0.1), {}, log))
+    process = Forked(Call(train_to_the_end, (str(folder), 0.1), {}, log, serves=LOCAL_PROCESS))
     try:
         what = "a checkpoint inside of a pass"
         eventually(lambda: newest_step(folder) >= 5, DEADLINE_S, what)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.fork_server import LOCAL_PROCESS
 from support.running import TESTS, environment, eventually, is_alive
 from support.warm import Warm
 
@@ -34,13 +35,15 @@ if sys.argv[3] == "wait":
 
 
 def start(folder: Path, mode: str, what: str) -> Warm:
-    """It has imported torch before it is started; the fork server of its workers has not."""
+    """It has imported torch before it is started; the fork server of its workers only if the test
+    kills it."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
     return Warm(
         [sys.executable, str(program), str(folder), mode, what],
         text=True,
         env=environment(PYTHONPATH=os.pathsep.join([str(TESTS), str(TESTS.parent)])),
+        serves=LOCAL_PROCESS if what == "wait" else "",
     )
 
 

@@ -81,18 +81,21 @@ class ForkServer:
                 self._process.wait()  # it closed its socket, as its last action
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self._process = subprocess.Popen(
-                    [*self._command, str(theirs.fileno()), str(os.getpid()), *self._arguments],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    env=self._environment,
-                )
+                self._process = self._spawn(theirs.fileno())
             self._socket, self._owner = ours, os.getpid()
             self._started_at = time.monotonic()
             self._ready, self._forked = False, {}
         threading.Thread(
             target=self._read, args=(ours,), name="torchft-fork-server", daemon=True
         ).start()
+
+    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [*self._command, str(descriptor), str(os.getpid()), *self._arguments],
+            pass_fds=[descriptor],
+            stdin=subprocess.DEVNULL,
+            env=self._environment,
+        )
 
     def fork(self, request: bytes, *descriptors: int) -> int:
         """The id of a new process, to which `serve` gives ``request`` and the ``descriptors``.

@@ -1,0 +1,50 @@
+"""Starts the package's fork servers in no time: they are forked from the tests' own one, which has
+imported torch, and become children of this process, as if it had started them itself."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from chaos.forked import ForkedChild
+from support.fork_server import LOCAL_PROCESS, TORCH, Program, server
+from torchft_svc.rpc.fork_server import ForkServer
+
+# What imports little more than torch; others are started as users start them.
+MODULES = (LOCAL_PROCESS, "chaos.fork_server")
+_PR_SET_CHILD_SUBREAPER = 36
+# The descriptor after those of its streams.
+_SOCKET = "3"
+# Those that this process has started.
+ADOPTED: set[int] = set()
+
+
+def spawn_adopted(fork_server: ForkServer, descriptor: int) -> Any:
+    """What replaces `ForkServer._spawn` in tests."""
+    module = fork_server._command[-1]
+    environment = dict(fork_server._environment or os.environ)
+    is_special = "LD_PRELOAD" in environment  # only the start of a program looks at it
+    if module not in MODULES or is_special or sys.platform != "linux":
+        return _spawn(fork_server, descriptor)
+    words = ["-m", module, _SOCKET, str(os.getpid()), *fork_server._arguments]
+    asked = Program(words, environment, os.getcwd(), False, parent_pid=os.getpid())
+    told, tell = os.pipe()
+    libc = ctypes.CDLL(None)
+    # The process between the two ends at once: its child becomes ours, not the system's.
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        with os.fdopen(told) as answer:
+            with os.fdopen(tell, "w"):
+                server(TORCH).fork(pickle.dumps(asked), tell, 1, 2, descriptor)
+            pid = int(answer.read())
+    finally:
+        libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    ADOPTED.add(pid)
+    return ForkedChild(pid)
+
+
+_spawn: Callable[[ForkServer, int], Any] = ForkServer._spawn
