@@ -6,6 +6,7 @@ import contextlib
 import queue
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
@@ -25,6 +26,8 @@ from torchft_svc.testing.proxy import Proxy
 
 LONG = timedelta(seconds=10)
 END_S = 30.0
+# gRPC has begun the call by then: an interrupt within that would leave its locks taken for good.
+CALLED_S = 0.2
 Decision = tuple[bool, Fate]
 
 
@@ -198,6 +201,7 @@ def test_an_interrupted_vote_is_withdrawn(
 
     def interrupt() -> None:
         counted.get(timeout=END_S)
+        time.sleep(CALLED_S)
         signal.raise_signal(signal.SIGUSR1)  # to this thread: the other one is not woken
 
     def interrupted(*_: object) -> None:
