@@ -388,6 +388,17 @@ def test_workers_that_cannot_be_told_of_a_world_are_restarted_before_they_are_la
     play.does("workers_stopped", None, StartWorkers(BOTH, True, 1))
 
 
+def test_a_worker_that_cannot_say_that_it_is_in_its_first_world_is_restarted() -> None:
+    play = Play(max_restarts=1)
+    play.hears(ALONE, StartWorkers(ALONE, False, 0))
+    play.does("workers_cut_off", ("no channel",), StopWorkers("no channel"))
+
+
+def test_workers_that_have_answered_may_be_cut_off() -> None:
+    play = working(max_restarts=1)
+    play.does("workers_cut_off", ("no channel",))
+
+
 def test_workers_that_are_asked_nothing_may_be_cut_off() -> None:
     play = Play(ready_timeout_s=0.0, max_restarts=1)
     play.hears(ALONE, StartWorkers(ALONE, False, 0))

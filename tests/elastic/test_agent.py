@@ -13,6 +13,8 @@ from support.launched import Launch, are_gone, launch
 
 pytestmark = pytest.mark.processes
 
+CUT_OFF = "worker 0 cannot answer, or be told of a world: its channel is gone"
+
 
 def test_a_killed_worker_of_one_node_leaves_the_others_alone(tmp_path: Path) -> None:
     with launch(tmp_path, "--max-restarts=2", "--nproc-per-node=2", nnodes="1:2") as run:
@@ -142,11 +144,24 @@ def test_a_worker_that_removes_its_channel_is_told_of_once(tmp_path: Path) -> No
 def test_a_worker_that_cannot_be_told_of_a_world_holds_nobody_up(tmp_path: Path) -> None:
     """The others would wait for its answer until the deadline."""
     with launch(tmp_path, "--max-restarts=1", "--soft-ready-timeout=600", nnodes="1:2") as run:
-        run.start("a", traits=("cut-off",))
+        run.start("a")
         first = run.await_world(a=1)["a"]
+        run.cut_off(*first)
         run.start("b")
         assert run.await_world(a=1, b=1)["a"] != first
-        assert "worker 0 cannot be told of the next world" in run.output()
+        assert CUT_OFF in run.output()
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
+def test_a_worker_that_cannot_say_that_it_is_in_its_world_is_restarted(tmp_path: Path) -> None:
+    """The next nodes would wait for its answer until the deadline."""
+    with launch(tmp_path, "--max-restarts=1", "--soft-ready-timeout=600", nnodes="1:2") as run:
+        run.start("a", traits=("cut-off",))
+        run.start("b")
+        run.until(lambda: [each.attempt for each in run.workers("a")] == [1], "it is restarted")
+        assert CUT_OFF in run.output()
+        run.await_world(a=1, b=1)
         run.finish()
         assert run.statuses() == {"a": 0, "b": 0}
 

@@ -13,6 +13,10 @@ from typing import Any
 from support.programs import Program
 from support.running import SCRIPTS, eventually, is_alive
 from torchft_svc.coordination import LighthouseServer
+from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.commands import ask
+from torchft_svc.rpc.security import Security
 
 OURS, TORCHS = "torchft_svc.elastic.run", "torch.distributed.run"
 # A program that ends by itself, or something that an agent does, on a machine that may stall.
@@ -138,6 +142,17 @@ class Launch:
     def statuses(self) -> dict[str, int]:
         """The exit statuses of all agents, which are awaited."""
         return {node: program.wait(LAUNCH_S) for node, program in self.nodes.items()}
+
+    def cut_off(self, pid: int) -> None:
+        """Let a worker remove its channel, once its world is reached."""
+
+        def is_reached() -> bool:
+            request, answer = pb.LighthouseStatusRequest(), pb.LighthouseStatusResponse
+            told = ask("lighthouse", self.lighthouse, Security(), DEFAULT_JOB, request, answer)
+            return all(node.reached for run in told.runs for node in run.nodes)
+
+        self.until(is_reached, "a world that is reached")
+        (self.folder / f"cut-{pid}").touch()
 
     def output(self) -> str:
         told = {node: "\n".join(program.read_so_far()) for node, program in self.nodes.items()}

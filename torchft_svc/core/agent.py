@@ -232,10 +232,11 @@ class AgentMachine:
         return self._take(now, lambda at: self._fail(reason, local_ranks, at))
 
     def workers_cut_off(self, reason: str, now: float) -> Orders:
-        """Some cannot be told of another world: they would miss the deadline for their answer."""
+        """Some can neither be told of another world nor answer: they would miss the deadline of an
+        answer that is awaited."""
 
         def take(at: float) -> None:
-            if self.config.ready_timeout_s:
+            if self._ready_at < math.inf or (self._is_paused and self.config.ready_timeout_s):
                 self._miss(reason, at)
 
         return self._take(now, take)

@@ -213,6 +213,7 @@ class AgentDriver:
             self._hear_worker(rank, message)
         if messages:
             self._tell_progress()
+        self._look_at_channels()
         was_stopping = self._group.is_stopping
         ends = self._group.reap()
         now = time.monotonic()
@@ -301,9 +302,12 @@ class AgentDriver:
 
     def _broadcast(self, order: Broadcast) -> None:
         self._group.broadcast(order.state, order.world, order.change)
+        self._look_at_channels()
+
+    def _look_at_channels(self) -> None:
         if cut_off := self._group.cut_off:
             told = ", ".join(map(str, cut_off))
-            reason = f"worker {told} cannot be told of the next world: its channel is gone"
+            reason = f"worker {told} cannot answer, or be told of a world: its channel is gone"
             self._do(self._machine.workers_cut_off(reason, time.monotonic()))
 
     def _open_store(self) -> None:

@@ -5,7 +5,7 @@
 with status 5 for ``FOLDER/fail-PID``; it leaves its world for ``FOLDER/leave-PID``. Traits are
 ``stubborn``: it ignores that it is to end; ``silent``: it calls nothing of the runtime;
 ``first-silent``: the first worker of a node does not; ``cut-off``: in its first life, it removes
-its channel as soon as it is in a world.
+its channel before it says that it is in a world; others do so for ``FOLDER/cut-PID``.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def main() -> None:
             told = {"rank": info.rank, "world_size": info.world_size, "round": info.round}
             note(folder, {"state": event.worker_state.value, "attempt": attempt(), **told})
             if event.worker_state is WorkerState.HEALTHY:
-                ack_worker_event()
                 if "cut-off" in traits and attempt() == 0:
-                    shutil.rmtree(os.environ["TORCHFT_WORKER_CHANNEL"])
-                    time.sleep(600)
+                    be_cut_off()
+                ack_worker_event()
+        if (folder / f"cut-{os.getpid()}").exists():
+            be_cut_off()
         if (folder / f"leave-{os.getpid()}").exists():
             (folder / f"leave-{os.getpid()}").unlink()
             leave_world()
@@ -69,6 +70,11 @@ def wait_for_event(*, is_stubborn: bool) -> WorkerEvent | None:
             raise
         time.sleep(_LOOK_S)
         return None
+
+
+def be_cut_off() -> None:
+    shutil.rmtree(os.environ["TORCHFT_WORKER_CHANNEL"])
+    time.sleep(600)
 
 
 def attempt() -> int:
