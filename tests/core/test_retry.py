@@ -260,6 +260,46 @@ def test_without_a_checkpoint_the_held_state_is_taken() -> None:
     assert story.of(LetJoin)[0].begin.handle == "h"
 
 
+def known(source: StateSource, place: tuple[int, int, int], handle: str) -> KnownState:
+    step, epoch, num_samples = place
+    return KnownState(source=source, step=step, epoch=epoch, num_samples=num_samples, handle=handle)
+
+
+BEFORE_THE_END, AT_THE_END = (7, 0, 28), (7, 1, 0)  # of a pass
+
+
+def test_a_late_report_does_not_replace_what_a_worker_has_offered() -> None:
+    story = Story()
+    trained(story, 7)
+    story.lose(2)
+    story.do("offered", 0, known(StateSource.PEER, AT_THE_END, "offered"))
+    story.do("hold", known(StateSource.HELD, AT_THE_END, "late"))
+    assert story.orders == [DropHandle("late")]
+    story.end_all()
+    story.form(step=7)
+    (formed,) = story.of(ReportFormed)
+    assert (formed.state.source, formed.state.handle) == (StateSource.PEER, "offered")
+
+
+@pytest.mark.parametrize("is_offered_first", [True, False])
+def test_a_state_that_is_further_at_the_same_step_is_taken(is_offered_first: bool) -> None:
+    """The last step of a pass is done before the pass has ended."""
+    story = Story()
+    trained(story, 7)
+    story.lose(2)
+    offer = "offered", 0, known(StateSource.PEER, BEFORE_THE_END, "offered")
+    report = "hold", known(StateSource.HELD, AT_THE_END, "reported")
+    for what in (offer, report) if is_offered_first else (report, offer):
+        story.do(*what)
+    assert DropHandle("offered") in story.orders
+    story.checkpoint = KnownState(source=StateSource.CHECKPOINT, step=9, checkpoint="c")
+    story.end_all()
+    story.form(step=7)
+    (formed,) = story.of(ReportFormed)
+    assert formed.state.handle == "reported"
+    assert formed.state.source is (StateSource.PEER if is_offered_first else StateSource.HELD)
+
+
 def test_a_state_that_was_loaded_is_older_than_a_checkpoint() -> None:
     story = Story()
     trained(story, 7)

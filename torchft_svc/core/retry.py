@@ -148,7 +148,9 @@ class RetryMachine(RunMembers):
     def hold(self, state: KnownState, now: float) -> RetryOrders:
         """The shell has this state, which is at least as new as the one before."""
         self._time(now)
-        self._orders += self._begin.hold_newer(state)
+        is_ending = self.phase is RunPhase.ENDING
+        hold = self._begin.reported if is_ending else self._begin.hold_newer
+        self._orders += hold(state)
         return self._done()
 
     def interrupt(self, reason: str, now: float, *, waits: bool = True) -> RetryOrders:
@@ -236,7 +238,7 @@ class RetryMachine(RunMembers):
         if state.step < self.held.step or (found is None and self.phase is not RunPhase.ENDING):
             self._orders.append(DropHandle(state.handle))
         else:
-            self._orders += self._begin.settle(state)
+            self._orders += self._begin.offered(state)
             self.best_step = max(self.best_step, state.step)
             self.retries.reach(self.best_step)
         if found is not None:

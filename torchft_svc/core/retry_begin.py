@@ -42,9 +42,20 @@ class BeginState:
 
     def hold_newer(self, state: KnownState) -> list[RetryOrder]:
         """The same, unless there is a newer one."""
-        if state.step >= self.held.step:
-            return self.hold(state)
-        return [] if state.handle is None else [DropHandle(state.handle)]
+        return self.hold(state) if state.place >= self.held.place else _drop(state)
+
+    def reported(self, state: KnownState) -> list[RetryOrder]:
+        """The same, while workers end; what one of them has offered is as good."""
+        if not self.is_settled:
+            return self.hold_newer(state)
+        if state.place <= self.held.place:
+            return _drop(state)
+        return self.hold(replace(state, source=self.held.source))
+
+    def offered(self, state: KnownState) -> list[RetryOrder]:
+        """Go on from the ``state`` of a worker, or from one that is further at the same step."""
+        self.is_settled = True
+        return self.hold_newer(state)
 
     def settle(self, state: KnownState) -> list[RetryOrder]:
         """Go on from ``state``; checkpoints are not looked at."""
@@ -59,7 +70,7 @@ class BeginState:
     def found(self, checkpoint: KnownState | None) -> list[RetryOrder]:
         """The newest good checkpoint of this run; None: there is none."""
         orders: list[RetryOrder] = []
-        if checkpoint is not None and checkpoint.step > self.held.step:
+        if checkpoint is not None and checkpoint.place > self.held.place:
             orders = self.hold(checkpoint)
         if self.held.source is StateSource.PEER:  # of an earlier world
             self.held = replace(self.held, source=StateSource.HELD)
@@ -89,3 +100,7 @@ class BeginState:
                 return None
             checkpoint = KnownState(source=StateSource.START)
         return self.settle(checkpoint)
+
+
+def _drop(state: KnownState) -> list[RetryOrder]:
+    return [] if state.handle is None else [DropHandle(state.handle)]

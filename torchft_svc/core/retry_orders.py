@@ -65,12 +65,23 @@ class StateSource(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KnownState:
-    """A state to begin with: ``handle`` is the shell's, ``checkpoint`` a path, or neither."""
+    """A state to begin with: ``handle`` is the shell's, ``checkpoint`` a path, or neither.
+
+    Args:
+        epoch, num_samples: how far it is at this step: a pass ends without another step.
+    """
 
     source: StateSource
     step: int = 0
+    epoch: int = 0
+    num_samples: int = 0
     handle: object = None
     checkpoint: str = ""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """What is further on is larger."""
+        return self.step, self.epoch, self.num_samples
 
 
 class Remedy(Enum):

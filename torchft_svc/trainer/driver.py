@@ -217,7 +217,7 @@ class TrainerDriver:
 
     def hold(self, position: Position, handle: StateHandle) -> None:
         """Go on from this state if all workers are lost."""
-        held = KnownState(source=StateSource.HELD, step=position.step, handle=handle)
+        held = known_state(StateSource.HELD, position, handle=handle)
         self._follow(self._machine.hold(held, time.monotonic()))
 
     def begin_with(
@@ -327,7 +327,7 @@ class TrainerDriver:
         position = answer.state.position
         if _key(position) > _key(self.position):
             self.position = position
-        state = KnownState(source=StateSource.PEER, step=position.step, handle=answer.state)
+        state = known_state(StateSource.PEER, position, handle=answer.state)
         return self._machine.offered(worker, state, now)
 
     def _take_failed(self, worker: int, answer: Failed, now: float) -> RetryOrders:
@@ -380,9 +380,7 @@ class TrainerDriver:
             log.warning("%s", error)
         state = None
         if found is not None:
-            state = KnownState(
-                source=StateSource.CHECKPOINT, step=found.position.step, checkpoint=found.path
-            )
+            state = known_state(StateSource.CHECKPOINT, found.position, checkpoint=found.path)
         return self._machine.checkpoint_found(state, time.monotonic())
 
     def _newest_checkpoint(self) -> Checkpoint | None:
@@ -560,6 +558,12 @@ def _unpickled(failed: Failed) -> Exception | None:
     except Exception:  # noqa: BLE001 - whatever its class does
         return None
     return error if isinstance(error, Exception) else None
+
+
+def known_state(source: StateSource, position: Position, **what: Any) -> KnownState:
+    """A state to begin with: see `KnownState`."""
+    step, epoch, num_samples = _key(position)
+    return KnownState(source=source, step=step, epoch=epoch, num_samples=num_samples, **what)
 
 
 def _key(position: Position) -> tuple[int, int, int]:

@@ -32,7 +32,7 @@ from torchft_svc.trainer.config import (
     check_num_steps,
     check_options,
 )
-from torchft_svc.trainer.driver import RunObserver, RunParts, TrainerDriver
+from torchft_svc.trainer.driver import RunObserver, RunParts, TrainerDriver, known_state
 from torchft_svc.trainer.held_state import pair_models
 from torchft_svc.trainer.history import RunHistory
 from torchft_svc.trainer.job import DEFAULT_JOIN_TIMEOUT_S, DEFAULT_TIMEOUT_S
@@ -442,8 +442,7 @@ class Trainer:
         self._must_resume = False
 
     def _begin_with(self, found: Checkpoint, source: StateSource) -> None:
-        step = found.position.step
-        known = KnownState(source=source, step=step, checkpoint=found.path)
+        known = known_state(source, found.position, checkpoint=found.path)
         is_continued = source is StateSource.CHECKPOINT
         self._trained = None
         self._driver.begin_with(known, found.position, is_continued=is_continued)
@@ -459,8 +458,7 @@ class Trainer:
     def _begin_with_copy(self, state: TrainingState) -> None:
         """Of a state that is in this process; each worker gets one."""
         handle = self._backend.write_state(state.position, encode_state(state))
-        step = state.position.step
-        known = KnownState(source=StateSource.GIVEN, step=step, handle=handle)
+        known = known_state(StateSource.GIVEN, state.position, handle=handle)
         self._trained = None
         self._must_resume = False
         self._driver.begin_with(known, state.position)
