@@ -29,6 +29,12 @@ def trainer() -> Iterator[Trainer]:
         yield trainer
 
 
+@pytest.fixture
+def scaling_trainer() -> Iterator[Trainer]:
+    with lighthouse() as address, Trainer(address, "a", 0, use_async_quorum=False) as trainer:
+        yield trainer
+
+
 def test_it_is_an_optimizer_with_the_wrapped_one_s_parts(trainer: Trainer) -> None:
     optimizer, inner = trainer.optimizer, trainer.inner
     assert OptimizerWrapper is Optimizer
@@ -117,10 +123,10 @@ def test_the_state_may_be_read_again_after_the_step(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("unscales", [False, True], ids=["", "unscaled before"])
-def test_scaled_gradients(trainer: Trainer, fused: bool, unscales: bool) -> None:
-    weights = trainer.model.get_submodule("2").get_parameter("weight")
+def test_scaled_gradients(scaling_trainer: Trainer, fused: bool, unscales: bool) -> None:
+    weights = scaling_trainer.model.get_submodule("2").get_parameter("weight")
     sgd = torch.optim.SGD([weights], lr=1.0, fused=fused)
-    optimizer = Optimizer(trainer.manager, sgd)
+    optimizer = Optimizer(scaling_trainer.manager, sgd)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
 
     def step(loss_of_one: float) -> bool | None:
@@ -141,7 +147,7 @@ def test_scaled_gradients(trainer: Trainer, fused: bool, unscales: bool) -> None
     assert scaler.get_scale() == 512.0
     assert step(0.25)
     torch.testing.assert_close(weights.detach(), before - 0.75)
-    assert trainer.manager.current_step() == 3
+    assert scaling_trainer.manager.current_step() == 3
 
 
 def test_an_update_that_raises_spoils_the_weights(trainer: Trainer) -> None:
@@ -201,10 +207,12 @@ def test_a_list_of_optimizers_has_one_vote(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
-def test_scaled_gradients_of_several_optimizers(trainer: Trainer, fused: bool) -> None:
-    weights = [trainer.model.get_submodule(name).get_parameter("weight") for name in ("0", "2")]
+def test_scaled_gradients_of_several_optimizers(scaling_trainer: Trainer, fused: bool) -> None:
+    weights = [
+        scaling_trainer.model.get_submodule(name).get_parameter("weight") for name in ("0", "2")
+    ]
     optims = [torch.optim.SGD([each], lr=1.0, fused=fused) for each in weights]
-    optimizer = Optimizer(trainer.manager, optims)
+    optimizer = Optimizer(scaling_trainer.manager, optims)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     before = [each.detach().clone() for each in weights]
     for loss_of_one in (0.5, float("inf")):
@@ -218,11 +226,13 @@ def test_scaled_gradients_of_several_optimizers(trainer: Trainer, fused: bool) -
 
 @pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 def test_a_scaled_update_whose_second_part_raises_spoils_the_weights(
-    trainer: Trainer, fused: bool
+    scaling_trainer: Trainer, fused: bool
 ) -> None:
-    weights = [trainer.model.get_submodule(name).get_parameter("weight") for name in ("0", "2")]
+    weights = [
+        scaling_trainer.model.get_submodule(name).get_parameter("weight") for name in ("0", "2")
+    ]
     optims = [torch.optim.SGD([each], lr=1.0, fused=fused) for each in weights]
-    optimizer = Optimizer(trainer.manager, optims)
+    optimizer = Optimizer(scaling_trainer.manager, optims)
     optims[1].register_step_pre_hook(lambda *_: 1 / 0)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     optimizer.zero_grad()
@@ -232,7 +242,30 @@ def test_a_scaled_update_whose_second_part_raises_spoils_the_weights(
     with pytest.raises(
         RequestRefused, match=r"step 1 was not applied completely \(ZeroDivisionError"
     ):
-        trainer.manager.state_dict()
+        scaling_trainer.manager.state_dict()
+
+
+def test_a_scale_is_forgotten_if_the_step_raises(scaling_trainer: Trainer) -> None:
+    weights = scaling_trainer.model.get_submodule("2").get_parameter("weight")
+    optimizer = Optimizer(scaling_trainer.manager, torch.optim.SGD([weights], lr=1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    before = weights.detach().clone()
+    for arguments in ([lambda: 0.0], []):
+        optimizer.zero_grad()
+        scaler.scale((weights * 0.5).sum()).backward()
+        with pytest.raises(ConfigError) if arguments else contextlib.nullcontext():
+            assert scaler.step(optimizer, *arguments)
+        scaler.update(scaler.get_scale())
+    torch.testing.assert_close(weights.detach(), before - 0.5)
+
+
+def test_a_scale_that_may_be_older_than_the_state_is_refused(trainer: Trainer) -> None:
+    scaler = torch.amp.GradScaler("cpu")
+    trainer.optimizer.zero_grad()
+    scaler.scale(trainer.loss()).backward()
+    with pytest.raises(ConfigError, match=r"use_async_quorum.*GradScaler"):
+        scaler.step(trainer.optimizer)
+    assert trainer.manager.current_step() == 0
 
 
 def test_what_a_list_of_optimizers_cannot_do_says_so(trainer: Trainer) -> None:

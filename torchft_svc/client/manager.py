@@ -316,6 +316,11 @@ class Manager:
         step in which that may happen: then the graph of an earlier forward pass is stale."""
         return self._stepper.weights_version
 
+    def heals_during_steps(self) -> bool:
+        """Whether a group that was behind gets its state only at the end of its first step, after
+        the backward pass (``use_async_quorum``)."""
+        return self._rules.use_async_quorum
+
     def has_ended(self) -> bool:
         """Whether the manager was shut down: models wrapped for it are not averaged any more."""
         return self._runtime.closed

@@ -27,8 +27,9 @@ class Optimizer(torch.optim.Optimizer):
 
     A scheduler should follow the committed steps: step it where `step` returned True.
 
-    A `torch.amp.GradScaler` accepts it, too: a step with infinite gradients is voted on like any
-    other, and its update changes nothing. See "Training loops" in docs/operations.md.
+    A `torch.amp.GradScaler` accepts it, too, if the manager has ``use_async_quorum=False``: a step
+    with infinite gradients is voted on like any other, and its update changes nothing. See
+    "Training loops" in docs/operations.md.
 
     Raises:
         ConfigError: ``optim`` is no optimizer, or a list that is empty or contains one twice.
@@ -68,11 +69,31 @@ class Optimizer(torch.optim.Optimizer):
         next step, and ends if there is no group to heal from.
 
         Raises:
-            ConfigError: a closure was given; it could run the backward pass several times.
+            ConfigError: a closure was given; it could run the backward pass several times. Or a
+                GradScaler is used without ``use_async_quorum=False``.
             CommitFailed: too many steps in a row were discarded.
         """
+        try:
+            self._check(closure)
+            return self._vote_and_apply()
+        except BaseException:
+            # The scaler deletes them only if nothing is raised, and would scale by both the next
+            # time.
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
+
+    def _check(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
             raise ConfigError("closure", closure, "a step has one backward pass, before step()")
+        if "found_inf" in self.__dict__ and self.manager.heals_during_steps():
+            reason = (
+                "with a GradScaler it has to be False: a group that heals would divide the others' "
+                "gradients by its own scale"
+            )
+            raise ConfigError("use_async_quorum", True, reason)
+
+    def _vote_and_apply(self) -> bool:
         update = self.manager.commit()
         update.begun = False
         try:
