@@ -125,16 +125,11 @@ def test_a_worker_that_ends_without_an_answer_holds_no_world_up(tmp_path: Path) 
 
 
 def test_a_worker_that_removes_its_channel_is_told_of_once(tmp_path: Path) -> None:
-    script = tmp_path / "removing.py"
-    script.write_text(
-        "import os, shutil, time\n"
-        "from torchft_svc.elastic import get_worker_info\n"
-        "get_worker_info()\n"
-        "shutil.rmtree(os.environ['TORCHFT_WORKER_CHANNEL'])\n"
-        "time.sleep(0.5)\n"
-    )
     with launch(tmp_path, nnodes="1") as run:
-        run.start("a", script=[str(script)])
+        run.start("a")
+        run.cut_off(*run.await_world(a=1)["a"])
+        run.until(lambda: "cannot be told of other worlds" in run.output(), "it is told of")
+        run.finish()
         assert run.statuses() == {"a": 0}
         told = run.output()
     assert told.count("cannot be told of other worlds") == 1, told

@@ -49,10 +49,11 @@ def main() -> None:
             note(folder, {"state": event.worker_state.value, "attempt": attempt(), **told})
             if event.worker_state is WorkerState.HEALTHY:
                 if "cut-off" in traits and attempt() == 0:
-                    be_cut_off()
+                    be_cut_off(folder)
                 ack_worker_event()
         if (folder / f"cut-{os.getpid()}").exists():
-            be_cut_off()
+            be_cut_off(folder)
+            return
         if (folder / f"leave-{os.getpid()}").exists():
             (folder / f"leave-{os.getpid()}").unlink()
             leave_world()
@@ -72,9 +73,10 @@ def wait_for_event(*, is_stubborn: bool) -> WorkerEvent | None:
         return None
 
 
-def be_cut_off() -> None:
+def be_cut_off(folder: Path) -> None:
     shutil.rmtree(os.environ["TORCHFT_WORKER_CHANNEL"])
-    time.sleep(600)
+    while not has_ended(folder):
+        time.sleep(_LOOK_S)
 
 
 def attempt() -> int:
