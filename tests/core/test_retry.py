@@ -125,6 +125,16 @@ class Story:
         for worker in sorted(self.running):
             self.lose(worker)
 
+    def beat_for(self, seconds: float) -> None:
+        """Time passes, in which all workers say that they live."""
+        until, given = self.now + seconds, []
+        while self.now < until:
+            self.now += 0.1
+            for worker in sorted(self.running):
+                given += self.do("progressed", worker, 0)
+            given += self.do("tick")
+        self.orders = given
+
     def wait(self, seconds: float) -> None:
         """Time passes, and the machine looks as often as it wants."""
         until = self.now + seconds
@@ -672,6 +682,44 @@ def test_a_replacement_without_a_state_does_not_count() -> None:
     assert story.machine.phase is RunPhase.ENDING
     assert story.of(KillWorker) == [KillWorker(2)]
     assert story.of(ReportBroken)[0].remedy is Remedy.RESTART
+
+
+def test_a_worker_that_is_behind_when_another_one_has_finished_is_lost() -> None:
+    """It would wait for a quorum with the other one, which trains no more."""
+    story = Story(PER_STEP)
+    trained(story, 7, max_retries=0)
+    story.train([1, 2], 9)
+    story.do("finished", 1, 9)
+    story.beat_for(PER_STEP.heartbeat_timeout_s - 0.5)
+    assert not story.of(KillWorker)
+    story.beat_for(1.0)
+    assert story.of(KillWorker) == [KillWorker(0)]
+    (broken,) = story.of(ReportBroken)
+    assert broken.reason == "worker 0 is at step 7, and others have finished later ones"
+    assert not story.of(EndCommand), "worker 2 is at the same step, and may take long to finish"
+    story.do("finished", 2, 9)
+    assert EndCommand() in story.orders
+
+
+def test_a_worker_that_tells_its_last_step_late_is_not_behind() -> None:
+    story = Story(PER_STEP)
+    trained(story, 7, max_retries=0)
+    for worker in (1, 2):
+        story.do("finished", worker, 9)
+    story.beat_for(1.0)
+    story.train([0], 9)
+    story.beat_for(60.0)
+    assert not story.of(KillWorker)
+    story.do("finished", 0, 9)
+    assert EndCommand() in story.orders
+
+
+def test_workers_that_train_by_themselves_may_do_fewer_steps() -> None:
+    story = Story()
+    trained(story, 7)
+    story.do("finished", 1, 9)
+    story.beat_for(60.0)
+    assert not story.of(KillWorker)
 
 
 def test_a_replacement_that_comes_too_late_is_not_waited_for() -> None:

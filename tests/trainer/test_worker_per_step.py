@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.trainer_workers import SIZE, Workers, digest, job, noted, train_function, workers
 
-from torchft_svc.coordination import LighthouseServer
+from torchft_svc.coordination import LighthouseClient, LighthouseServer
+from torchft_svc.core.names import stable_name
+from torchft_svc.testing.proxy import Proxy
 from torchft_svc.trainer.job import WorkerJob
-from torchft_svc.trainer.messages import Failed, Position, StateOffered
+from torchft_svc.trainer.messages import Failed, Joined, Position, StateOffered
 
 pytestmark = pytest.mark.processes
 
@@ -65,6 +69,27 @@ def test_a_lost_worker_is_replaced_by_one_that_takes_over_the_state(team: Worker
     used = [number for numbers in noted(notes).values() for number in numbers]
     # What the lost worker used before it was lost was noted, too.
     assert sorted(used) == sorted(3 * list(range(SIZE)))
+
+
+def test_who_has_joined_is_known_to_the_lighthouse(team: Workers) -> None:
+    """Another one that asks would train without it, and could have finished when it asks."""
+    two = team.start(per_step(), 2)
+    with lighthouse() as address, Proxy(address) as slow:
+        slow.hold()
+        timer = threading.Timer(0.5, slow.release)
+        timer.start()
+        for rank, where in enumerate((address, slow.address)):
+            team.join(two[rank], world=1, rank=rank, world_size=2, address=where)
+        for worker in two:
+            team.wait_for(worker, Joined)
+        with LighthouseClient(address, timedelta(seconds=10)) as client:
+            (known,) = client.status()
+        timer.join()
+        names = {stable_name(group.replica_id) for group in known.groups}
+        assert names == {f"worker-{worker}" for worker in two}
+        team.train(two)
+        team.finish(two)
+        team.end(two)
 
 
 def test_the_others_train_on_with_the_samples_of_a_lost_worker(team: Workers) -> None:

@@ -91,6 +91,7 @@ class RetryMachine(RunMembers):
         for worker in self._workers.values():
             worker.heard_at = at
             worker.has_command = worker.is_done = False
+            worker.behind_since = math.inf
         if self._broken is not None:
             cause, reason, rank = self._broken
             self._broken = None
@@ -432,6 +433,7 @@ class RetryMachine(RunMembers):
             return
         late = {n: each for n, each in asked.items() if not (each.is_done or each.has_state)}
         if any(not each.is_done for n, each in asked.items() if n not in late):
+            self._note_behind(asked.values())
             return
         for number, worker in late.items():  # nobody is left whose state it could get
             self._kill(number, worker)
@@ -574,6 +576,8 @@ class RetryMachine(RunMembers):
             worker.has_state, self._num_failed_starts = True, 0
         self.best_step = max(self.best_step, step)
         self.retries.reach(self.best_step)
+        if worker.step == self.best_step:
+            worker.behind_since = math.inf
 
     def _give_up_on(self, number: int, worker: KnownWorker) -> None:
         """It is silent, or did not start or join in time."""

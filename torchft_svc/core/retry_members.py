@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.retry_orders import (
@@ -95,6 +96,13 @@ class RunMembers:
     def _num_carriers(self) -> int:
         """How many workers have the state of the last step."""
         return sum(each.has_state for each in self._alive().values())
+
+    def _note_behind(self, asked: Collection[KnownWorker]) -> None:
+        """Workers that have finished ask for no more quorums: nobody else reaches their step."""
+        last = max(each.step for each in asked if each.is_done)
+        for each in asked:
+            if self.rules.keeps_others and not each.is_done and each.step < last:
+                each.behind_since = min(each.behind_since, self._at)
 
     def _num_missing(self) -> int:
         return self.rules.num_workers - len(self._workers)

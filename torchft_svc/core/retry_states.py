@@ -74,6 +74,7 @@ class KnownWorker:
         from_step: at which the others were when it joined them.
         has_state: it has the state of the last step; without, it gets it in its first one.
         has_command, is_done: it was told the present command, and has carried it out.
+        behind_since: when another one had finished with a later step, which it cannot reach alone.
     """
 
     rank: int
@@ -86,6 +87,7 @@ class KnownWorker:
     has_command: bool = False
     is_done: bool = False
     has_offered: bool = False
+    behind_since: float = math.inf
 
     @property
     def counts(self) -> bool:
@@ -99,6 +101,8 @@ class KnownWorker:
         """What `silent_at` means."""
         if self.stage is WorkerStage.STARTING:
             return f"worker {self.rank} did not start in {rules.start_timeout_s:.3g} s"
+        if at >= self.behind_since + rules.heartbeat_timeout_s:
+            return f"worker {self.rank} is at step {self.step}, and others have finished later ones"
         if at < self.heard_at + rules.heartbeat_timeout_s:
             return f"worker {self.rank} did not join the others in {rules.start_timeout_s:.3g} s"
         return f"worker {self.rank} was silent for {rules.heartbeat_timeout_s:.3g} s"
@@ -109,6 +113,6 @@ class KnownWorker:
             return self.stage_at + rules.kill_timeout_s
         if self.stage is WorkerStage.STARTING:
             return self.stage_at + rules.start_timeout_s
-        silent_at = self.heard_at + rules.heartbeat_timeout_s
+        silent_at = min(self.heard_at, self.behind_since) + rules.heartbeat_timeout_s
         longest_s = rules.start_timeout_s if self.stage is WorkerStage.JOINING else math.inf
         return min(silent_at, self.stage_at + longest_s)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,8 @@ from torchft_svc.client import (
     ProcessGroupGloo,
     ProcessGroupNCCL,
 )
+from torchft_svc.coordination import LighthouseClient
+from torchft_svc.core.names import stable_name
 from torchft_svc.errors import PeerError
 from torchft_svc.trainer.data import Turn
 from torchft_svc.trainer.held_state import HeldState
@@ -33,6 +36,8 @@ log = logging.getLogger(__name__)
 
 # Until the next request, after one that was refused: the lighthouse may be starting.
 _PAUSE_S = 0.1
+# How long, and how often, the lighthouse is asked whether it knows a group that joins.
+_KNOWN_S, _LOOK_S = 5.0, 0.01
 
 
 class PerStepWorld:
@@ -48,6 +53,8 @@ class PerStepWorld:
     def join(self, command: JoinWorld, position: Position) -> None:
         self._turn = Turn(command.rank, command.world_size)
         timeout = timedelta(seconds=self._job.timeout_s)
+        # A world that is formed after all were lost does not continue the steps of the old one.
+        job_id = f"{self._job.run_name}-{command.world}"
         on_gpu = self._device.type == "cuda"
         pg = ProcessGroupNCCL(timeout) if on_gpu else ProcessGroupGloo(timeout)
         self._manager = Manager(
@@ -61,8 +68,7 @@ class PerStepWorld:
             world_size=1,
             lighthouse_addr=command.address,
             replica_id=self._name,
-            # A world that is formed after all were lost does not continue the steps of the old one.
-            job_id=f"{self._job.run_name}-{command.world}",
+            job_id=job_id,
             in_process=True,
             handle_sigterm=False,
         )
@@ -70,6 +76,24 @@ class PerStepWorld:
         if position.step:
             counters = {"step": position.step, "batches_committed": position.step}
             self._manager.load_state_dict(counters)
+        self._await_known(command.address, job_id)
+
+    def _await_known(self, address: str, job_id: str) -> None:
+        """Until the lighthouse knows this group. Others might ask before it is known, and train
+        without it; and there is nobody to train with when they have finished."""
+        give_up_at = time.monotonic() + _KNOWN_S
+        try:
+            with LighthouseClient(address, timedelta(seconds=_KNOWN_S)) as lighthouse:
+                while not self._is_known(lighthouse, job_id) and time.monotonic() < give_up_at:
+                    self._given_up.wait(_LOOK_S)
+        except PeerError as error:
+            log.warning("the lighthouse does not say whom it knows: %s", error)
+
+    def _is_known(self, lighthouse: LighthouseClient, job_id: str) -> bool:
+        groups = [group for job in lighthouse.status() if job.job == job_id for group in job.groups]
+        return self._given_up.is_set() or any(
+            stable_name(group.replica_id) == self._name for group in groups
+        )
 
     def _hand_out(self) -> dict[str, Any]:
         return to_tree(self._held.live())
