@@ -32,7 +32,8 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchft_svc.errors import ConfigError, TrainingFailed, WorkerFailed
 from torchft_svc.trainer import TrainContext, Trainer
-from torchft_svc.trainer.messages import Position
+from torchft_svc.trainer.backend import Heard, Lost
+from torchft_svc.trainer.messages import Position, Reported
 
 pytestmark = pytest.mark.processes
 
@@ -246,6 +247,35 @@ def test_the_same_error_at_the_same_step_is_not_tried_again(running: Any, mode: 
     assert isinstance(cause, WorkerFailed)
     assert cause.is_repeated
     assert cause.step == 3
+
+
+class LateReports(Sharing):
+    """Passes on what the second worker reports when the first one is lost."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: list[Heard | Lost] = []
+
+    def wait(self, timeout_s: float) -> list[Heard | Lost]:
+        passed: list[Heard | Lost] = []
+        for event in super().wait(timeout_s):
+            is_report = isinstance(event, Heard) and isinstance(event.answer, Reported)
+            (self._late if is_report and event.worker == 1 else passed).append(event)
+            if isinstance(event, Lost) and event.worker == 0:
+                passed += self._late
+                self._late = []
+        return passed
+
+
+def test_what_a_lost_leader_has_reported_is_not_reported_again(tmp_path: Path) -> None:
+    backend = LateReports()
+    config = {"faults": Faults(tmp_path, (STEPS + 1, 0, "kill")), "epochs": 2}
+    try:
+        with Trainer(train, config=config, backend=backend, num_workers=2) as trainer:
+            found = trainer.train(max_retries=1)
+        assert [each["epoch"] for each in found["reports"]] == [1, 2]
+    finally:
+        backend.close_all()
 
 
 class Unreadable:

@@ -54,6 +54,8 @@ _WAIT_S = 1.0
 # Workers that are told to end leave their world and write their last checkpoint.
 _END_S = 30.0
 _INTERRUPT_S = 5.0
+# Who has told which report last.
+_NO_REPORT = -1, (-1, -1, -1)
 _SOURCES: dict[StateSource, Source] = {
     StateSource.START: "start",
     StateSource.HELD: "trainer",
@@ -128,6 +130,7 @@ class TrainerDriver:
         self._lighthouse: LighthouseServer | None = None
         self._task: TrainerTask | None = None
         self._num_tasks = 0
+        self._last_report = _NO_REPORT
         self._ended: orders.EndCommand | None = None
         self._stop_reason = ""
         self._unheard: deque[Heard | Lost] = deque()
@@ -190,7 +193,7 @@ class TrainerDriver:
             TrainingFailed: no retry is left.
             Exception: that of the user's program, if that was the last incident.
         """
-        self._task, self._ended = task, None
+        self._task, self._ended, self._last_report = task, None, _NO_REPORT
         self._num_tasks += 1
         try:
             self._hear(0.0)  # what has happened meanwhile
@@ -315,7 +318,7 @@ class TrainerDriver:
         self._moved(worker, answer.position, now)
         if answer.state is not None:
             self.hold(answer.state.position, answer.state)
-        if self._is_leader(worker):
+        if self._is_news(worker, answer.position):
             self._observer.reported(answer.position, answer.metrics)
         return self._machine.reported(worker, answer.position.step, now)
 
@@ -347,6 +350,16 @@ class TrainerDriver:
             self.position = position
             self.history.stepped(now, position, self._machine.num_ready())
             self._observer.moved(position, self._machine.num_ready())
+
+    def _is_news(self, worker: int, position: Position) -> bool:
+        """Whether this is the leader's report, and not one that a lost leader has told before."""
+        if not self._is_leader(worker):
+            return False
+        teller, last = self._last_report
+        if worker != teller and _key(position) <= last:
+            return False
+        self._last_report = worker, _key(position)
+        return True
 
     def _is_leader(self, worker: int) -> bool:
         ranks = self._machine.ranks()
@@ -469,6 +482,8 @@ class TrainerDriver:
         self._tell_riddle()
         if self._task is not None:
             self._task.restarted()
+        if order.step < self._last_report[1][0]:  # what was reported is done again
+            self._last_report = _NO_REPORT
         source = "checkpoint" if state.checkpoint else _SOURCES[state.source]
         self.history.resumed(now, self.position, order.num_workers, source)
         wanted = self._parts.rules.num_workers
