@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from support.core.launch import RUN, Launch, started
 
 from torchft_svc.core.rendezvous_orders import Cause, ReportWorld
@@ -403,3 +404,38 @@ def test_l8_a_run_that_all_have_left_goes_on_counting() -> None:
     launch.kill("b")
     launch.passes(61.0, step_s=0.25)
     assert launch.rendezvous.status("", launch.now) == []
+
+
+def begin_apart(launch: Launch, elsewhere: Launch, *others: str) -> None:
+    """Node b is in round 1 of ``launch``, does not hear of it, and begins ``elsewhere`` with
+    ``others``, as at another lighthouse of its list; then it is back."""
+    launch.start("a")
+    b = launch.start("b")
+    b.is_silent = True
+    launch.passes(1.5)
+    b.is_silent = False
+    elsewhere.agents["b"] = launch.agents.pop("b")
+    elsewhere.connect("b")
+    for name in others:
+        elsewhere.start(name, is_slow=True)
+    elsewhere.passes(2.0)
+    assert (launch.worlds, elsewhere.worlds) == ([("a", "b")], [("b", *others)])
+    launch.agents["b"] = b
+    launch.connect("b")
+    launch.passes(1.0)
+
+
+@pytest.mark.parametrize("policy", [RestartPolicy.SOFT, RestartPolicy.HARD])
+def test_l8_a_node_in_another_world_of_this_round_is_not_in_the_present_one(
+    policy: RestartPolicy,
+) -> None:
+    launch = Launch("1:2", policy)
+    begin_apart(launch, Launch("1:2", policy))
+    assert len(launch.worlds) == 2
+    assert {agent.machine.entered for agent in launch.agents.values()} == {launch.world}
+
+
+def test_l6_who_has_reached_another_world_of_this_round_has_reached_an_earlier_one() -> None:
+    launch = Launch("1:2")
+    begin_apart(launch, Launch("1:2"), "c")
+    assert launch.worlds == [("a", "b"), ("b", "a")]

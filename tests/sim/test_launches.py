@@ -12,7 +12,7 @@ from torchft_svc.core.world_pace import WorldPace
 from torchft_svc.sim.__main__ import main
 from torchft_svc.sim.explore import describe, run_launch_seed, shrink
 from torchft_svc.sim.launch_fleet import LaunchFleet
-from torchft_svc.sim.launch_scenario import PLAIN_FAULTS, draw_launch
+from torchft_svc.sim.launch_scenario import PLAIN_FAULTS, draw_launch, on_a_list_from_the_start
 
 NUM_SEEDS = 200
 
@@ -25,10 +25,20 @@ def test_small_runs(first: int) -> None:
 
 
 # A lighthouse that stood still; a store that was used in a world of which its node did not hear; a
-# member of a world that was taken over, which had left it.
-@pytest.mark.parametrize("seed", [316902, 904092, 985420, 106010, 422056, 7800090, 7962044])
+# member of a world that was taken over, which had left it; on a list, a node that wakes and hears
+# of a world, while another lighthouse has begun the same round.
+@pytest.mark.parametrize(
+    "seed", [316902, 904092, 985420, 106010, 422056, 7800090, 7962044, 1795483226780]
+)
 def test_runs_that_fell_once(seed: int) -> None:
     outcome = run_launch_seed(seed)
+    assert outcome.fell is None, describe(outcome)
+
+
+# Two worlds of one round, with a node in both.
+@pytest.mark.parametrize("seed", [528])
+def test_lists_that_fell_once(seed: int) -> None:
+    outcome = LaunchFleet(on_a_list_from_the_start(draw_launch(seed))).run()
     assert outcome.fell is None, describe(outcome)
 
 

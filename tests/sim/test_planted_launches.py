@@ -21,7 +21,7 @@ from torchft_svc.core.world import AgentStatus, RunMove, RunWaiting
 from torchft_svc.core.world_pace import WorldPace
 from torchft_svc.sim.launch_agent import LaunchAgent
 from torchft_svc.sim.launch_fleet import LaunchFleet
-from torchft_svc.sim.launch_scenario import LaunchScenario, draw_launch
+from torchft_svc.sim.launch_scenario import LaunchScenario, draw_launch, on_a_list_from_the_start
 
 # A fault that needs more seeds than this is not found: the simulator looks in the wrong places.
 MAX_SEEDS = 60
@@ -246,6 +246,10 @@ def a_run_that_has_begun_anew_elsewhere_is_not_taken_over(plant: pytest.MonkeyPa
     plant.setattr(LaunchedRun, "_take_over", take_over)
 
 
+def a_world_of_another_lighthouse_is_taken_for_the_present_one(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(LaunchedRun, "_is_apart", lambda self, hello: False)
+
+
 # Each with the first of the seeds that are tried.
 PLANTS: dict[Plant, int] = {
     losses_are_not_acted_on: 0,
@@ -279,22 +283,11 @@ PLANTS: dict[Plant, int] = {
     nodes_may_fail_however_often: 640,
     runs_may_fail_however_often: 600,
     a_run_that_has_begun_anew_elsewhere_is_not_taken_over: 16325,
+    a_world_of_another_lighthouse_is_taken_for_the_present_one: 500,
 }
 
 
-@pytest.mark.parametrize(
-    ("planted", "first"), PLANTS.items(), ids=[plant.__name__ for plant in PLANTS]
-)
-def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted(monkeypatch)
-    scenarios = (draw_launch(seed) for seed in range(first, first + MAX_SEEDS))
-    if planted is a_run_that_has_begun_anew_elsewhere_is_not_taken_over:  # it is rare otherwise
-        scenarios = (_with_crashes(scenario) for scenario in scenarios)
-    outcomes = (LaunchFleet(scenario).run() for scenario in scenarios)
-    assert any(outcome.fell is not None for outcome in outcomes)
-
-
-def _with_crashes(scenario: LaunchScenario) -> LaunchScenario:
+def with_crashes(scenario: LaunchScenario) -> LaunchScenario:
     """Lighthouses that would freeze are killed."""
     faults = (
         dataclasses.replace(fault, kind="lighthouse_crash")
@@ -303,3 +296,21 @@ def _with_crashes(scenario: LaunchScenario) -> LaunchScenario:
         for fault in scenario.faults
     )
     return dataclasses.replace(scenario, faults=tuple(faults))
+
+
+# Of what is rare otherwise.
+CHANGES: dict[Plant, Callable[[LaunchScenario], LaunchScenario]] = {
+    a_run_that_has_begun_anew_elsewhere_is_not_taken_over: with_crashes,
+    a_world_of_another_lighthouse_is_taken_for_the_present_one: on_a_list_from_the_start,
+}
+
+
+@pytest.mark.parametrize(
+    ("planted", "first"), PLANTS.items(), ids=[plant.__name__ for plant in PLANTS]
+)
+def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted(monkeypatch)
+    change = CHANGES.get(planted, lambda scenario: scenario)
+    drawn = (draw_launch(seed) for seed in range(first, first + MAX_SEEDS))
+    outcomes = (LaunchFleet(change(scenario)).run() for scenario in drawn)
+    assert any(outcome.fell is not None for outcome in outcomes)

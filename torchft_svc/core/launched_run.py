@@ -102,10 +102,13 @@ class LaunchedRun:
             agent.node, agent.stream, agent.heard_at, agent.news = hello.node, stream, at, None
         else:
             agent = Agent(hello.node, stream, hello.state, at)
-        self._nodes.connect(agent)
+        self._nodes.connect(agent, hello.state, self._is_apart(hello))
         if self.closed is not None:
             return [*orders, SendNews((stream,), self.closed)]
         orders += self._take_over(hello, is_new, at)
+        if node_id in self._nodes.members and self._is_apart(hello):
+            self._lose(node_id, at)
+            orders.append(ReportNode(self.name, node_id, "another lighthouse has begun its world"))
         self._nodes.missing.discard(node_id)
         self._nodes.awaited.discard(node_id)
         orders += self._take_state(agent, hello.state, at)
@@ -265,6 +268,11 @@ class LaunchedRun:
     def _check_round(self, told: int) -> None:
         if told > max(self._highest_round, MAX_TOLD_ROUND):
             raise RequestRefused(f"round {told} leaves no room for the next worlds")
+
+    def _is_apart(self, hello: AgentHello) -> bool:
+        """Whether it is in a world that has the round of the present one, and is another one."""
+        mine, told = self.world, hello.world
+        return mine is not None and told is not None and told.round == mine.round and told != mine
 
     def _take_over(self, hello: AgentHello, is_new: bool, at: float) -> list[Order]:
         """Go on with the world of a lighthouse before this one, and wait for its nodes (L13).

@@ -149,7 +149,7 @@ class RunNodes:
             return False
         self.unreached.discard(node_id)
         if self._first_reached(node_id) is None:
-            self._note_reached(node_id, self._round)
+            self._note_reached(node_id, self._round, state)
         if not self.is_reached():
             return False
         for key in self.members & self.agents.keys():
@@ -160,9 +160,9 @@ class RunNodes:
         """Whether all nodes of the present world have reached it, as far as was heard."""
         return not self.unreached and 0 < len(self.members) == self._num_nodes
 
-    def _note_reached(self, node_id: str, round_: int) -> None:
+    def _note_reached(self, node_id: str, round_: int, state: AgentState) -> None:
         self._reached.pop(node_id, None)
-        self._reached[node_id] = _Reached(round_, self.agents[node_id].state.num_restarts)
+        self._reached[node_id] = _Reached(round_, state.num_restarts)
         _trim(self._reached, MAX_KNOWN_PER_NODE * self._max_agents)
 
     def _train(self, node_id: str) -> None:
@@ -172,14 +172,15 @@ class RunNodes:
         self._trained[node_id] = _Trained(first, self._round, num_restarts)
         _trim(self._trained, MAX_KNOWN_PER_NODE * self._max_agents)
 
-    def connect(self, agent: Agent) -> None:
-        """It has a stream, and was heard."""
+    def connect(self, agent: Agent, told: AgentState, is_apart: bool) -> None:
+        """It has a stream, on which it has ``told`` its state; ``is_apart``: the world of this
+        round that it knows was made by another lighthouse."""
         node_id = agent.node.node_id
         self.agents.pop(node_id, None)
         self.agents[node_id] = agent
-        is_news = node_id not in self._known or agent.state.round != self._round
-        if is_news and agent.state.reached:
-            self._note_reached(node_id, 0)
+        is_apart |= node_id not in self._known or told.round != self._round
+        if is_apart and told.reached:
+            self._note_reached(node_id, 0, told)
         self._known.pop(node_id, None)
         self._known[node_id] = None
         _trim(self._known, MAX_KNOWN_PER_NODE * self._max_agents)

@@ -6,6 +6,7 @@ The checks keep ledgers of their own, from what was done and said aloud.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass
 
 from torchft_svc.core.agent import WAIT_SLACK_S, AgentMachine
@@ -26,6 +27,7 @@ from torchft_svc.core.world import (
     World,
     WorldChangeEvent,
     WorldNews,
+    WorldReached,
 )
 from torchft_svc.sim.invariants import SLACK_S, must
 from torchft_svc.sim.launch_scenario import LaunchScenario
@@ -71,6 +73,19 @@ class NodeLedger:
         return status in _WAITING or (self.is_paused and status is not AgentStatus.WARMING)
 
 
+@dataclass(frozen=True, slots=True)
+class Maker:
+    """One life of a lighthouse.
+
+    ``met``: nodes that have ever told it something. ``highest_told``: the highest of the rounds
+    that those have told that are connected to it.
+    """
+
+    name: str
+    met: Set[str]
+    highest_told: int
+
+
 class LaunchChecks:
     """Over one run."""
 
@@ -82,14 +97,14 @@ class LaunchChecks:
         self.num_causes = 0
         self.num_worlds = 0
         self.last_world: World | None = None
-        self._made_at: dict[int, float] = {}
-        self._told: dict[int, World] = {}
-        self._reached: dict[int, set[str]] = {}
-        self._entered: dict[int, dict[str, bool]] = {}
-        self._stores: dict[tuple[str, int], int] = {}
+        self._made_at: dict[World, float] = {}
+        self._makers: dict[World, str] = {}
+        self._reached: dict[World, set[str]] = {}
+        self._entered: dict[World, dict[str, bool]] = {}
+        self._stores: dict[tuple[str, int], World] = {}
         self._lighthouse_troubled_at = -math.inf
         self._knows_states = True  # the lighthouse, since all reached a world that it made
-        self._round_made = 0  # of its newest world; 0: it has made none
+        self._newest: World | None = None  # that it has made
 
     # -- what happens to nodes -------------------------------------------------------------------
 
@@ -120,7 +135,7 @@ class LaunchChecks:
 
     def _forget_states(self) -> None:
         """The agents go on at a lighthouse that does not know which of them have trained."""
-        self._knows_states, self._round_made = False, 0
+        self._knows_states, self._newest = False, None
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -170,28 +185,25 @@ class LaunchChecks:
 
     # -- what lighthouses decide -----------------------------------------------------------------
 
-    def reported(self, report: Report) -> None:
+    def reported(self, report: Report, by: Maker) -> None:
         if isinstance(report, ReportWorld):
-            self._made(report)
+            self._made(report, by)
         elif isinstance(report, ReportRunMoved):
             self._forget_states()
 
-    def _made(self, report: ReportWorld) -> None:
+    def _made(self, report: ReportWorld, by: Maker) -> None:
         world, now = report.world, self._universe.now
         least, most = self._settings.min_nodes, self._settings.max_nodes
         number = len(world.nodes)
         must(least <= number <= most, "L9", f"{_shown(world)} is not within {least}:{most}")
         must(len(set(world.node_ids)) == number, "L5", f"a node is twice in {_shown(world)}")
-        known = max((self._round_of(key) for key in world.node_ids), default=0)
-        # On a list an agent may have gone back, which this lighthouse has not heard yet: then
-        # nobody enters the world.
-        is_list = self._scenario.num_lighthouses > 1 and not self._scenario.is_elected
-        is_newer = world.round > known or is_list
-        must(is_newer, "L8", f"{_shown(world)} is told to one that knows {known}")
+        # On a list an agent may know more, from another lighthouse, and enters no older world.
+        known = by.highest_told if self._is_list() else self._highest_known(world)
+        must(world.round > known, "L8", f"{_shown(world)} is made though {known} is known")
         store = (world.node_ids[0], world.master_port)
         must(store not in self._stores, "L7", f"{_shown(world)} has a store that was used")
         if report.cause is Cause.LOSS:
-            self._check_losses(report)
+            self._check_losses(report, by)
         elif report.cause is Cause.JOIN:
             self._check_join(report)
         self.num_worlds += 1
@@ -201,14 +213,19 @@ class LaunchChecks:
             "L3",
             f"{self.num_worlds} worlds for {self.num_causes} causes",
         )
-        self.last_world, self._round_made = world, world.round
-        self._made_at[world.round] = now
+        self.last_world = self._newest = world
+        self._made_at[world], self._makers[world] = now, by.name
 
-    def _round_of(self, node_id: str) -> int:
-        world = self.nodes[node_id].machine.world
-        return 0 if world is None else world.round
+    def _is_list(self) -> bool:
+        """Whether two lighthouses may make worlds at one time."""
+        return self._scenario.num_lighthouses > 1 and not self._scenario.is_elected
 
-    def _check_losses(self, report: ReportWorld) -> None:
+    def _highest_known(self, world: World) -> int:
+        """Of the rounds that its nodes have heard of."""
+        known = [self.nodes[each].machine.state.round for each in world.node_ids]
+        return max(known, default=0)
+
+    def _check_losses(self, report: ReportWorld, by: Maker) -> None:
         grace_s = self._scenario.heartbeat_timeout_s + MAX_KEEPALIVE_S + SLACK_S
         is_paused = self._lighthouse_troubled_at + grace_s >= self._universe.now  # for one before
         must(
@@ -217,22 +234,29 @@ class LaunchChecks:
             f"{_shown(report.world)} follows a loss of nobody",
         )
         # A paused run may have been waiting since the loss for other nodes.
-        since = self._made_at.get(self._round_made, self._universe.now)
+        since = self._made_at[self._newest] if self._newest else self._universe.now
+
+        def was_troubled(node_id: str) -> bool:
+            return self.nodes[node_id].troubled_until + grace_s >= since
+
+        # Who reaches only another lighthouse of a list waits in vain there for those that are well.
+        is_apart = self._is_list() and any(map(was_troubled, report.world.node_ids))
         for node_id in report.lost:
-            node = self.nodes[node_id]
-            was_troubled = node.troubled_until + grace_s >= since
-            must(was_troubled or node.has_ended, "L2", f"{node_id} was lost, but is well")
+            is_elsewhere = is_apart and node_id not in by.met
+            has_reason = was_troubled(node_id) or is_elsewhere or self._is_over(node_id)
+            must(has_reason, "L2", f"{node_id} was lost, but is well")
 
     def _check_join(self, report: ReportWorld) -> None:
         world, now = report.world, self._universe.now
-        before = max((each for each in self._told if each < world.round), default=0)
+        entered = [each for each in self._entered if each.round < world.round]
+        before = max(entered, key=lambda each: each.round, default=None)
         survivors = set(world.node_ids) - set(report.joined)
-        if before and before == self._round_made:  # and not by a lighthouse that is gone
-            is_reached = survivors & set(self._told[before].node_ids) <= self._reached.get(
-                before, set()
-            )
+        if before and before == self._newest:  # and not by a lighthouse that is gone
+            reached = self._reached.get(before, set())
+            is_reached = survivors & set(before.node_ids) <= reached
             is_old = now >= self._made_at[before] + self._settings.join_timeout_s
-            must(is_reached or is_old, "L3", f"{_shown(world)} is made before {before} is reached")
+            what = f"{_shown(world)} is made before {before.round} is reached"
+            must(is_reached or is_old, "L3", what)
         joined = [self.nodes[each] for each in report.joined]
         is_clear = all(each.troubled_until < 0 for each in joined)  # what they know is no older
         times = [each.waiting_since for each in joined if each.waiting_since and is_clear]
@@ -265,17 +289,17 @@ class LaunchChecks:
         )
 
     def _reaches(self, node_id: str, world: World) -> None:
-        reached = self._reached.setdefault(world.round, set())
+        reached = self._reached.setdefault(world, set())
         reached.add(node_id)
         nodes = [self.nodes[each] for each in world.node_ids]
         are_there = all(
             node.machine.entered is not None
-            and node.machine.entered.round == world.round
+            and node.machine.entered == world
             and node.machine.state.status is AgentStatus.WORKING
             for node in nodes
         )
         if are_there and reached >= set(world.node_ids):  # they train from now on
-            self._knows_states |= world.round == self._round_made
+            self._knows_states |= world == self._newest
             for node in nodes:
                 node.has_state = True
 
@@ -292,6 +316,11 @@ class LaunchChecks:
     def hears(self, node: NodeLedger, news: WorldNews) -> None:
         if isinstance(news, RunClosed):
             node.was_closed = True
+        entered = node.machine.entered
+        if isinstance(news, WorldReached) and entered and entered.round == news.round:
+            for each in entered.node_ids:
+                is_there = self._is_over(each) or each in self._entered[entered]
+                must(is_there, "L8", f"{_shown(entered)} is told as reached, {each} was not in it")
 
     def starts(self, node: NodeLedger, order: StartWorkers) -> None:
         must(not node.has_workers, "L15", f"{node.node_id} starts workers beside others")
@@ -338,21 +367,21 @@ class LaunchChecks:
         self._enters(node, order.world)
 
     def _enters(self, node: NodeLedger, world: World) -> None:
-        told = self._told.setdefault(world.round, world)
-        there = {each for each in self._entered.get(world.round, {}) if not self._is_over(each)}
-        if told != world and not there & set(world.node_ids):
-            told = self._told[world.round] = world  # a lighthouse that heard of nobody else
-            self._reached.pop(world.round, None)
-            self._entered.pop(world.round, None)
-        must(told == world, "L8", f"{_shown(world)} and {_shown(told)} have one round")
+        must(world in self._makers, "L8", f"nobody has made {_shown(world)}")
+        for other, entered in self._entered.items():
+            is_like = other.round == world.round and self._makers[other] == self._makers[world]
+            if is_like and other != world:
+                there = [each for each in entered if not self._is_over(each)]
+                is_apart = not set(there) & set(world.node_ids)  # its maker has forgotten the run
+                must(is_apart, "L8", f"{_shown(world)} and {_shown(other)} have one round")
         must(world.round > node.last_round, "L8", f"{node.node_id} goes back to {_shown(world)}")
         must(node.node_id in world.node_ids, "L5", f"{node.node_id} is not in {_shown(world)}")
         store = (world.node_ids[0], world.master_port)
-        used = self._stores.setdefault(store, world.round)
-        must(used == world.round, "L7", f"{_shown(world)} has the store of {used}")
+        used = self._stores.setdefault(store, world)
+        must(used == world, "L7", f"{_shown(world)} has the store of {_shown(used)}")
         node.last_round, node.is_paused = world.round, False
         node.last_healthy_at = self._universe.now
-        entered = self._entered.setdefault(world.round, {})
+        entered = self._entered.setdefault(world, {})
         entered[node.node_id] = node.has_state
         if self._knows_states and not entered.get(world.node_ids[0], True):
             must(

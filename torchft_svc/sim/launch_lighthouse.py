@@ -9,9 +9,9 @@ from collections.abc import Callable
 from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.rendezvous_orders import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.session_orders import EndStream
-from torchft_svc.core.world import AgentHello, AgentMessage
+from torchft_svc.core.world import AgentHello, AgentMessage, AgentState
 from torchft_svc.errors import NotLeader, RequestRefused
-from torchft_svc.sim.launch_checks import LaunchChecks
+from torchft_svc.sim.launch_checks import LaunchChecks, Maker
 from torchft_svc.sim.network import Reason, Stream, StreamEnd
 from torchft_svc.sim.trace import Trace
 from torchft_svc.sim.world import Event, VirtualWorld
@@ -49,6 +49,7 @@ class LaunchLighthouse:
         self._num_lives += 1
         self.process = self._world.process(f"{self.name}.{self._num_lives}")
         self.core = Rendezvous(self._config, self._world.now)
+        self.met: set[str] = set()  # nodes
         self._connections: dict[int, _Connection] = {}
         self._timer: Event | None = None
         self._timer_at = math.inf
@@ -122,7 +123,9 @@ class LaunchLighthouse:
                 connection.finish(order.error or "it has left")
         else:
             self._trace.record(self.name, shown(order))
-            self._checks.reported(order)
+            told = [each.round for each in self._connections.values()]
+            maker = Maker(self.process.name, self.met, max(told, default=0))
+            self._checks.reported(order, maker)
 
 
 class _Connection:
@@ -132,6 +135,7 @@ class _Connection:
         self._lighthouse = lighthouse
         self.stream = stream
         self.number = number
+        self.round = 0  # the highest that its agent has told
         self.end = StreamEnd(lighthouse.process, self._receive, self._on_end)
 
     def finish(self, reason: Reason) -> None:
@@ -148,6 +152,7 @@ class _Connection:
         if not self._lighthouse.leads:
             self.finish(NotLeader(self._lighthouse.leader))
             return
+        self._note(message)
         try:
             if isinstance(message, AgentHello):
                 self._lighthouse.feed(lambda now: core.opened(self.number, RUN, message, now))
@@ -156,6 +161,13 @@ class _Connection:
         except RequestRefused as error:
             self.finish(error)
             self._lighthouse.closed(self.number)
+
+    def _note(self, message: AgentHello | AgentMessage) -> None:
+        if isinstance(message, AgentState):
+            self.round = max(self.round, message.round)
+        elif isinstance(message, AgentHello):
+            self.round = message.state.round
+            self._lighthouse.met.add(message.node.node_id)
 
 
 def shown(report: Order) -> str:

@@ -37,6 +37,7 @@ LIGHTHOUSE_FAULTS = {
 MAX_FAULTS = 20
 FAULTS_END_S = 30.0
 DURATIONS_S = (0.02, 0.3, 2.0, 6.0, 12.0)
+EARLY = 0.1  # of the time until then
 # Faults that come at nearly one moment.
 BURST_S = 1.0
 MAX_BURST = 4
@@ -124,6 +125,13 @@ def draw_launch(seed: int, num_nodes: int | None = None) -> LaunchScenario:
     )
     is_list = scenario.num_lighthouses > 1 and chance.random() < 0.5
     return _without_election(scenario) if is_list else scenario
+
+
+def on_a_list_from_the_start(scenario: LaunchScenario) -> LaunchScenario:
+    """With two lighthouses without election, and faults that begin before the first world."""
+    early = (dataclasses.replace(fault, at=EARLY * fault.at) for fault in scenario.faults)
+    scenario = dataclasses.replace(scenario, num_lighthouses=2, faults=tuple(early))
+    return _without_election(scenario)
 
 
 def _without_election(scenario: LaunchScenario) -> LaunchScenario:
