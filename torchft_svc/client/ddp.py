@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -117,8 +116,7 @@ class DistributedDataParallel(nn.Module):
                 raise ConfigError(f"{name}.requires_grad", True, reason)
         self._reducer.prepare()
         outputs = self.module(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            self._reducer.watch(outputs)
+        self._reducer.watch(outputs)
         return outputs
 
     @property

@@ -24,6 +24,7 @@ from torchft_svc.client.config import (
 )
 from torchft_svc.client.process.deadlines import guard_future
 from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.client.reduce.operations import Kind
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.runtime.runtime import CallerParts, Runtime, start_runtime
@@ -178,6 +179,7 @@ class Manager:
 
     # -- a step ----------------------------------------------------------------------------------
 
+    @uncompiled
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
@@ -209,6 +211,7 @@ class Manager:
         except TorchFTError as error:
             raise _shortened(error) from None
 
+    @uncompiled
     def wait_quorum(self) -> None:
         """Wait until the members of this step are connected; returns at once between two steps.
 
@@ -220,6 +223,7 @@ class Manager:
         except TorchFTError as error:
             raise _shortened(error) from None
 
+    @uncompiled
     def allreduce(
         self,
         tensor: torch.Tensor,
@@ -251,6 +255,7 @@ class Manager:
         """Whether ``reducer`` may launch its sums now, see `Stepper.take_turn`."""
         return self._stepper.take_turn(reducer, is_last=is_last)
 
+    @uncompiled
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End the step; returns whether its update is to be applied.
 
@@ -286,6 +291,7 @@ class Manager:
         limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
         return Update(self._stepper, limit)
 
+    @uncompiled
     def reduction_scale(self) -> float | None:
         """The factor for this group's gradients before they are summed; waits for the quorum.
 
@@ -294,6 +300,7 @@ class Manager:
         """
         return self._stepper.scale()
 
+    @uncompiled
     def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
         """Start summing ``tensor`` in place over all groups; None: it failed (latched)."""
         return self._stepper.launch_sum(tensor)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class Optimizer(torch.optim.Optimizer):
         if isinstance(optim, torch.optim.Optimizer):
             self.optim = optim
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step, once, and clear the gradients.
 
@@ -62,6 +64,7 @@ class Optimizer(torch.optim.Optimizer):
         for optim in self.optims:
             optim.zero_grad(set_to_none)
 
+    @uncompiled
     def step(self, closure: Callable[[], float] | None = None) -> bool:  # type: ignore[override]
         """Apply the update if the step is committed; whether it was.
 

@@ -14,7 +14,7 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from torchft_svc.client.gradients.buckets import Bucket, describe_tensors
-from torchft_svc.client.reduce.collectives import NO_GRAPH, unfinished_pass
+from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled, unfinished_pass
 from torchft_svc.client.reduce.reduction import Reduction
 from torchft_svc.errors import ConfigError, RequestRefused
 
@@ -92,6 +92,7 @@ class Reducer:
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for bucket in self._buckets for parameter in bucket.parameters]
 
+    @uncompiled
     def prepare(self) -> None:
         """A forward pass begins: clean up a backward pass that an exception has ended."""
         # During a pass, checkpointing recomputes a forward pass.
@@ -120,6 +121,7 @@ class Reducer:
             if error is not None and not self._manager.has_fresh_step():
                 self._manager.report_error(error)
 
+    @uncompiled
     def watch(self, outputs: Any) -> None:
         """Begin a pass when ``outputs`` get their gradients; it ends with that graph.
 
@@ -132,6 +134,7 @@ class Reducer:
         # they would keep the manager, the model and all of its gradients forever.
         reducer = weakref.ref(self)
 
+        @uncompiled
         def hook(parameter: nn.Parameter) -> None:
             listener = reducer()
             if listener is not None and listener.enabled:
@@ -229,6 +232,7 @@ class Reducer:
             return
         self._reductions.append(reduction)
 
+    @uncompiled
     def _finish(self) -> None:
         """End the backward pass: parameters that it did not use count as zero.
 
@@ -262,6 +266,7 @@ class Reducer:
             return [bucket.memory._version for bucket in self._buckets]
         return [bucket.copied_versions() for bucket in self._buckets]
 
+    @uncompiled
     def _check_owned(self, versions: list[Any]) -> None:
         """Report an error if another wrapper has overwritten the gradients meanwhile."""
         if self._manager.errored() is not None:
@@ -282,6 +287,7 @@ def watch_outputs(
     version = manager.weights_version()
     known = weakref.ref(manager)
 
+    @uncompiled
     def hook(_: torch.Tensor) -> None:
         manager = known()
         if manager is not None and manager.weights_version() != version:

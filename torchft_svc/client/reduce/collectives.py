@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
@@ -35,6 +36,10 @@ _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
 _CPU = torch.device("cpu")
 # Torch's id of the backward pass if none runs.
 NO_GRAPH = -1
+# For what a program and its backward passes call: in a compiled function (torch.compile of a whole
+# step) torch would compile it, too, and fail. Like torch.compiler.disable, without an import of the
+# compiler.
+uncompiled = _disable_dynamo
 
 
 _WISH_LOST = (

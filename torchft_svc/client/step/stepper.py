@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.process.background import BackgroundThread, Task
 from torchft_svc.client.process_groups.operations import CompletedWork
-from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives, check_arguments
+from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives, check_arguments, uncompiled
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.step.round import (
@@ -581,12 +581,14 @@ class Update:
         self._timeout_s = timeout_s
         self.begun = True
 
+    @uncompiled
     def __enter__(self) -> bool:
         return self._stepper.decide(self._timeout_s, ends_update=True)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
         self.end(error)
 
+    @uncompiled
     def end(self, error: BaseException | None) -> None:
         """The block has ended, by ``error`` or successfully; idempotent."""
         if error is None:
