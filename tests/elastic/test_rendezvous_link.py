@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.agents import Agent, lighthouse
+from support.agents import Agent, lighthouse, runs_at
 from support.papers import authority
 from support.running import eventually, refusing, silent, steady_address
 
@@ -116,6 +116,24 @@ def test_a_world_outlives_its_lighthouse() -> None:
                 AgentWelcome,
                 World,
             ], "the first world after it is the one with the newcomer"
+
+
+def test_a_node_that_was_left_out_tells_another_lighthouse_no_world() -> None:
+    address = steady_address()
+    with Agent(address, "a") as a, Agent(address, "b") as b:
+        with lighthouse(address):
+            a.tell(JOINING)
+            b.tell(JOINING)
+            world = a.work()
+            b.work()
+            a.tell(AgentStatus.WARMING, world)
+            assert names(b.work(world.round)) == ["b"]
+            eventually(lambda: isinstance(a.heard[-1], RunWaiting))
+            b.link.close()
+        with lighthouse(address):
+            [run] = eventually(lambda: runs_at(address))
+            assert [node.node_id for node in run.nodes] == ["a"]
+            assert run.round == 0
 
 
 def test_the_first_lighthouse_of_a_list_that_answers_serves() -> None:

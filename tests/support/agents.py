@@ -6,10 +6,11 @@ import contextlib
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchft_svc.coordination import LighthouseServer
+from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
@@ -19,6 +20,8 @@ from torchft_svc.core.world import (
     World,
 )
 from torchft_svc.elastic.rendezvous.link import LinkNews, RendezvousLink
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import Security
 
 WAIT_S = 30.0
@@ -30,6 +33,12 @@ def lighthouse(bind: str = "127.0.0.1:0", heartbeat_timeout_ms: int = 5000) -> I
     """A lighthouse in this process; its address."""
     with LighthouseServer(bind, 1, heartbeat_timeout_ms=heartbeat_timeout_ms) as server:
         yield server.address().removeprefix("http://")
+
+
+def runs_at(address: str) -> Sequence[pb.RunStatus]:
+    """What the lighthouse there says of its runs."""
+    request, answer = pb.LighthouseStatusRequest(), pb.LighthouseStatusResponse
+    return ask("lighthouse", address, Security(), DEFAULT_JOB, request, answer).runs
 
 
 class Agent:

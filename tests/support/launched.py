@@ -10,13 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.agents import runs_at
 from support.programs import Program
 from support.running import SCRIPTS, eventually, is_alive
 from torchft_svc.coordination import LighthouseServer
-from torchft_svc.core.types import DEFAULT_JOB
-from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.commands import ask
-from torchft_svc.rpc.security import Security
 
 OURS, TORCHS = "torchft_svc.elastic.run", "torch.distributed.run"
 # A program that ends by itself, or something that an agent does, on a machine that may stall.
@@ -147,9 +144,7 @@ class Launch:
         """Let a worker remove its channel, once its world is reached."""
 
         def is_reached() -> bool:
-            request, answer = pb.LighthouseStatusRequest(), pb.LighthouseStatusResponse
-            told = ask("lighthouse", self.lighthouse, Security(), DEFAULT_JOB, request, answer)
-            return all(node.reached for run in told.runs for node in run.nodes)
+            return all(node.reached for run in runs_at(self.lighthouse) for node in run.nodes)
 
         self.until(is_reached, "a world that is reached")
         (self.folder / f"cut-{pid}").touch()

@@ -36,6 +36,8 @@ from torchft_svc.core.world import (
     RunClosed,
     RunMove,
     RunSettings,
+    RunWaiting,
+    WarmUp,
     World,
     WorldNews,
 )
@@ -345,6 +347,8 @@ class _Connections:
                 round_: world for round_, world in self._worlds.items() if round_ == newest
             }
             self._worlds[news.round] = news
+        elif isinstance(news, RunWaiting | WarmUp):
+            self._worlds.clear()  # what goes on without this node is no news elsewhere (L13)
         self._is_closed_run = isinstance(news, RunClosed)
         self._pass_on(news)
 
