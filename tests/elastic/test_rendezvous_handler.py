@@ -10,7 +10,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.agents import lighthouse
+from support.agents import lighthouse, runs_at
 from support.running import eventually, refusing
 from support.torchrun import needs_entry_point
 from torch.distributed import DistStoreError
@@ -34,6 +34,7 @@ from torch.distributed.elastic.utils.store import barrier
 from torchft_svc.elastic.rendezvous.handler import LighthouseRendezvous
 from torchft_svc.elastic.rendezvous.plugin import create_handler, get_handler_creator
 from torchft_svc.errors import ConfigError
+from torchft_svc.testing.proxy import Proxy
 
 WAIT_S = 60.0
 MAX_WORLDS = 5
@@ -111,6 +112,35 @@ def address() -> Iterator[str]:
 def nodes(address: str) -> Iterator[Nodes]:
     with contextlib.closing(Nodes(address)) as made:
         yield made
+
+
+def test_a_node_whose_store_was_used_unheard_opens_another_one() -> None:
+    """It is cut off while the other node dies, and alone in a world until it is lost, too."""
+    with (
+        lighthouse(heartbeat_timeout_ms=4000) as address,
+        Proxy(address) as proxy,
+        contextlib.closing(Nodes(proxy.address)) as far,
+        contextlib.closing(Nodes(address)) as near,
+    ):
+
+        def present() -> tuple[int, str, list[bool]]:
+            [run] = runs_at(address)
+            return run.round, run.phase, [node.reached for node in run.nodes]
+
+        a, b = far.node("1:2"), near.node("1:2", far.run_id)
+        far.join(a)
+        calls = [far.run(a.next_rendezvous), near.run(b.next_rendezvous)]
+        assert [call.result(WAIT_S).rank for call in calls] == [0, 1]
+        eventually(lambda: present() == (2, "running", [True, True]))
+        proxy.hold()
+        kill(b)
+        eventually(lambda: present() == (3, "running", [False]))
+        eventually(lambda: present() == (3, "forming", []))  # a is lost
+        proxy.cut()
+        proxy.release()
+        eventually(a.num_nodes_waiting)
+        [info] = far.join(a)
+        assert info.world_size == 1
 
 
 def ranks(info: RendezvousInfo, num_workers: int) -> list[Worker]:

@@ -194,18 +194,24 @@ class LighthouseRendezvous(RendezvousHandler):
                 log.info("round %d was over before this node had joined it", world.round)
 
     def _next_world(self, began_at: float) -> World:
+        told, is_asking = self._told, False
         with self._has_news:
-            is_there = self._newer_world() is not None
-            self._told.is_outside = False
-        if not is_there:
-            self._tell(AgentStatus.JOINING)
-        with self._has_news:
-            while True:
+            told.is_outside = told.is_in_world = False
+        while True:
+            with self._has_news:
                 self._raise_why_not(time.monotonic() - began_at)
                 world = self._newer_world()
                 if world is not None:
+                    told.is_in_world = True
                     return world
-                self._has_news.wait(_LOOK_S)
+                needs_store, told.needs_store = told.needs_store, False
+                if is_asking and not needs_store:
+                    self._has_news.wait(_LOOK_S)
+                    continue
+            if needs_store:
+                self._opened_stores().renew()
+            self._tell(AgentStatus.JOINING)
+            is_asking = True
 
     def _take(self, world: World) -> RendezvousInfo:
         stores = self._opened_stores()
@@ -326,6 +332,9 @@ class _Told:
     closed: RunClosed | None = None
     trouble: LinkTrouble | None = None  # the lighthouse is away
     was_welcome: bool = False
+    is_in_world: bool = False  # and waits for no other one
+    is_back: bool = False  # connected again, and has not heard since that it is outside
+    needs_store: bool = False  # a world of which this agent has not heard may have used its spare
     why: str = "no lighthouse was heard yet"
 
     def hear(self, news: LinkNews) -> None:
@@ -333,10 +342,13 @@ class _Told:
             self.world, self.is_outside = news, False
         elif isinstance(news, WorldPaused | RunWaiting):
             self.is_outside, self.why = True, news.reason
+            if isinstance(news, RunWaiting):  # rule L7
+                self.needs_store |= self.is_in_world or self.is_back
+                self.is_back = False
         elif isinstance(news, RunClosed):
             self.closed = news
         elif isinstance(news, LinkTrouble):
             self.trouble = news
         elif isinstance(news, AgentWelcome):
-            self.trouble, self.was_welcome = None, True
+            self.is_back, self.trouble, self.was_welcome = self.was_welcome, None, True
             self.why = "the lighthouse has not said why"

@@ -184,6 +184,10 @@ class AgentStores:
         with self._lock:
             return int(self._spare.port)
 
+    def renew(self) -> None:
+        """Open another spare one: a world of which nobody has heard may use the present one."""
+        self._host(self.spare_port)
+
     def join(self, world: World, node_id: str, watch: Watch) -> WorldStore:
         """The store of ``world``: this agent's own if it is the first node of it.
 
