@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -164,6 +165,33 @@ def test_a_command_ends_with_its_agent() -> None:
         process.kill()
         process.wait()
     eventually(lambda: not is_alive(worker), 20.0, "it has ended")
+
+
+SLOW_TO_END = """
+import ctypes, os, subprocess, sys, threading, time
+from torchft_svc.elastic import parent_death
+threading.Thread(target=time.sleep, args=(20.0,)).start()
+command = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
+script = f"sleep 600 & echo $! >{sys.argv[1]}; wait"
+subprocess.Popen([*command, "sh", "-c", script], start_new_session=True)
+sys.stdin.readline()
+ctypes.CDLL(None).syscall(60, 0)  # ends this thread, and no other one
+"""
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="system calls have other numbers")
+def test_a_process_group_ends_with_an_agent_that_takes_long_to_end(tmp_path: Path) -> None:
+    """Its main thread has started the workers; others, and its memory, may be there for longer."""
+    told = tmp_path / "child"
+    command = [sys.executable, "-c", SLOW_TO_END, str(told)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env=environment()) as process:
+        eventually(lambda: told.exists() and told.read_text().strip(), 20.0, "it has a child")
+        child = int(told.read_text())
+        assert process.stdin is not None
+        process.stdin.close()
+        eventually(lambda: not is_alive(child), 10.0, "it has ended")
+        assert process.poll() is None
+        process.kill()
 
 
 def test_a_command_whose_agent_has_ended_does_not_begin() -> None:

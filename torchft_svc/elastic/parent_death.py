@@ -22,6 +22,7 @@ _PR_SET_PDEATHSIG = 1
 _POLL_S = 0.5  # where the system has no process descriptors
 # When an agent is killed, its workers may be seen to end before itself.
 _SETTLE_S = 0.5
+_PF_EXITING = 0x4  # of Linux' task flags
 
 
 def end_with(agent_pid: int) -> None:
@@ -64,6 +65,17 @@ def _watch(pid: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _has_begun_to_end(pid: int) -> bool:
+    """Whether the main thread of process ``pid`` is ending. The kernel ends what that has started
+    at once, and the process only when all its threads have ended and its memory is freed."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            state, *numbers = file.read().rpartition(")")[2].split()
+    except OSError:
+        return False  # who waits for its end knows more
+    return state in "ZX" or bool(int(numbers[5]) & _PF_EXITING)
+
+
 def _guard_group(agent_pid: int) -> None:
     """Let a process that is nobody's child kill the process group of this one with the agent."""
     group = os.getpid()
@@ -80,7 +92,7 @@ def _guard_group(agent_pid: int) -> None:
     for stream in range(3):  # whoever reads the worker's streams would wait for this process, too
         os.dup2(null, stream)
     select.select([agent, leader], [], [])
-    if select.select([agent], [], [], _SETTLE_S)[0]:
+    if _has_begun_to_end(agent_pid) or select.select([agent], [], [], _SETTLE_S)[0]:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)
     os._exit(0)
