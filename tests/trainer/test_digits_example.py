@@ -36,15 +36,15 @@ def test_the_example_runs_on_ray() -> None:
     assert status in (0, 1)
 
 
-@pytest.mark.timeout(240)  # ten passes over the data, with a restart every few seconds
+@pytest.mark.timeout(240)  # passes over the data, with a restart every few seconds
 @pytest.mark.parametrize("mode", ["restart", "per-step"])
 def test_digits_are_read_although_workers_are_killed(mode: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     picture = tmp_path / "run.png"
     status, said = run_example(
-        "--passes=10",
+        "--passes=14",
         "--kill-every=4",
-        "--step-s=0.015",
+        "--step-s=0.01",
         f"--fault-tolerance={mode}",
         f"--report={picture}",
         warm=True,
