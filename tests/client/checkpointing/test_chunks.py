@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.client.checkpointing.http.chunks import SLOW_S, Chunks, ConnectionId
+from torchft_svc.client.checkpointing.http.chunks import (
+    SLOW_S,
+    SLOW_WITHOUT_PACE_S,
+    Chunks,
+    ConnectionId,
+)
 
 A, B, C = (ConnectionId(source, 0) for source in range(3))
 GOOD, BAD = b"good", b"bad!"
@@ -119,6 +124,25 @@ def test_what_is_far_slower_is_asked_from_another_source_in_the_end() -> None:
     assert table.bring(A) == 0
     assert table.cut == [B]
     assert table.chunks.is_slow(1)
+    assert table.chunks.is_complete
+
+
+def test_the_only_chunk_is_asked_from_another_source_in_the_end() -> None:
+    table = Table(1, 1)
+    table.chunks.apply_digests(0, [GOOD])
+    assert table.chunks.take(A) == 0
+    table.clock.now = SLOW_WITHOUT_PACE_S
+    assert table.bring(B) == 0
+    assert table.cut == [A]
+
+
+def test_a_source_that_comes_after_all_are_lost_leads() -> None:
+    table = Table(1)
+    assert table.chunks.take(A) == 0
+    assert not table.chunks.remove_source(0)
+    table.chunks.give_back(A)
+    assert table.chunks.add_source(1)
+    assert table.bring(B) == 0
     assert table.chunks.is_complete
 
 

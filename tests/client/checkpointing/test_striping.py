@@ -54,7 +54,13 @@ class Site:
         self.sources: list[Transport] = []
         self.proxies: list[Proxy] = []
 
-    def add(self, state: Any = None, hook: Hook | None = None, **options: Any) -> Transport:
+    def add(
+        self,
+        state: Any = None,
+        hook: Hook | None = None,
+        piece_bytes: int = PIECE_BYTES,
+        **options: Any,
+    ) -> Transport:
         """The first one is the one that was assigned."""
         source: Transport = self._stack.enter_context(
             HTTPTransport(LONG, hostname="127.0.0.1", **{"chunk_bytes": CHUNK_BYTES, **options})
@@ -62,7 +68,7 @@ class Site:
         announced, extras = ([], [1]) if self.sources else ([1], [])
         source.send_striped(announced, extras, 1, weights() if state is None else state, LONG)
         self.sources.append(source)
-        self.add_proxy(source.metadata(), hook)
+        self.add_proxy(source.metadata(), hook, piece_bytes)
         return source
 
     def add_gated(self, start: int, state: Any = None) -> Gate:
@@ -77,8 +83,8 @@ class Site:
         self.add_proxy(self._stack.enter_context(source).metadata(), None)
         self.sources.append(source)
 
-    def add_proxy(self, url: str, hook: Hook | None = None) -> None:
-        proxy = Proxy(url, Throttle(LINK_BYTES_PER_S) if hook is None else hook, PIECE_BYTES)
+    def add_proxy(self, url: str, hook: Hook | None = None, piece_bytes: int = PIECE_BYTES) -> None:
+        proxy = Proxy(url, Throttle(LINK_BYTES_PER_S) if hook is None else hook, piece_bytes)
         self.proxies.append(self._stack.enter_context(proxy))
 
     def fetch(self) -> Future[Any]:
@@ -190,13 +196,6 @@ def test_digests_are_told_of_chunks_that_are_not_kept_any_more(site: Site) -> No
         assert ask(f"digests/{state_id}").startswith(seal)
 
 
-def test_an_extra_source_keeps_nothing_that_is_one_chunk(site: Site) -> None:
-    extra: Transport
-    with HTTPTransport(LONG, hostname="127.0.0.1") as extra:
-        extra.send_striped([], [1], 1, {"w": torch.ones(4)}, LONG)
-        assert extra._current.state is None
-
-
 @pytest.mark.parametrize("dead", [0, 1], ids=["assigned", "extra"])
 @pytest.mark.processes
 def test_a_source_that_is_killed_half_way_is_replaced_by_the_others(site: Site, dead: int) -> None:
@@ -270,6 +269,54 @@ def test_an_assigned_source_that_is_lost_before_it_offers_is_not_waited_for(
     site.expect(fetched)
     assert "is lost, others continue: checkpoint from" in caplog.text
     assert "a:1 is out: no sign of life for 5 s" in caplog.text
+
+
+@pytest.mark.parametrize("chunk_bytes", [CHUNK_BYTES, NUM_BYTES], ids=["chunks", "one chunk"])
+def test_an_assigned_source_that_says_nothing_is_overtaken(
+    site: Site, chunk_bytes: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its group is in the quorum, and its checkpoints are cut off, by a firewall for instance."""
+    monkeypatch.setattr(fetch, "LATER_BY_S", 0.3)
+    site.add_silent()
+    site.add(chunk_bytes=chunk_bytes)
+    site.add(chunk_bytes=chunk_bytes)
+    assert site.heal() < DEADLINE_S / 2
+    assert "described the state 0.3 s ago, this source did not" in caplog.text
+
+
+def test_an_extra_source_has_a_state_without_tensors(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the rest of a state, which is sent when the step ends."""
+    monkeypatch.setattr(fetch, "LATER_BY_S", 0.3)
+    site.add_silent()
+    site.add({"step": 7})
+    assert site.fetch().result(DEADLINE_S / 2) == {"step": 7}
+
+
+def test_a_source_that_sends_a_byte_now_and_then_holds_nobody_up(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def drip(place: int, data: bytes) -> bytes:
+        if place > 5_000:
+            time.sleep(0.4)
+        return data
+
+    monkeypatch.setattr(feed, "DIGESTS_TIMEOUT_S", 0.5)
+    site.add(hook=drip, piece_bytes=8)
+    site.add()
+    assert site.heal() < DEADLINE_S / 2
+
+
+def test_a_source_that_fails_before_another_one_has_answered_is_replaced(site: Site) -> None:
+    def late(place: int, data: bytes) -> bytes:
+        if place == 0:
+            time.sleep(0.5)
+        return data
+
+    site.add(hook=lambda place, data: data if place < 5_000 else None)
+    site.add(hook=late)
+    site.heal()
 
 
 def test_an_only_source_that_is_lost_before_it_offers_is_not_waited_for(site: Site) -> None:

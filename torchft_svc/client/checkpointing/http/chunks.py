@@ -18,6 +18,9 @@ from dataclasses import dataclass
 # as the idle source needs for a chunk, and at least SLOW_S.
 SLOWER_BY = 2.0
 SLOW_S = 0.5
+# The same for an idle source that has had no chunk yet: nothing may be left but one chunk, from a
+# source that is cut off, or sends a byte now and then.
+SLOW_WITHOUT_PACE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +87,14 @@ class Chunks:
         return {source: givers.count(source) for source in sorted(set(givers))}
 
     def add_source(self, source: int) -> bool:
-        """Add ``source``; False if it is too late."""
+        """Add ``source``, as the lead if all others are lost; False if it is too late."""
         with self._changed:
-            if self._is_over() or not self._sources:
+            if self._is_over():
                 return False
+            if not self._sources:
+                self._lead = source
             self._sources.append(source)
+            self._changed.notify_all()
             return True
 
     def remove_source(self, source: int) -> bool:
@@ -201,9 +207,9 @@ class Chunks:
 
     def _slowest(self, source: int) -> tuple[int | None, float | None]:
         """A source that ``source`` would overtake; or in how many seconds to check again."""
-        pace_s = self._pace_s.get(source)
-        if pace_s is None or source in self._slow or self._digests is None:
+        if source in self._slow or self._digests is None:
             return None, None
+        pace_s = self._pace_s.get(source)
         others = [
             (began_at, conn.source)
             for conn, (_, began_at) in self._underway.items()
@@ -212,5 +218,6 @@ class Chunks:
         if not others:
             return None, None
         began_at, slowest = min(others)
-        left_s = began_at + max(SLOWER_BY * pace_s, SLOW_S) - self._clock()
+        slow_s = SLOW_WITHOUT_PACE_S if pace_s is None else max(SLOWER_BY * pace_s, SLOW_S)
+        left_s = began_at + slow_s - self._clock()
         return (slowest, None) if left_s <= 0 else (None, left_s)

@@ -418,6 +418,21 @@ class Feed(Source):
         """
         attempts = _Attempts(self.address, "fetching the digests")
         source = self._digests_source
+        # A source may send a byte now and then, so that no single wait is too long.
+        until = time.monotonic() + DIGESTS_TIMEOUT_S
+        alarm = threading.Timer(DIGESTS_TIMEOUT_S, source.interrupt)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            return self._ask_digests(source, num_chunks, attempts)
+        except CheckpointError as error:
+            if time.monotonic() < until:
+                raise
+            raise self._digests_too_late() from error
+        finally:
+            alarm.cancel()
+
+    def _ask_digests(self, source: Source, num_chunks: int, attempts: _Attempts) -> list[bytes]:
         while True:
             try:
                 answer = source.ask(f"digests/{self.opening.state_id}", 0)
@@ -431,12 +446,14 @@ class Feed(Source):
             except Unreachable:
                 raise
             except TimeoutError as error:
-                action = f"receiving digests from {self.address}"
-                raise DeadlineExceeded(action, DIGESTS_TIMEOUT_S) from error
+                raise self._digests_too_late() from error
             except (BadHead, Corrupt, OSError) as error:
                 self._check()
                 attempts.failed(error)
             source.drop(0)
+
+    def _digests_too_late(self) -> DeadlineExceeded:
+        return DeadlineExceeded(f"receiving digests from {self.address}", DIGESTS_TIMEOUT_S)
 
     def report(self, connection: int, verified: list[int]) -> None:
         """Tell the source which chunks it need not keep, after the last chunk."""

@@ -27,6 +27,9 @@ log = logging.getLogger(__name__)
 
 # All sources are asked at the same time; when the first one fails, another answer is on its way.
 EXTRA_GRACE_S = 1.0
+# All sources describe the state at about the same time. One that is so much later than another may
+# be cut off, or send a byte now and then.
+LATER_BY_S = 2.0
 # After the last chunk, sources are told which chunks they need not keep; this bounds that wait.
 REPORT_TIMEOUT_S = 0.5
 # A thread ends as soon as its source is stopped, unless it is just connecting.
@@ -40,7 +43,8 @@ class Fetch:
     """One attempt to receive a state; ``cancel`` ends it from another thread.
 
     Source 0 is the assigned one, the extras follow. Its description and its chunks define the
-    state; another source takes its place only if it is lost before it has sent the description.
+    state; another source takes its place only if it is lost, or far later than the others, before
+    it has sent the description.
     """
 
     def __init__(self, request: FetchRequest, staging: Staging | None = None) -> None:
@@ -50,6 +54,7 @@ class Fetch:
         self._changed = threading.Condition()
         self._feeds: dict[int, Feed] = {_PRIMARY: self._primary}
         self._openings: dict[int, Opening | None] = {}  # None: it does not serve this state
+        self._undecided = set(range(_PRIMARY + 1, len(request.extras) + 1))  # may still take part
         self._lost: dict[int, PeerError] = {}
         self._has_begun = False  # the assigned source has sent the description
         self._target: _Target | None = None
@@ -67,15 +72,21 @@ class Fetch:
         Called repeatedly.
         """
         error = CheckpointError(self._primary.address, why)
+        if self._replace_undescribed(error):
+            return
         with self._changed:
-            if _PRIMARY in self._lost or (self._has_begun and not self._is_silent()):
+            if _PRIMARY in self._lost or not self._is_silent():
                 return
-            if not self._has_begun:
-                self._lost[_PRIMARY] = error
-        if self._has_begun:
-            self._lose(_PRIMARY, error)
-        else:
-            self._primary.stop()
+        self._lose(_PRIMARY, error)
+
+    def _replace_undescribed(self, error: PeerError) -> bool:
+        """Give the assigned source up, unless it has sent the description."""
+        with self._changed:
+            if self._has_begun:
+                return False
+            self._lost.setdefault(_PRIMARY, error)
+        self._primary.stop()
+        return True
 
     def _is_silent(self) -> bool:
         """Whether the assigned source, which has sent the description, has stopped sending."""
@@ -135,6 +146,10 @@ class Fetch:
             return ready[0]
         return _PRIMARY
 
+    def _is_described(self) -> bool:
+        """Whether the assigned source has sent the description, or is not waited for."""
+        return self._has_begun or _PRIMARY in self._lost or self._is_over
+
     def _has_other_opening(self) -> bool:
         return (
             any(self._openings.values())
@@ -190,6 +205,14 @@ class Fetch:
         else:
             self._answered(number, opening)
             self._guarded(number, self._take_part, number)
+        finally:
+            self._decided(number)
+
+    def _decided(self, number: int) -> None:
+        """An extra source takes part now, or never will."""
+        with self._changed:
+            self._undecided.discard(number)
+            self._changed.notify_all()
 
     def _answered(self, number: int, opening: Opening | None) -> None:
         with self._changed:
@@ -201,6 +224,11 @@ class Fetch:
     def _take_part(self, number: int) -> None:
         feed = self._feeds[number]
         with self._changed:
+            described = self._changed.wait_for(self._is_described, LATER_BY_S)
+        if not described:
+            why = f"{feed.address} described the state {LATER_BY_S:g} s ago, this source did not"
+            self._replace_undescribed(CheckpointError(self._primary.address, why))
+        with self._changed:
             self._changed.wait_for(lambda: self._target is not None or self._is_over)
             target = self._target
         if target is None or number in target.chunks.sources:
@@ -208,11 +236,13 @@ class Fetch:
         if not feed.opening.is_of_same_state(target.opening):
             log.warning("source %s offers another state for this step: left out", feed.address)
         elif target.chunks.add_source(number):
+            self._decided(number)
             self._start_learning()
             share = -(-self._request.num_connections // (len(self._request.extras) + 1))
             self._start_workers(number, range(1, share))
             self._work(number, 0)
             return
+        self._decided(number)
         target.chunks.wait_until_over()
         self._report(number, 0)
 
@@ -319,13 +349,22 @@ class Fetch:
             if self._is_over or number in self._lost:
                 return
             self._lost[number] = error
-        if self._ready_target().chunks.remove_source(number):
+        chunks = self._ready_target().chunks
+        if chunks.remove_source(number) or self._has_successor(chunks):
             log.warning(
                 "source %s is lost, others continue: %s", self._feeds[number].address, error
             )
             self._feeds[number].stop()
         else:
             self._fail(self._lost.get(_PRIMARY, error))
+
+    def _has_successor(self, chunks: Chunks) -> bool:
+        """Whether an extra source that is just being opened takes the place of the last one."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._is_over or chunks.sources or not self._undecided, EXTRA_GRACE_S
+            )
+            return bool(chunks.sources)
 
     def _fail(self, error: PeerError) -> None:
         with self._changed:

@@ -78,13 +78,13 @@ class ServedState:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing can be read any more, or all announced receivers have it."""
+        """Whether nothing can be read any more, or all receivers have it."""
         with self._changed:
             if self._live is not None:
                 return False
             if self._retired or self.num_chunks:
                 return not self._copies
-            return len(self._receivers) >= self._num_receivers
+            return len(self._receivers) >= self._num_receivers + self._num_extras
 
     @property
     def copied_bytes(self) -> int:

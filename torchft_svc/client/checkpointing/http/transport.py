@@ -152,16 +152,20 @@ class HTTPTransport(CheckpointTransport[T]):
         described = describe(state_dict)
         size = described.memory.size
         chunk_bytes = self._chunk_bytes or _usual_chunk_bytes(size)
-        # A single chunk cannot be divided among sources.
-        extras = extra_dst_ranks if size > chunk_bytes else []
-        if not dst_ranks and not extras:
+        if not dst_ranks and not extra_dst_ranks:
             return None
-        log.debug("offering step %d (%d bytes) to %s, a part to %s", step, size, dst_ranks, extras)
+        log.debug(
+            "offering step %d (%d bytes) to %s, a part to %s",
+            step,
+            size,
+            dst_ranks,
+            extra_dst_ranks,
+        )
         return ServedState(
             described,
             step=step,
             num_receivers=len(dst_ranks),
-            num_extras=len(extras),
+            num_extras=len(extra_dst_ranks),
             chunk_bytes=chunk_bytes,
             idle_timeout_s=self._timeout_s if timeout is None else positive_s("timeout", timeout),
         )
