@@ -35,8 +35,9 @@ def test_runs_that_fell_once(seed: int) -> None:
     assert outcome.fell is None, describe(outcome)
 
 
-# Two worlds of one round, with a node in both.
-@pytest.mark.parametrize("seed", [528])
+# Two worlds of one round, with a node in both; a world that a node enters after another one of it
+# has died; nodes that die while they are cut off, before another lighthouse does.
+@pytest.mark.parametrize("seed", [528, 30287, 30503])
 def test_lists_that_fell_once(seed: int) -> None:
     outcome = LaunchFleet(on_a_list_from_the_start(draw_launch(seed))).run()
     assert outcome.fell is None, describe(outcome)

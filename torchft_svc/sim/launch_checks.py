@@ -293,9 +293,10 @@ class LaunchChecks:
         reached.add(node_id)
         nodes = [self.nodes[each] for each in world.node_ids]
         are_there = all(
-            node.machine.entered is not None
-            and node.machine.entered == world
+            node.machine.entered == world
             and node.machine.state.status is AgentStatus.WORKING
+            and node.has_workers
+            and not node.has_ended
             for node in nodes
         )
         if are_there and reached >= set(world.node_ids):  # they train from now on

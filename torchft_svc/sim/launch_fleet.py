@@ -181,6 +181,7 @@ class LaunchFleet:
         self.trace.record("FAULT", str(fault).split("s  ", 1)[1])
         if fault.kind in ("lighthouse_crash", "lighthouse_freeze", "change_leader"):
             are_well = all(agent.ledger.troubled_until < self.world.now for agent in self._up())
+            are_well &= not any(map(self.network.is_cut, self.checks.nodes))  # nor not missed yet
             self.checks.trouble_all(fault.seconds + MAX_KEEPALIVE_S)
             if are_well and self._is_settled():
                 back_s = fault.seconds + LEASE_S + self._scenario.heartbeat_timeout_s + LOSS_S
