@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.etcd_server import EtcdServer, etcd_server, needs_etcd
 from support.launched import OURS, TORCHS, are_gone, launch
 from support.running import steady_address
 from support.torchrun import Nodes
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+from torchft_svc.core.world import AgentState, AgentStatus, AgentWelcome, Node, RunClosed
+from torchft_svc.elastic.rendezvous.polled import PolledMeeting
 
 pytestmark = pytest.mark.processes
 
@@ -34,6 +40,26 @@ def rendezvous(folder: Path, back_end: str) -> Iterator[list[str]]:
         if back_end != "c10d":
             address = servers.enter_context(begin_etcd(folder)).address
         yield [f"--rdzv-backend={back_end}", f"--rdzv-endpoint={address}"]
+
+
+class ClosedRendezvous:
+    """As torch's own back ends end one: without a word."""
+
+    def next_rendezvous(self) -> None:
+        raise RendezvousClosedError
+
+
+def test_a_rendezvous_that_others_have_closed_has_a_reason() -> None:
+    heard: queue.Queue[Any] = queue.Queue()
+    handler: Any = ClosedRendezvous()
+    meeting = PolledMeeting(handler, Node(node_id="a", host="host", num_workers=1), 60.0, heard.put)
+    meeting.tell(AgentState(status=AgentStatus.JOINING, store_port=1))
+    assert isinstance(heard.get(timeout=10.0), AgentWelcome)
+    closed = heard.get(timeout=10.0)
+    assert closed == RunClosed(
+        "the rendezvous was closed: a node has finished, or failed too often", failed=True
+    )
+    meeting.close()
 
 
 @pytest.mark.parametrize("of", [OURS, TORCHS])

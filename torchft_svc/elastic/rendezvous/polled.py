@@ -104,7 +104,8 @@ class PolledMeeting:
             while (state := self._next_state()) is not None:
                 self._act(state)
         except RendezvousClosedError as error:
-            self._tell(RunClosed(f"the rendezvous was closed: {error}", failed=True))
+            reason = str(error) or "a node has finished, or failed too often"  # c10d does not say
+            self._tell(RunClosed(f"the rendezvous was closed: {reason}", failed=True))
         except (RendezvousError, DistError) as error:
             self._tell(MeetingFailed(error))
         except Exception as error:
