@@ -190,6 +190,8 @@ class LaunchChecks:
             self._made(report, by)
         elif isinstance(report, ReportRunMoved):
             self._forget_states()
+            for node in self.nodes.values():
+                node.is_counted = False  # the next lighthouse begins to count anew
 
     def _made(self, report: ReportWorld, by: Maker) -> None:
         world, now = report.world, self._universe.now
