@@ -6,6 +6,7 @@ import contextlib
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -362,6 +363,36 @@ def test_a_lost_source_that_stops_sending_is_not_waited_for(site: Site, start: i
             fetched.result(0)
     finally:
         gate.open()
+
+
+@pytest.mark.parametrize("num_sources", [1, 2])
+def test_a_source_that_is_lost_after_the_last_chunk_is_not_missed(
+    site: Site, monkeypatch: pytest.MonkeyPatch, num_sources: int
+) -> None:
+    """No other one has to vouch for its chunks, and no thread waits for more."""
+
+    def lose(source: feed.Feed, *_: Any) -> None:
+        raise CheckpointError(source.address, "it has ended")
+
+    def learn(source: feed.Feed, _: int) -> list[bytes]:
+        source._stopped.wait(DEADLINE_S)
+        raise CheckpointError(source.address, "it has ended")
+
+    def slow(_: int, data: bytes) -> bytes:
+        time.sleep(0.5 if len(data) > 3000 else 0.0)  # the only chunk
+        return data
+
+    def later(_: int, data: bytes) -> bytes:
+        time.sleep(0.2)  # there is no chunk left for this one
+        return data
+
+    monkeypatch.setattr(feed.Feed, "report", lose)
+    monkeypatch.setattr(feed.Feed, "fetch_digests", learn)
+    state = {"w": torch.arange(1000.0)}
+    for hook in (slow, later)[:num_sources]:
+        site.add(state, hook)
+    assert torch.equal(site.fetch().result(DEADLINE_S)["w"], state["w"])
+    until(lambda: not any(each.name.startswith("torchft-fetch") for each in threading.enumerate()))
 
 
 def test_a_slow_source_gives_less(site: Site) -> None:

@@ -58,6 +58,7 @@ class Chunks:
         self._pace_s: dict[int, float] = {}
         self._slow: set[int] = set()
         self._is_stopped = False
+        self._was_complete = False
 
     @property
     def lead(self) -> int:
@@ -161,6 +162,7 @@ class Chunks:
             if is_good:
                 self._arrived[chunk] = (conn.source, digest)
                 self._pace_s[conn.source] = self._clock() - began_at
+                self._is_complete()  # and stays so, even if the lead is lost next
             else:
                 self._left.append(chunk)
             self._changed.notify_all()
@@ -199,11 +201,11 @@ class Chunks:
         return self._is_stopped or self._is_complete()
 
     def _is_complete(self) -> bool:
-        if len(self._arrived) < self.num_chunks:
-            return False
-        return self._digests is not None or all(
-            giver == self._lead for giver, _ in self._arrived.values()
-        )
+        """Whether all have arrived, and the lead of that moment vouched for them."""
+        if not self._was_complete and len(self._arrived) >= self.num_chunks:
+            givers = {giver for giver, _ in self._arrived.values()}
+            self._was_complete = self._digests is not None or givers <= {self._lead}
+        return self._was_complete
 
     def _slowest(self, source: int) -> tuple[int | None, float | None]:
         """A source that ``source`` would overtake; or in how many seconds to check again."""

@@ -345,11 +345,11 @@ class Fetch:
 
     def _lose(self, number: int, error: PeerError) -> None:
         """Continue without a source, or fail if it was the last one."""
+        chunks = self._ready_target().chunks
         with self._changed:
-            if self._is_over or number in self._lost:
+            if self._is_over or number in self._lost or chunks.is_complete:
                 return
             self._lost[number] = error
-        chunks = self._ready_target().chunks
         if chunks.remove_source(number) or self._has_successor(chunks):
             log.warning(
                 "source %s is lost, others continue: %s", self._feeds[number].address, error
