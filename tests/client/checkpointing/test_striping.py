@@ -24,7 +24,7 @@ from support.warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.http import feed, fetch, served
-from torchft_svc.errors import CheckpointError, PeerError, Unreachable
+from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
 from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Hook, Proxy, Throttle
 
 LONG = timedelta(seconds=DEADLINE_S)
@@ -295,18 +295,25 @@ def test_an_extra_source_has_a_state_without_tensors(
     assert site.fetch().result(DEADLINE_S / 2) == {"step": 7}
 
 
-def test_a_source_that_sends_a_byte_now_and_then_holds_nobody_up(
+def test_digests_that_come_byte_by_byte_are_too_late(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def drip(place: int, data: bytes) -> bytes:
-        if place > 5_000:
-            time.sleep(0.4)
+    monkeypatch.setattr(feed, "DIGESTS_TIMEOUT_S", 0.5)
+    drips: list[bool] = []
+
+    def drip(_: int, data: bytes) -> bytes:
+        if drips:
+            time.sleep(0.1)
         return data
 
-    monkeypatch.setattr(feed, "DIGESTS_TIMEOUT_S", 0.5)
     site.add(hook=drip, piece_bytes=8)
-    site.add()
-    assert site.heal() < DEADLINE_S / 2
+    url = site.proxies[0].url
+    source = feed.Feed(url, feed.FetchRequest(url, 1, DEADLINE_S, 1))
+    source.open()
+    drips.append(True)
+    with pytest.raises(DeadlineExceeded, match="receiving digests"):
+        source.fetch_digests(NUM_BYTES // CHUNK_BYTES)
+    source.close()
 
 
 def test_a_source_that_fails_before_another_one_has_answered_is_replaced(site: Site) -> None:
