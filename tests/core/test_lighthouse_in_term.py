@@ -11,7 +11,6 @@ from support.core.scenes import JOB, SECONDS, Scene, config, member
 from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.job import MISSED_AFTER_S
 from torchft_svc.core.lighthouse_orders import (
-    AnswerQuorum,
     ReportEviction,
     ReportLoss,
     ReportStraggler,
@@ -70,7 +69,7 @@ def test_groups_that_go_on_in_an_older_quorum_learn_that_the_job_goes_on_without
 
 def test_a_term_ends_if_groups_come_from_a_newer_quorum_and_both_do_not_train_on() -> None:
     """Newcomers had a quorum at another leader, whose clock is behind, before they were back."""
-    term = Term(config(heartbeat_timeout_s=200.0))  # the lighthouse is young
+    term = Term()
     for each in "de":
         term.opened(each, quorum_id=9, max_step=40)
     assert term.told() == [(None, ("a", "b", "c"))], "once"
@@ -83,12 +82,6 @@ def test_a_term_ends_if_groups_come_from_a_newer_quorum_and_both_do_not_train_on
         ("d", 9, ("d",)),
         ("e", 9, ("e",)),
     ]
-    for each in "de":
-        term.asks(each, 41, seen_quorum_id=9, step_quorum_id=9, has_history=True)
-    for each in "abc":
-        term.asks(each, 7, agreed=True)
-    (order,) = [each for each in term.take() if isinstance(each, AnswerQuorum)]
-    assert [each.replica_id for each in order.quorum.up_to_date] == ["d", "e"], "rule F8"
 
 
 # -- the end (E4) --------------------------------------------------------------------------------

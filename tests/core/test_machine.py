@@ -173,23 +173,9 @@ class Groups(RuleBasedStateMachine):
     def an_operator_accepts_a_loss(self, job: str) -> None:
         self.world.accept_loss(job)
 
-    @rule(is_set_back=st.sampled_from([False, False, True]))
-    def the_lighthouse_restarts(self, is_set_back: bool) -> None:
-        """Maybe with a clock that was set back."""
-        self.world.restart_lighthouse(is_set_back)
-
-    @rule(job=st.sampled_from(JOBS), is_set_back=st.booleans())
-    @precondition(lambda self: len(self.world.groups) < 6)
-    def a_newcomer_is_the_first_at_a_restarted_lighthouse(
-        self, job: str, is_set_back: bool
-    ) -> None:
-        """The others come back while it trains."""
-        self.the_lighthouse_restarts(is_set_back)
-        self.world.start(job, "e", 0)
-        newcomer = list(self.world.groups.values())[-1]
-        self.world.ask(newcomer, shrink_only=False)
-        self.all_end_their_step(commits=True)
-        self.all_who_can_ask(shrink_only=False)
+    @rule()
+    def the_lighthouse_restarts(self) -> None:
+        self.world.restart_lighthouse()
 
     # -- what always holds -----------------------------------------------------------------------
 

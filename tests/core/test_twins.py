@@ -56,7 +56,6 @@ def views(draw: st.DrawFn) -> JobView:
                 draw(st.integers(0, 7)),
                 shrink_only=draw(st.sampled_from([False] * 3 + [True])),
                 min_replicas=draw(st.sampled_from([0] * 3 + [1, 2, 4])),
-                seen_quorum_id=draw(st.sampled_from([0, 3, 5, 6, 7, 9])),
             ),
             draw(st.integers(0, 9)),
         )
@@ -76,7 +75,6 @@ def views(draw: st.DrawFn) -> JobView:
             (each.member.min_replicas for each in waiting.values()), default=0
         ),
         loss_accepted=draw(st.sampled_from([False, False, True])),
-        begun_anew=draw(st.sampled_from([(), (5,), (5, 7)])),
         ahead={name for name in sorted(living) if draw(st.sampled_from([False, False, True]))},
         is_finished=draw(st.sampled_from([False, False, True])),
         gathering=draw(st.sampled_from([Gathering(), Gathering(), Gathering(3, 15.0)])),
@@ -216,7 +214,6 @@ class Side:
         assert state.members.previous == self.naive.previous
         assert view.requested_min_replicas == expected.requested_min_replicas
         assert view.loss_accepted == expected.loss_accepted
-        assert [*view.begun_anew] == [*expected.begun_anew]
         if any(view.groups[each] for each in SILENT):
             assert view.first == expected.first
         for each, at in view.first.items():

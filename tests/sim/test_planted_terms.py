@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sim.test_planted import INVARIANTS, MAX_SEEDS, Plant
-from torchft_svc.core import group, quorum
+from torchft_svc.core import group
 from torchft_svc.core.activity import Activity
 from torchft_svc.core.gathering import Gathering
 from torchft_svc.core.group import Group
@@ -17,13 +17,12 @@ from torchft_svc.core.job import Job
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_link import LinkMachine
 from torchft_svc.core.link_types import Incarnation
-from torchft_svc.core.membership import JobView, Membership
+from torchft_svc.core.membership import Membership
 from torchft_svc.core.round import Round
 from torchft_svc.core.session_messages import NewcomerWaits
 from torchft_svc.core.session_orders import Send
 from torchft_svc.core.sessions import LighthouseSessions
 from torchft_svc.core.term import RunningTerm, TermEnds
-from torchft_svc.core.types import Member
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import Scenario, draw_long_terms, draw_returns, draw_steady
 from torchft_svc.sim.site import Site
@@ -309,15 +308,6 @@ def members_are_believed_for_ever_after_newcomers(plant: pytest.MonkeyPatch) -> 
     plant.setattr(Membership, "view", view)
 
 
-def only_members_of_an_earlier_quorum_are_believed_after_newcomers(
-    plant: pytest.MonkeyPatch,
-) -> None:
-    def is_back(view: JobView, member: Member) -> bool:
-        return 0 < member.seen_quorum_id < min(view.begun_anew, default=0)
-
-    plant.setattr(quorum, "_is_back", is_back)
-
-
 def nobody_misses_who_has_not_come_back(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Job, "waits_for_unheard", lambda self, *what: False)
 
@@ -364,7 +354,6 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     members_are_believed_for_ever_after_newcomers: (draw_returns, 122),
     the_end_of_a_session_is_a_loss: (draw_steady, 15),
     another_manager_is_another_incarnation: (draw_steady, 15),
-    only_members_of_an_earlier_quorum_are_believed_after_newcomers: (draw_returns, 64),
     nobody_misses_who_has_not_come_back: (draw_long_terms_of_four, 90),
 }
 

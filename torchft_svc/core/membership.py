@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections import Counter, OrderedDict, deque
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity
@@ -72,10 +72,6 @@ STATES: dict[Conduct, dict[Tenure, GroupState]] = {
 # Living members of the last quorum that have not asked, and may still be waited for.
 AWAITED_MEMBERS = (GroupState.AWAITED, GroupState.HEALING, GroupState.HEALED)
 SILENT = (*AWAITED_MEMBERS, GroupState.ABSENT, GroupState.NEWCOMER)
-DATED = (GroupState.ASKING, GroupState.JOINING, GroupState.HEALED)  # see `JobView.first`
-# More than a lighthouse usually issues in its first seconds. A group that was in an earlier quorum
-# here, and in none since, is told from the others no longer.
-MAX_IDS_OF_NEWCOMERS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,8 +134,8 @@ class JobView:
     operator gave up the steps that the groups that ask do not have. ``is_finished``: the last run
     ended on purpose. ``ahead``: groups that report a newer quorum than the last one here, because
     the job went on elsewhere, and are believed. ``gathering`` matters until the first quorum here;
-    ``num_gone`` groups had reported the last quorum here, and are gone. ``begun_anew``: the ids of
-    the last quorums here, while groups that were in another one are believed (none: they are not).
+    ``num_gone`` groups had reported the last quorum here, and are gone. ``begun_anew``: the id of
+    the first quorum here, while groups that were in an earlier one are believed (0: they are not).
     """
 
     waiting: Mapping[str, Waiter]
@@ -157,7 +153,7 @@ class JobView:
     last_quorum_id: int = 0
     gathering: Gathering = NOBODY_IS_TO_COME
     num_gone: int = 0
-    begun_anew: Collection[int] = ()
+    begun_anew: int = 0
 
 
 class Membership:
@@ -195,8 +191,7 @@ class Membership:
         self._loss_accepted = False
         self._gathering = NOBODY_IS_TO_COME
         self._were_here: set[str] = set()  # names that have reported ``last`` as their last quorum
-        # The last ids that were issued here, if all groups of the first quorum were new (rule F8).
-        self._begun_anew: deque[int] = deque(maxlen=MAX_IDS_OF_NEWCOMERS)
+        self._begun_anew = 0  # the first quorum here, if nobody in it had been in one before (F8)
 
     # -- what happened ---------------------------------------------------------------------------
 
@@ -220,7 +215,9 @@ class Membership:
         """
         if not last.quorum_id:
             return
-        self._was_in(replica_id, last.quorum_id)
+        if self._known[replica_id].tenure is Tenure.NEW:
+            self._take_part(replica_id, Tenure.VETERAN)
+        self._note_ahead(replica_id, last.quorum_id)
         if self.previous is not None or last.quorum_id < self.last.quorum_id:
             return
         if last.quorum_id > self.last.quorum_id:
@@ -235,10 +232,8 @@ class Membership:
         self._were_here.add(stable_name(replica_id))
         self._take_part(replica_id, Tenure.MEMBER)
 
-    def _was_in(self, replica_id: str, quorum_id: int) -> None:
+    def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
         """If the reported quorum is newer than the last here, the job may have gone on there."""
-        if self._known[replica_id].tenure is Tenure.NEW:
-            self._take_part(replica_id, Tenure.VETERAN)
         if self.previous is not None and quorum_id > self.last.quorum_id:
             self.ahead.add(replica_id)
 
@@ -265,7 +260,9 @@ class Membership:
         group.caller, group.gave_up, group.left_out, group.heal = caller, None, None, None
         self._place(replica_id, group)
         if member.has_history:
-            self._was_in(replica_id, member.seen_quorum_id)
+            self._note_ahead(replica_id, member.seen_quorum_id)
+            if group.tenure is Tenure.NEW:
+                self._take_part(replica_id, Tenure.VETERAN)
         if self.previous is None:
             self._gathering = self._gathering.after_request(
                 member, now, self._config.join_timeout_s, self._began_at
@@ -370,11 +367,9 @@ class Membership:
             callers.append(group.caller)
             self._take_request(member.replica_id, group)
             self._take_part(member.replica_id, Tenure.MEMBER)
-        is_new = self.last == NO_QUORUM and not any(
-            each.has_history for each in quorum.participants
-        )
-        if (is_new or self._begun_anew) and quorum.quorum_id != self.last.quorum_id:
-            self._begun_anew.append(quorum.quorum_id)
+        if self.previous is None and self.last == NO_QUORUM:
+            knows_one = any(member.has_history for member in quorum.participants)
+            self._begun_anew = 0 if knows_one else quorum.quorum_id
         self.previous = quorum
         self.ahead.clear()
         # Its step is lower than before only if that is accepted (rule Q7).
@@ -397,9 +392,14 @@ class Membership:
             self._remove(replica_id, group.state)
             group.state = state
         self.groups[state].add(replica_id)
-        if state in DATED:
-            first = self.first.get(state, math.inf)
-            self.first[state] = min(first, self._since(replica_id, state))
+        if state is GroupState.ASKING or state is GroupState.JOINING:
+            since = self._waiting[replica_id].asked_at
+        elif state is GroupState.HEALED and group.heal and group.heal.ended_at is not None:
+            since = group.heal.ended_at
+        else:
+            return
+        if since < self.first.get(state, math.inf):
+            self.first[state] = since
 
     def _remove(self, replica_id: str, state: GroupState) -> None:
         self.groups[state].discard(replica_id)
@@ -461,7 +461,7 @@ class Membership:
             last_quorum_id=self.last.quorum_id,
             gathering=self._gathering,
             num_gone=sum(not self.names.of(name) for name in self._were_here),
-            begun_anew=self._begun_anew if is_young else (),
+            begun_anew=self._begun_anew if is_young else 0,
         )
 
     def _first_of_all(self) -> dict[GroupState, float]:

@@ -218,14 +218,13 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
     and maybe while this lighthouse was away. A group that reports more comes from another run, or
     is wrong, unless it was in a newer quorum elsewhere. A lighthouse that has published no quorum
     yet knows the last one only if all its groups are here. One that was restarted may have begun
-    with newcomers before the groups of the job were back: for a while those that were in a quorum
-    elsewhere, newer or older, are believed (rule F8).
+    with newcomers before the groups of the job were back: for a while these are believed (rule F8).
     """
     limit = _step_of_the_term(view) + 1
     jumps = {
         member.replica_id: member.step
         for member in candidates
-        if member.step > limit and not _is_back(view, member)
+        if member.step > limit and not 0 < member.seen_quorum_id < view.begun_anew
     }
     if not jumps or config.on_step_jump == "follow":
         return {}
@@ -236,12 +235,6 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
         return {}
     elsewhere = max((jumps[key] for key in jumps if key in view.ahead), default=limit)
     return {key: step for key, step in jumps.items() if step > elsewhere and key not in view.ahead}
-
-
-def _is_back(view: JobView, member: Member) -> bool:
-    """Whether its job was there before newcomers have begun it anew here (rule F8). The clock of
-    another leader may have been ahead, so ids do not tell which quorum is newer."""
-    return bool(view.begun_anew) and 0 < member.seen_quorum_id not in view.begun_anew
 
 
 def _step_of_the_term(view: JobView) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
-from collections.abc import Callable, Collection, Iterator, Set
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -239,6 +239,7 @@ class Progress:
         # is gone.
         self._reached: dict[str, dict[str, int]] = {}
         self._went_back = went_back
+        self._begun_anew: dict[tuple[object, str], int] = {}  # by newcomers, in a lighthouse's life
 
     def opened(self, job: str, replica_id: str, last: LastQuorum) -> None:
         """A session begins, with what the group knew when it connected: if the lighthouse was
@@ -308,8 +309,8 @@ class Progress:
         if order.is_orderly:
             self._remaining.get((by, order.job), set()).discard(order.replica_id)
 
-    def published(self, order: AnswerQuorum, by: object, begun_anew: Set[int]) -> None:
-        """``begun_anew``: its ids since newcomers have begun the job, while it is young."""
+    def published(self, order: AnswerQuorum, by: object, *, is_young: bool) -> None:
+        """``is_young``: the lighthouse serves for less than the heartbeat timeout."""
         step = order.quorum.max_step
         took_part = self._took_part.setdefault(order.job, {})
         if order.job in self._committed:
@@ -334,8 +335,11 @@ class Progress:
             # A loss is reported again if a group with the newer state came and went.
             is_true = order.lost_from is None or step < order.lost_from <= newest
             must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
-        self._check_jump(order, begun_anew)
+        self._check_jump(order, self._begun_anew.get((by, order.job), 0) if is_young else 0)
         self._check_belief(order)
+        knows_one = any(each.has_history for each in order.quorum.participants)
+        if not (knows_one or self._committed.get(order.job)):
+            self._begun_anew[by, order.job] = order.quorum.quorum_id
         self._committed[order.job] = step
         self._reached.pop(order.job, None)
         steady = [each for each in order.quorum.up_to_date if each.steady]
@@ -356,7 +360,7 @@ class Progress:
             what = f"{each.replica_id} is not believed, and has committed its step in {last_id}"
             must(not (each.doubted_step and went_on), "I4", what)
 
-    def _check_jump(self, order: AnswerQuorum, begun_anew: Set[int]) -> None:
+    def _check_jump(self, order: AnswerQuorum, begun_anew: int) -> None:
         """A job follows a group that is far ahead only if that was in a newer quorum elsewhere, or
         is back soon after newcomers have begun anew at a restarted lighthouse (rule F8)."""
         if order.job not in self._committed or order.job not in self._members:
@@ -371,7 +375,7 @@ class Progress:
         believed = [each for each in order.quorum.participants if not each.doubted_step]
         ahead = [each for each in believed if each.step > limit]
         is_newer = any(each.seen_quorum_id > last_id for each in ahead)
-        is_back = begun_anew and {each.seen_quorum_id for each in ahead} - {0} - begun_anew
+        is_back = any(0 < each.seen_quorum_id < begun_anew for each in ahead)
         if ahead and not (is_newer or is_back):
             stay = [each.replica_id for each in believed if each.step <= limit]
             stay = [each for each in stay if each in self._members[order.job]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 
 from torchft_svc.core.activity import Activity
@@ -28,7 +27,7 @@ from torchft_svc.core.session_messages import (
 from torchft_svc.core.session_orders import Report, ReportAcceptedLoss
 from torchft_svc.core.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
 from torchft_svc.core.term import TermEnds
-from torchft_svc.core.types import LastQuorum, Quorum, QuorumConfig
+from torchft_svc.core.types import LastQuorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, Invariants, must
 from torchft_svc.sim.liveness import LOOK_S, Key, LivenessChecks
 from torchft_svc.sim.trace import Trace
@@ -53,35 +52,6 @@ class ClientRecord:
     @property
     def question(self) -> tuple[ClientRecord, int]:
         return self, self.number_asked
-
-
-class Beginning:
-    """Whether newcomers have begun a job at this lighthouse (rule F8); its ``ids`` since then."""
-
-    def __init__(self) -> None:
-        self.ids: set[int] = set()
-        self._is_sure = True  # nothing else can be known of the job
-        self._left: set[str] = set()  # of the members of its last quorum
-
-    def told(self) -> None:
-        """A group was in a quorum elsewhere."""
-        self._is_sure &= bool(self.ids)
-
-    def lost(self, replica_id: str) -> None:
-        self._left.discard(replica_id)
-        self._is_sure &= bool(self._left)  # the job may have ended
-
-    def published(self, quorum: Quorum, *, is_young: bool) -> None:
-        """While the lighthouse is young, a group that comes back is believed, whichever clock was
-        ahead."""
-        for each in quorum.participants if self.ids and self._is_sure and is_young else ():
-            is_back = 0 < each.seen_quorum_id not in self.ids
-            what = f"{each.replica_id} is back from {each.seen_quorum_id}, and is not believed"
-            must(not (is_back and each.doubted_step), "I4", what)
-        if self.ids or not any(each.has_history for each in quorum.participants):
-            self.ids.add(quorum.quorum_id)
-        self._is_sure &= bool(self.ids)
-        self._left = {each.replica_id for each in quorum.participants}
 
 
 class LighthouseChecks:
@@ -112,7 +82,6 @@ class LighthouseChecks:
         self._untold: set[ClientRecord] = set()  # that have to receive a loss at once
         self._liveness = LivenessChecks(config)
         self._began_at = self._now
-        self._beginnings: defaultdict[str, Beginning] = defaultdict(Beginning)  # of the jobs
 
     @property
     def _now(self) -> float:
@@ -129,8 +98,6 @@ class LighthouseChecks:
         self._sessions.add(client)
         self._heard(client)
         self._invariants.progress.opened(*client.key, last)
-        if last.quorum_id:
-            self._beginnings[client.key[0]].told()
 
     def received(self, client: ClientRecord, message: SessionMessage) -> None:
         if isinstance(message, Beat):
@@ -234,10 +201,8 @@ class LighthouseChecks:
             + ", ".join(f"{each.replica_id}@{each.step}" for each in quorum.participants),
         )
         self._invariants.ids.published(decided.job, quorum)
-        is_young = self._now < self._began_at + self._config.heartbeat_timeout_s
-        beginning = self._beginnings[decided.job]
-        self._invariants.progress.published(decided, self, beginning.ids if is_young else set())
-        beginning.published(quorum, is_young=is_young)
+        is_young = self._now - self._began_at < self._config.heartbeat_timeout_s
+        self._invariants.progress.published(decided, by=self, is_young=is_young)
         self._invariants.newcomers.published(decided)
         self._liveness.published(decided.job, quorum, self._heard_at, self._now)
         for client, number in told:
@@ -277,7 +242,6 @@ class LighthouseChecks:
     def _lost(self, loss: ReportLoss) -> None:
         self._trace.record(self._name, f"{loss.replica_id} is out: {loss.reason}")
         self._invariants.progress.lost(loss, by=self)
-        self._beginnings[loss.job].lost(loss.replica_id)
         self._invariants.newcomers.gone(loss.job, loss.replica_id)
         key = (loss.job, loss.replica_id)
         if loss.reason.startswith("its session ended"):

@@ -282,8 +282,8 @@ def draw_long_terms(seed: int, num_groups: int | None = None) -> Scenario:
 
 
 def draw_returns(seed: int, num_groups: int | None = None) -> Scenario:
-    """The scenario of ``seed`` in which a group that the others have left is back, and may be the
-    first (rule Q11), as its lighthouse is restarted, maybe with a clock that was set back."""
+    """The scenario of ``seed`` in which a group that the others have left is back at the moment at
+    which its lighthouse is restarted, and may be the first to come there (rule Q11)."""
     scenario = draw_long_terms(seed, num_groups)
     chance = random.Random(f"{seed}/returns")  # noqa: S311 - it is to be repeated
     lost, other = chance.sample(range(scenario.num_groups), 2)
@@ -291,14 +291,14 @@ def draw_returns(seed: int, num_groups: int | None = None) -> Scenario:
     lost_s = scenario.config.heartbeat_timeout_s + chance.uniform(2.0, 6.0)
     down_at = at + lost_s + chance.uniform(-0.6, 0.3) - away_s
     kind = chance.choice(["freeze", "cut"])
-    crashes, set_back = chance.random() < 0.5, chance.choice([0.0, 0.0, 1.0])
     faults = [
         Fault(at=at, kind=kind, target=lost, seconds=lost_s, value=0.0),
-        Fault(at=down_at, kind="lighthouse_crash", target=lost, seconds=away_s, value=set_back),
+        Fault(at=down_at, kind="lighthouse_crash", target=lost, seconds=away_s, value=0.0),
     ]
-    if crashes:
-        faults.append(replace(faults[0], at=down_at + 0.1, kind="crash", target=other, seconds=5.0))
-    return replace(scenario, is_clock_honest=not set_back, faults=_in_order(faults))
+    if chance.random() < 0.5:
+        crash = Fault(at=down_at + 0.1, kind="crash", target=other, seconds=5.0, value=0.0)
+        faults.append(crash)
+    return replace(scenario, faults=_in_order(faults))
 
 
 def _draw_story(chance: random.Random, scenario: Scenario, at: float) -> list[Fault]:

@@ -45,7 +45,7 @@ class Naive:
     others_known: bool = False  # lighthouses; by one of them
     all_told: list[tuple[str, int]] = field(default_factory=list)  # as told, also by the dead
     questions: list[LastQuorum] = field(default_factory=list)  # what those that asked knew of
-    begun_anew: list[int] = field(default_factory=list)  # all ids, if the first quorum knew none
+    begun_anew: int = 0  # the first quorum, if none of it knew another one
 
     def request(self, member: Member, caller: int, now: float) -> None:
         self._sign_of_life(member.replica_id, now)
@@ -137,7 +137,7 @@ class Naive:
             ahead=self._believed(),
             gathering=self._gathering(),
             num_gone=self._num_gone(),
-            begun_anew=self.begun_anew[-32:] if now < self.config.heartbeat_timeout_s else (),
+            begun_anew=self.begun_anew if now < self.config.heartbeat_timeout_s else 0,
         )
 
     def _believed(self) -> set[str]:
@@ -190,7 +190,7 @@ class Naive:
                 request.asked_at = now
                 self._has_come(request.member, now)
         if not self.groups:  # the job is over; its ids and its step are remembered
-            self.previous, self.begun_anew = None, []
+            self.previous, self.begun_anew = None, 0
             if self.newest.max_step == 0:  # that is like no step at all
                 self.newest = NO_QUORUM
             self.loss_accepted = False
@@ -225,8 +225,8 @@ class Naive:
         ]
         self.requests = [each for each in self.requests if each.member.replica_id not in ids]
         is_first = self.previous is None and self.newest == NO_QUORUM
-        if self.begun_anew or (is_first and all(not member.has_history for member in members)):
-            self.begun_anew += [self.last_id] if self.last_id not in self.begun_anew else []
+        if is_first and all(not member.has_history for member in members):
+            self.begun_anew = self.last_id
         self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
         self.veterans |= set(ids)
         self.told_num_groups, self.all_told, self.others_known = [], [], False

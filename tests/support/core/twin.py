@@ -125,9 +125,7 @@ def not_believed(view: JobView, config: QuorumConfig, asking: list[Member]) -> l
     from_elsewhere = [member.step for member in asking if member.replica_id in view.ahead]
     most = max([usual, *from_elsewhere])
     wrong = [each for each in asking if each.step > most and each.replica_id not in view.ahead]
-    if not view.begun_anew:
-        return wrong
-    return [each for each in wrong if each.seen_quorum_id in {0, *view.begun_anew}]
+    return [each for each in wrong if not 0 < each.seen_quorum_id < view.begun_anew]
 
 
 def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) -> Assignment:

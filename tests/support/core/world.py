@@ -89,18 +89,13 @@ class JobLedger:
     asked: LastQuorum = (
         NO_QUORUM  # the newest that those who asked knew of, before the first quorum
     )
-    # The quorums of this lighthouse, if the first one was of newcomers only.
-    begun_anew: list[int] = field(default_factory=list)
+    begun_anew: int = 0  # the first quorum of this lighthouse, if it was one of newcomers only
 
     @property
     def floor(self) -> int:
         """How far the job is at least."""
         is_news = self.asked >= self.last
         return max(self.last.max_step, self.asked.max_step if is_news else 0)
-
-
-# Each life of a lighthouse has ids of its own, as in the service: their remainder is its number.
-MAX_LIVES = 1000
 
 
 @dataclass
@@ -119,17 +114,10 @@ class World:
     hangs_told: dict[tuple[str, str], set[float]] = field(default_factory=dict)  # since when
     left_healing: set[tuple[str, str]] = field(default_factory=set)  # was told
     num_starts: int = 0
-    num_lives: int = 0  # of lighthouses
     num_quorums: int = 0
 
     def __post_init__(self) -> None:
-        self.house = self.new_lighthouse(first_id=MAX_LIVES)
-
-    def new_lighthouse(self, first_id: int) -> Lighthouse:
-        """Its ids begin at ``first_id``, a multiple of their stride, and no other one has them."""
-        self.num_lives += 1
-        assert self.num_lives < MAX_LIVES
-        return Lighthouse(self.config, first_id + self.num_lives, MAX_LIVES, now=self.now)
+        self.house = Lighthouse(self.config)
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -250,12 +238,10 @@ class World:
         ledger.loss_accepted = True
         self.carry_out(orders)
 
-    def restart_lighthouse(self, is_set_back: bool) -> None:
-        """Everything is forgotten, every call is broken; its ids begin above any before, or below
-        them if its clock was set back."""
-        issued = [quorum_id for ledger in self.ledger.values() for quorum_id in ledger.lists]
-        first_id = 0 if is_set_back else (max(issued, default=0) // MAX_LIVES + 1) * MAX_LIVES
-        self.house, self.began_at = self.new_lighthouse(first_id), self.now
+    def restart_lighthouse(self) -> None:
+        """Everything is forgotten, every call is broken; its ids begin above any before."""
+        first_id = max((ledger.last_id for ledger in self.ledger.values()), default=0)
+        self.house, self.began_at = Lighthouse(self.config, first_id, now=self.now), self.now
         self.seen_at.clear()
         self.greeted.clear()
         self.hangs_told.clear()
@@ -270,8 +256,7 @@ class World:
             ledger.told.clear()
             ledger.announced.clear()
             ledger.evicted.clear()
-            ledger.last_id = 0
-            ledger.begun_anew = []
+            ledger.begun_anew = 0
             ledger.asked = NO_QUORUM
         self.asked_by.clear()
         for group in self.groups.values():
@@ -331,11 +316,8 @@ class World:
         ledger.told.pop(order.replica_id, None)
         ledger.announced.discard(order.replica_id)
         ledger.evicted.discard(order.replica_id)
-        if not self.living(order.job):  # it is over, and its last step is remembered
-            ledger.is_finished |= ledger.has_published and not ledger.remaining
-            ledger.has_published, ledger.begun_anew, ledger.asked = False, [], NO_QUORUM
-            if not ledger.last.max_step:
-                ledger.last = NO_QUORUM
+        if not self.living(order.job):
+            ledger.is_finished |= ledger.last_id > 0 and not ledger.remaining
 
     def hang(self, order: ReportHang) -> None:
         told = self.hangs_told.setdefault((order.job, order.replica_id), set())
@@ -364,27 +346,15 @@ class World:
 
     def leave_behind(self, order: ReportStraggler) -> None:
         """Told to a living member of the last quorum only, of that quorum; before the first quorum
-        here also to those that were in an older one, and to those from a newer one elsewhere, of
-        that."""
+        here also to those that were in an older one."""
         assert order.recipients == (order.replica_id,)
-        ledger, before = self.ledger[order.job], self.members_before(order.job)
-        if not ledger.has_published:
-            before |= ledger.took_part
-        newer = {
-            each for each in ledger.took_part if self.seen_id(order.job, each) > ledger.last_id
-        }
-        if newer:
-            assert order.quorum_id >= max(self.seen_id(order.job, each) for each in newer)
-            before |= newer
-        else:
-            assert order.quorum_id == ledger.last.quorum_id
+        assert order.quorum_id == self.ledger[order.job].last.quorum_id
+        before = self.members_before(order.job)
+        if not self.ledger[order.job].has_published:
+            before |= self.ledger[order.job].took_part
         assert order.replica_id in before & self.living(order.job)
         doing = self.beats.get((order.job, order.replica_id))
         assert doing is None or doing.phase is not Phase.HEALING
-
-    def seen_id(self, job: str, replica_id: str) -> int:
-        group = self.groups.get((job, replica_id))
-        return group.seen_quorum_id if group else 0
 
     def leave_healing(self, order: ReportLeftHealing) -> None:
         """Told once, of a living group that was waited for in vain."""
@@ -402,7 +372,7 @@ class World:
 
     def announce(self, order: ReportWaiting) -> None:
         ledger = self.ledger[order.job]  # there is a quorum to be told
-        assert order.replica_id not in self.members_before(order.job)
+        assert order.replica_id not in {key for key, _, _ in ledger.lists[ledger.last_id]}
         assert order.replica_id not in ledger.announced, "told once"
         assert order.replica_id in {each.replica_id for each in self.asked_by.values()}
         ledger.announced.add(order.replica_id)
@@ -423,9 +393,7 @@ class World:
         if ledger.evicted:  # nobody begins a second history while they hang
             goes_on = {each.replica_id for each in order.quorum.participants}
             assert goes_on & self.members_before(order.job)
-            assert order.quorum.quorum_id > ledger.last.quorum_id, (
-                "they were told that the last is over"
-            )
+            assert order.quorum.quorum_id > ledger.last_id, "they were told that the last is over"
             ledger.evicted.clear()
         self.check_doubts(order, ledger)
         self.check_i1_ids(order, ledger)
@@ -465,7 +433,6 @@ class World:
         a lighthouse that has published believes nobody else who is, but from elsewhere."""
         before = self.members_before(order.job) & self.living(order.job)
         limit = ledger.floor + 1
-        is_young = self.now < self.began_at + self.config.heartbeat_timeout_s
         tells = {
             each.replica_id: each.doubted_step or each.step for each in order.quorum.participants
         }
@@ -474,14 +441,15 @@ class World:
                 tells[group.replica_id] = group.asked.step
         witnesses = {each for each in before if tells.get(each, 0) <= limit}
         for each in order.quorum.participants:
-            seen_id = each.seen_quorum_id
-            is_back = is_young and ledger.begun_anew and seen_id not in {0, *ledger.begun_anew}
             if each.doubted_step:
                 assert each.doubted_step > limit
                 assert witnesses
-                assert not is_back, "rule F8"
             elif each.step > limit and ledger.has_published and witnesses:
-                assert seen_id > ledger.last.quorum_id or is_back
+                group = self.groups.get((order.job, each.replica_id))
+                seen_id = group.seen_quorum_id if group else 0
+                is_back = self.now < self.began_at + self.config.heartbeat_timeout_s
+                is_older = is_back and 0 < seen_id < ledger.begun_anew
+                assert group is None or seen_id > ledger.last.quorum_id or is_older
 
     def check_i4_progress(self, order: AnswerQuorum, ledger: JobLedger) -> None:
         """The committed step never goes back, unless the policy accepts it and the loss is told."""
@@ -495,17 +463,14 @@ class World:
             policy = "warn" if ledger.loss_accepted else self.config.on_step_regression
             assert policy != "hold" or ledger.is_finished, "I4"
             if policy != "warn":
-                held = self.house._jobs[order.job].held.keys()  # their names are taken (rule Q20)
-                took_part = ledger.took_part - held
-                assert not took_part & living, "I4: a group of the job is alive"
+                assert not ledger.took_part & living, "I4: a group of the job is alive"
             assert order.begins_anew == ledger.is_finished
         else:
             assert order.lost_from is None
             assert not order.begins_anew
         knew = any(each.has_history for each in order.quorum.participants)
-        is_first = not ledger.has_published and ledger.last == NO_QUORUM and not knew
-        if is_first or ledger.begun_anew:
-            ledger.begun_anew.append(order.quorum.quorum_id)
+        if not ledger.has_published and ledger.last == NO_QUORUM and not knew:
+            ledger.begun_anew = order.quorum.quorum_id
         ledger.asked = NO_QUORUM
         ledger.last, ledger.has_published = LastQuorum(order.quorum.quorum_id, max_step), True
         ledger.loss_accepted = ledger.is_finished = False
