@@ -59,6 +59,7 @@ class Fetch:
         self._has_begun = False  # the assigned source has sent the description
         self._target: _Target | None = None
         self._workers: list[tuple[int, threading.Thread]] = []  # with the source's number
+        self._joining: list[tuple[int, threading.Thread]] = []  # one for each extra source
         self._learner: threading.Thread | None = None
         self._error: PeerError | None = None
         self._is_over = False
@@ -106,7 +107,9 @@ class Fetch:
         """
         began_at = time.monotonic()
         for number, lookup in enumerate(self._request.extras, _PRIMARY + 1):
-            self._thread(f"torchft-fetch-{number}", self._join, number, lookup).start()
+            thread = self._thread(f"torchft-fetch-{number}", self._join, number, lookup)
+            self._joining.append((number, thread))
+            thread.start()
         try:
             lead = self._open_first()
             address = self._feeds[lead].address
@@ -387,18 +390,19 @@ class Fetch:
         return self._target
 
     def _end(self) -> None:
-        """Let the workers send their reports, for a limited time, and end them."""
+        """Let the workers send their reports, for a limited time, and end them. So do sources that
+        are just being opened: what they were asked for, they would keep for long."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
             feeds, workers, target = dict(self._feeds), list(self._workers), self._target
         is_complete = target is not None and target.chunks.is_complete
-        for number, feed in feeds.items():
-            if not is_complete or (number != _PRIMARY and not self._openings.get(number)):
-                feed.stop()
+        for feed in () if is_complete else feeds.values():
+            feed.stop()
         if target is not None and is_complete:
             slow = target.chunks.is_slow
-            _join_all([thread for number, thread in workers if not slow(number)], REPORT_TIMEOUT_S)
+            reporting = [*workers, *self._joining]
+            _join_all([each for number, each in reporting if not slow(number)], REPORT_TIMEOUT_S)
         for feed in feeds.values():
             feed.stop()
         threads = [thread for _, thread in workers]
