@@ -504,6 +504,20 @@ def test_what_all_have_reached_is_noted_before_a_silent_member_is_forgotten() ->
     assert term.house.committed_step(JOB) == 9
 
 
+def test_what_members_have_reported_before_the_quorum_is_no_progress_in_it() -> None:
+    """A worker may be a step ahead of its group, which asks with the lowest step."""
+    term = Term()
+    for each in "ab":
+        term.asks(each, 8)
+        term.does(each, Phase.QUORUM, 9)
+    term.now += 0.1
+    term.session_ends("c")
+    assert term.take_quorums() == [(2, ["a", "b"])]
+    term.now += 0.1
+    term.asks("a", 8)
+    assert term.house.committed_step(JOB) == 8
+
+
 # -- a lighthouse that is new to the job (E8) ----------------------------------------------------
 
 

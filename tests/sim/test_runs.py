@@ -49,6 +49,8 @@ def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int)
         1795471214663,
         1795475450334,
         1795475456064,
+        1795573166467,
+        1795573166811,
     ],
 )
 def test_runs_that_fell_once(seed: int) -> None:
@@ -58,7 +60,8 @@ def test_runs_that_fell_once(seed: int) -> None:
     again; one that was no member beats late; an operator goes back three times, as two groups turn
     out one after the other to have no whole state; a worker of a short life never came;
     newcomers begin anew at a leader whose clock is behind, before members of a newer quorum come
-    back."""
+    back; workers were a step ahead of their groups before a quorum; a newcomer is the first at a
+    lighthouse that is back, while the other one of the list leads no more."""
     outcome = run_seed(seed)
     assert outcome.fell is None, describe(outcome)
 

@@ -89,11 +89,16 @@ class Job:
 
     def note_progress(self) -> None:
         """Note how far all members of the last quorum have come in it (rule E5); before one of them
-        asks, or is gone."""
+        asks, or is gone. What they have reported before it was formed is no progress in it."""
         if self.term.may_go_on and not self.term.is_noted:
-            doing = [self.hangs.activity(each) for each in self.members.previous_ids]
-            reached = [0 if each is None else each.reached for each in doing]
+            reached = [self._reached(each) for each in self.members.previous_ids]
             self.members.last = self.members.last.reached(min(reached, default=0))
+
+    def _reached(self, replica_id: str) -> int:
+        doing = self.hangs.activity(replica_id)
+        if doing is None or self.hangs.told_at(replica_id) < self.term.formed_at:
+            return 0
+        return doing.reached
 
     def end_progress(self) -> None:
         """Note it for the last time: a member asks, or is gone, and commits no further step."""

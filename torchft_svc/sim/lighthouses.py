@@ -179,7 +179,7 @@ class Splits:
     def _check_newcomer(self, group: str, host: str, other: _Taken) -> None:
         """The other group is at a later lighthouse, from which it could have come."""
         is_well = not self._is_recent(self._troubled_until, other.group)
-        is_up = self._among.hosts[other.host].is_up
+        is_up = self._takes_groups(other.host)
         # One that was frozen had the newcomer's session all the time, and the others had none.
         was_frozen = self._world.now - self._among.hosts[host].thawed_at <= KNOWN_AFTER_S
         must(
@@ -189,8 +189,12 @@ class Splits:
         )
 
     def _is_up(self, host: str) -> bool:
+        up_since = self._among.hosts[host].up_since
+        return self._takes_groups(host) and self._world.now - up_since > KNOWN_AFTER_S
+
+    def _takes_groups(self, host: str) -> bool:
         at = self._among.hosts[host]
-        return at.is_up and self._world.now - at.up_since > KNOWN_AFTER_S
+        return at.is_up and at.takes_groups()
 
     def _is_old(self, taken: _Taken) -> bool:
         return self._world.now - taken.at > KNOWN_AFTER_S
