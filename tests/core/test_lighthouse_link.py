@@ -21,6 +21,7 @@ from torchft_svc.core.lighthouse_link import (
     LinkMachine,
 )
 from torchft_svc.core.link_types import (
+    GO_ON_S,
     MOMENTS_PER_INTERVAL,
     NEWCOMER_PAUSE_S,
     NEWCOMER_SHARE,
@@ -677,6 +678,24 @@ def test_f8_a_newcomer_that_had_to_wait_for_the_lighthouse_lets_the_members_retu
 def test_f8_who_knows_the_job_or_found_a_lighthouse_at_once_does_not_wait() -> None:
     assert asked(returned(Link(), ASK))
     assert asked(Link().opened().ask(NEWCOMER))
+
+
+@pytest.mark.parametrize(
+    ("trouble", "pause_s"), [(REFUSED, GO_ON_S), (NotLeader(""), 0.0), (NotLeader("b"), 0.0)]
+)
+def test_f8_a_newcomer_that_found_a_lighthouse_gone_lets_the_members_come_first(
+    trouble: TorchFTError, pause_s: float
+) -> None:
+    """They may have lost it at the same moment, and go on to the next one of the list, too."""
+    link = Link("a", "b")
+    link(lambda machine: machine.start(0.0))
+    link.close(1, trouble)
+    link.until(MIN_PAUSE_S)
+    assert link.open(2) == [Probe(2, ("a",))]
+    asks = [*link.ask(NEWCOMER), *link.probed(number=2)]
+    assert asked(asks) is not bool(pause_s)
+    assert not asked(link.until(link.now + pause_s - 0.01)) or not pause_s
+    assert asked([*asks, *link.until(link.now + 0.01)])
 
 
 @pytest.mark.parametrize(("seen_quorum_id", "num_groups"), [(8, 4), (5, 3)])

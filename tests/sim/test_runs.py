@@ -51,6 +51,7 @@ def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int)
         1795475456064,
         1795573166467,
         1795573166811,
+        1795573167877,
     ],
 )
 def test_runs_that_fell_once(seed: int) -> None:
@@ -61,7 +62,8 @@ def test_runs_that_fell_once(seed: int) -> None:
     out one after the other to have no whole state; a worker of a short life never came;
     newcomers begin anew at a leader whose clock is behind, before members of a newer quorum come
     back; workers were a step ahead of their groups before a quorum; a newcomer is the first at a
-    lighthouse that is back, while the other one of the list leads no more."""
+    lighthouse that is back, while the other one of the list leads no more; a newcomer goes on to
+    the next lighthouse of a list at the same moment as the members."""
     outcome = run_seed(seed)
     assert outcome.fell is None, describe(outcome)
 

@@ -326,7 +326,7 @@ class LinkMachine:
         self.state = LinkState.OPEN
         self._route.worked()
         me = self._me
-        connection.is_return = me.opened()
+        connection.pause_s = me.opened()
         connection.closes_at = math.inf
         connection.opened_at = now
         if self._route.preferred:
@@ -344,8 +344,7 @@ class LinkMachine:
         reason = error.reason if isinstance(error, Unreachable) else str(error)
         is_distrusted = all_failed and isinstance(error, Unauthorized)
         me.why_not = error if is_distrusted else self._unreachable(reason)
-        if all_failed:
-            me.reached_nobody()
+        me.failed(error, everywhere=all_failed)
         me.retry_at = now + me.backoff.pause_s()
         if question is not None and question.number:
             self._conclude(question, error if isinstance(error, Unauthorized) else me.why_not, now)

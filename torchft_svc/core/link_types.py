@@ -12,7 +12,7 @@ from torchft_svc.core.route import LOOK_BACK_S, Backoff
 from torchft_svc.core.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import Member, Quorum, Resumed
-from torchft_svc.errors import TorchFTError, Unauthorized
+from torchft_svc.errors import NotLeader, TorchFTError, Unauthorized
 
 # A heartbeat is worthless when it is late; the next one is a new chance.
 BEAT_TIMEOUT_S = 1.0
@@ -21,9 +21,11 @@ BEAT_TIMEOUT_S = 1.0
 # this share of its question's time: groups that start over and over have to meet.
 NEWCOMER_PAUSE_S = 2 * LOOK_BACK_S + 0.5
 NEWCOMER_SHARE = 0.25
-# So long after it is connected a newcomer asks that could not connect before (F8): the members of
-# the job are back by then.
+# So long after it is connected a newcomer asks that could not reach any lighthouse before (F8): the
+# members of the job are back by then. If it could not reach one only, they may have lost that at
+# the same moment; they go on to the next one of the list without a pause, and are here far sooner.
 RETURN_S = 1.0
+GO_ON_S = 0.25
 # Groups that are told to beat this rarely are many: they beat at so many moments of an interval,
 # together. A lighthouse then wakes up once for dozens, and that is most of what a heartbeat costs.
 TOGETHER_FROM_S = 1.0
@@ -82,7 +84,7 @@ class LinkConnection:
     closes_at: float
     is_unary: bool = False  # no stream: each message is a call of its own
     opened_at: float = 0.0
-    is_return: bool = False  # it was connected before, or no lighthouse could be reached
+    pause_s: float = 0.0  # so long after it is open a newcomer asks (F8)
     interval_s: float = 0.0
     beat_at: float = math.inf
     beat_sent_at: float = 0.0
@@ -118,8 +120,7 @@ class LinkQuestion:
 
     def begins_at(self, connection: LinkConnection) -> float:
         """When a newcomer asks it at the earliest."""
-        wait_s = RETURN_S if connection.is_return else 0.0
-        return connection.opened_at + min(wait_s, self.timeout_s * NEWCOMER_SHARE)
+        return connection.opened_at + min(connection.pause_s, self.timeout_s * NEWCOMER_SHARE)
 
     def looks_at(self, connection: LinkConnection, now: float) -> list[float]:
         """When it may be time to ask it."""
@@ -135,18 +136,23 @@ class Incarnation:
     was_open: bool = False
     failing_since: float | None = None
     logged_at: float = 0.0
-    all_failed: bool = False  # all lighthouses of the list, since it was connected
+    pause_s: float = 0.0  # for the next connection
 
-    def reached_nobody(self) -> None:
-        self.all_failed = True
-        self.backoff.tried(failed=True)
+    def failed(self, error: TorchFTError, *, everywhere: bool) -> None:
+        """A lighthouse could not be reached, does not lead, or was lost; ``everywhere``: so it is
+        with all of the list."""
+        if everywhere:
+            self.pause_s = RETURN_S
+            self.backoff.tried(failed=True)
+        elif not isinstance(error, NotLeader):
+            self.pause_s = max(self.pause_s, GO_ON_S)
 
-    def opened(self) -> bool:
-        """It is connected; returns whether it was before, or no lighthouse could be reached."""
+    def opened(self) -> float:
+        """It is connected; returns how long a newcomer lets others come first."""
         self.backoff.tried(failed=False)
-        is_return, self.all_failed = self.was_open or self.all_failed, False
-        self.was_open, self.failing_since = True, None
-        return is_return
+        pause_s = max(self.pause_s, RETURN_S if self.was_open else 0.0)
+        self.was_open, self.failing_since, self.pause_s = True, None, 0.0
+        return pause_s
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,6 +86,7 @@ class Fleet:
         companions = Companions(
             scenario.config.join_timeout_s,
             lambda: max(each.began_at for each in self.lighthouses.hosts.values()),
+            lambda: self.lighthouses.splits.split_until,
         )
         is_checked = terms.are_ids_ordered and not scenario.unary_every
         histories = Histories(companions, is_checked, self.invariants.went_back)

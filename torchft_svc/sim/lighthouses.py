@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -134,6 +135,8 @@ class Splits:
     _unreachable_until: dict[str, float] = field(default_factory=dict)
     _taken: dict[str, dict[str, _Taken]] = field(default_factory=dict)
     num_moves: int = 0
+    # Until then groups may come from a silent lighthouse to one where a newcomer has begun.
+    split_until: float = -math.inf
 
     def trouble(self, group: str, seconds: float) -> None:
         _extend(self._troubled_until, group, self._world.now + seconds)
@@ -161,13 +164,16 @@ class Splits:
                 continue
             if order.index(other.host) < order.index(host):
                 self._check_later(group, host, other)
+                if is_newcomer:
+                    self.split_until = self._world.now + MAX_KEEPALIVE_S + KNOWN_AFTER_S
             elif is_newcomer and self._has_time and not names & other.names:
                 # Else one has moved on, and the quorum that it has left commits nothing without it.
                 self._check_newcomer(group, host, other)
         groups[group] = _Taken(self._world.now, host, group, names)
 
     def _check_later(self, group: str, host: str, other: _Taken) -> None:
-        """The other group is at an earlier lighthouse, which this one could have found."""
+        """The other group is at an earlier lighthouse, which this one could have found, unless that
+        is silent."""
         was_unreachable = self._is_recent(self._unreachable_until, group)
         is_known = self._is_up(other.host) and not was_unreachable
         must(

@@ -58,7 +58,7 @@ class Site:
         self._checkpoints = checkpoints
         self._saving: Saved = {}
         self._num_lives = 0
-        self._tries_left = 0  # of a newcomer, before it has failed to connect to all lighthouses
+        self._is_first_try = False  # of a newcomer, which has not failed to reach a lighthouse
         self._launcher = world.process(f"{self.name}/launcher")
         self._is_starting = False
         # In every other group the manager is not a child of the first worker, and survives it.
@@ -81,7 +81,7 @@ class Site:
         self._num_lives += 1
         in_quorum = [each.round.quorum for each in self.workers if not each.process.is_dead]
         is_newcomer = None in in_quorum or len(in_quorum) < self.group_world_size
-        self._tries_left = len(self._lighthouses.hosts) if is_newcomer else 0
+        self._is_first_try = is_newcomer
         process = self._world.process(f"{self.name}/m{self._num_lives}")
         every = self._scenario.unary_every
         site = LinkSite(
@@ -260,8 +260,8 @@ class Site:
         """A session begins with the step that all workers have reached in their quorum (rule E5);
         the last one may not have been reported yet, and one that heals in it has another step."""
         last, now = hello.last, self._world.now
-        if self._tries_left:
-            self._tries_left -= 1
+        if self._is_first_try:
+            self._is_first_try = False
             self._shared.companions.tries_first(now)
         rounds = [worker.round for worker in self.workers]
         is_well = self._shared.companions.is_well_since(self.name, now - SLACK_S)

@@ -101,12 +101,14 @@ class Companions:
     """What the members of a term may cost one another: waits, and steps that are given up (E4 to
     E6).
 
-    A newcomer that connects within a moment after a lighthouse began, and had not failed to connect
-    to all of them, may ask it first, and begin another history (rule F8), which the others follow.
+    A newcomer that connects within a moment after a lighthouse began, at its first attempt, may ask
+    it first, and begin another history (rule F8), which the others follow. So may one in a list,
+    while the lighthouse of the others is silent, until ``split_until`` (rule F4).
     """
 
     join_timeout_s: float
     lighthouse_began_at: Callable[[], float] = float
+    split_until: Callable[[], float] = float
     _splits_at: float = -math.inf  # a newcomer may be the first to ask a lighthouse
     _doing: dict[tuple[str, int], _Doing] = field(default_factory=dict)
     _troubled_until: dict[str, float] = field(default_factory=dict)
@@ -133,7 +135,7 @@ class Companions:
 
     def may_split(self, since: float) -> bool:
         """Whether a job may be in two histories because of what happened by ``since``."""
-        return 0.0 <= since - self._splits_at < SLACK_S
+        return 0.0 <= since - self._splits_at < SLACK_S or since < self.split_until()
 
     def misses(self, group: str, step: int, now: float) -> None:
         """``group`` takes part in no step from ``step`` on until it has healed."""
