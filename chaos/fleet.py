@@ -57,13 +57,19 @@ class Worker:
         return at
 
     def manager_pid(self) -> int | None:
-        """The process of the group's manager, which any thread of its first worker has started."""
+        """The process of the group's manager."""
+        return next(iter(self.manager_pids()), None)
+
+    def manager_pids(self) -> list[int]:
+        """The manager, which any thread of the group's first worker has started, and the process
+        that waits to be the next, if there is one."""
+        found = []
         with suppress(OSError):
             for children in Path(f"/proc/{self.pid}/task").glob("*/children"):
                 for pid in map(int, children.read_text().split()):
                     if b"manager_server" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                        return pid
-        return None
+                        found.append(pid)
+        return sorted(found)
 
     def kill_manager(self) -> float:
         """SIGKILL for the manager alone, if it is there; the instant before."""

@@ -404,7 +404,7 @@ def test_an_interrupt_while_the_sums_are_waited_for_discards_the_step(
     a, b = make(mlp, timeout=timedelta(seconds=2))  # for which the other one waits in vain
     came = threading.Event()
 
-    def interrupts(phase: Any, step: int) -> None:
+    def interrupts(*_: Any) -> None:
         came.set()
         raise KeyboardInterrupt
 
@@ -413,7 +413,7 @@ def test_an_interrupt_while_the_sums_are_waited_for_discards_the_step(
     def fails() -> bool:
         with pytest.raises(KeyboardInterrupt):
             a.run(ONE)  # the other group has not begun, so this one waits
-        a.manager._worker.on_phase = lambda phase, step: None
+        a.manager._worker.on_phase = lambda *_: None
         return a.manager.should_commit()
 
     def comes_late() -> bool:

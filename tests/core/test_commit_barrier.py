@@ -182,6 +182,63 @@ def test_the_same_if_the_vote_on_the_next_step_comes_first() -> None:
     assert count(barrier, old(0, 9), 12) == told(10, 12)
 
 
+def test_a_no_on_the_next_step_does_not_show_that_all_go_on() -> None:
+    """Its voter may have asked in vain for the next quorum, as all were told to."""
+    no = old(1, 9, yes=False)
+    barrier = CommitBarrier(2, ROUND)
+    assert count(barrier, old(0, 8), 10) == []
+    assert count(barrier, no, 11) == [
+        AnswerVote(10, True, Fate.BREAKS_OFF),
+        AnswerVote(11, False),
+    ]
+    barrier = CommitBarrier(2, ROUND)
+    assert count(barrier, no, 10) == [AnswerVote(10, False)]
+    assert count(barrier, old(0, 8), 11) == [AnswerVote(11, True, Fate.BREAKS_OFF)]
+
+
+@pytest.mark.parametrize("votes_first", [True, False])
+def test_a_worker_that_has_gone_on_shows_what_was_decided(votes_first: bool) -> None:
+    """It may not vote before the other one is in the step, too."""
+    barrier = CommitBarrier(2, ROUND)
+    if votes_first:
+        assert count(barrier, old(0, 8), 10) == []
+        assert barrier.went_on(9) == told(10)
+    else:
+        assert barrier.went_on(9) == []
+        assert count(barrier, old(0, 8), 10) == told(10)
+    assert barrier.went_on(9) == []
+    assert count(barrier, old(0, 9), 11) == []
+    assert barrier.went_on(9) == []
+    assert count(barrier, old(1, 9), 12) == told(11, 12)
+
+
+def test_what_a_worker_has_begun_decides_nothing_in_a_round_of_this_manager() -> None:
+    barrier = opened()
+    count(barrier, steady(0), 10)
+    assert barrier.went_on(6) == []
+
+
+@pytest.mark.parametrize("first_round", [ROUND, 2 * OLD_ROUND])
+def test_the_round_of_an_earlier_manager_becomes_one_of_this_when_all_go_on(
+    first_round: int,
+) -> None:
+    """A barrier that ends is known to who votes late, and votes on other steps are refused."""
+    barrier = CommitBarrier(2, first_round)
+    count(barrier, old(0, 8), 10)
+    count(barrier, old(1, 8), 11)
+    assert count(barrier, old(0, 9), 12) == []
+    (refused,) = plain(barrier.drop("group rank 1 is gone"))
+    assert refused.caller == 12
+    (late,) = plain(count(barrier, old(1, 9), 13))
+    assert "group rank 1 is gone" in late.reason
+    with pytest.raises(RequestRefused):
+        count(barrier, old(0, 11), 14)
+    barrier.announce(first_round + 1)
+    barrier.open([9])
+    with pytest.raises(RequestRefused, match=f"belongs to round {OLD_ROUND}"):
+        count(barrier, old(0, 9), 15)
+
+
 def test_a_no_on_the_step_before_decides_for_those_that_went_on() -> None:
     """It comes from a worker that is new: the next step cannot be committed without it."""
     barrier = CommitBarrier(2, ROUND)

@@ -283,22 +283,32 @@ def test_a_line_that_ends_puts_out_who_is_not_alone() -> None:
 STEADY = dataclasses.replace(QUORUM, steady=True)
 
 
+@pytest.mark.parametrize("group_world_size", [1, 2])
 @pytest.mark.parametrize(
-    ("quorum", "rules", "goes_on"),
-    [
-        (STEADY, {}, True),
-        (QUORUM, {}, False),
-        (STEADY, {"group_world_size": 2}, False),
-    ],
-    ids=["in a term", "each step asks", "of several workers"],
+    ("quorum", "goes_on"), [(STEADY, True), (QUORUM, False)], ids=["in a term", "each step asks"]
 )
-def test_e7_only_a_lone_worker_in_a_term_needs_no_manager(
-    quorum: Part, rules: dict[str, int], goes_on: bool
+def test_e7_a_group_survives_its_manager_in_a_term_only(
+    quorum: Part, group_world_size: int, goes_on: bool
 ) -> None:
-    round_ = training(worker(**rules), quorum)
+    round_ = training(worker(group_world_size=group_world_size), quorum)
     assert (round_.line_broke() is None) == goes_on
     resumed = Resumed(replica_id="a:1", quorum_id=7, step=3, num_groups=2)
     assert round_.resumed() == (resumed if goes_on else None)
+
+
+@pytest.mark.parametrize(("group_world_size", "reached"), [(1, 4), (2, 3)])
+def test_e7_one_of_several_workers_does_not_know_what_its_group_has_reached(
+    group_world_size: int, reached: int
+) -> None:
+    round_ = training(worker(group_world_size=group_world_size), STEADY)
+    round_.summed(0.0)
+    round_.vote(101.0, 60.0)
+    round_.decide(Decide(True, fate=Fate.GOES_ON))
+    round_.step.end_update()
+    round_.begin(RoundRequest(timeout_s=60.0))
+    resumed = round_.resumed()
+    assert resumed is not None
+    assert resumed.step == reached
 
 
 def test_e7_who_asks_is_not_resumed() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 from support.bounds import check
 from support.running import eventually, lighthouse_process, steady_address
 
 from chaos.bounds import LIGHTHOUSE_BACK_S
-from chaos.fleet import Fleet
+from chaos.fleet import Fleet, Worker
 from demo.events import Committed, Discarded
 
 pytestmark = pytest.mark.processes
@@ -32,6 +35,14 @@ def settle(fleet: Fleet) -> None:
     since = time.monotonic()
     for _ in range(3):
         since = fleet.await_commits(GROUPS, 30.0, since=since, num_members=len(GROUPS))
+
+
+def has_next(worker: Worker) -> bool:
+    """Whether a process has done its imports, watches its trainer, and waits to be the manager."""
+    waiting = [f"/proc/{pid}/fd" for pid in worker.manager_pids()[1:]]
+    with suppress(FileNotFoundError):  # it is opening files
+        return any("pidfd" in os.readlink(each) for fds in waiting for each in Path(fds).iterdir())
+    return False
 
 
 def test_no_step_is_lost_without_the_lighthouse_and_a_loss_is_noticed(
@@ -80,12 +91,17 @@ def test_a_lighthouse_that_is_back_continues_the_term(make_fleet: Callable[..., 
         assert not fleet.of(0, Discarded, since=since)
 
 
-def test_the_death_of_a_manager_costs_nobody_a_step(make_fleet: Callable[..., Fleet]) -> None:
+@pytest.mark.parametrize("num_workers", [1, 2])
+def test_the_death_of_a_manager_costs_nobody_a_step(
+    make_fleet: Callable[..., Fleet], num_workers: int
+) -> None:
     """Its group goes on in the quorum; the next manager continues as the same member."""
     with lighthouse_process("--min-replicas=1") as lighthouse:
-        fleet = make_fleet(lighthouse.address)
+        fleet = make_fleet(lighthouse.address, num_workers=num_workers)
         workers = [fleet.start(group)[0] for group in sorted(GROUPS)]
         settle(fleet)
+        if num_workers > 1:  # its steps need a manager
+            eventually(lambda: has_next(workers[1]))
         first = workers[1].manager_pid()
         died_at = workers[1].kill_manager()
         eventually(lambda: workers[1].manager_pid() not in (None, first))

@@ -347,7 +347,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     who_has_lost_its_update_votes_on_the_step_before: (draw_long_terms, 629),
     who_does_not_begin_a_step_is_waited_for: (draw_long_terms, 141),
     who_was_late_in_a_term_is_waited_for_again: (draw_long_terms, 104),
-    an_update_that_is_under_way_counts_as_done: (draw_steady, 24),
+    an_update_that_is_under_way_counts_as_done: (draw_steady, 150),
     a_newcomer_asks_before_the_members_are_back: (draw_long_terms, 83),
     who_comes_first_waits_for_nobody: (draw_returns, 0),
     the_end_of_a_reported_quorum_counts_for_a_newer_one: (draw_returns, 0),

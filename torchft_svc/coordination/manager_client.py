@@ -78,11 +78,14 @@ class ManagerClient(Client):
             self._lost_contact,
         )
 
-    def tell_phase(self, phase: Phase, step: int) -> None:
-        """Let the manager know what this worker does, if it is attached; only stores it."""
+    def tell_phase(self, phase: Phase, step: int, went_on: bool = False) -> None:
+        """Let the manager know what this worker does, if it is attached; only stores it.
+
+        ``went_on``: the step was begun in the quorum of the one before, without a question.
+        """
         self._moved_at = None if phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:
-            self._attachment.tell_phase(phase, step)
+            self._attachment.tell_phase(phase, step, went_on)
 
     def stands_still(self) -> bool:
         """Whether this worker has been in one phase for long, or begun no step yet, and does not

@@ -74,9 +74,14 @@ class WorkerActivities:
         self._workers.pop(group_rank, None)
         self._held_up.discard(group_rank)
 
+    @property
+    def num_workers(self) -> int:
+        """How many have reported something."""
+        return len(self._workers)
+
     def reached(self, num_workers: int) -> int:
         """The step that all ``num_workers`` have reached (0: not all have reported one)."""
-        if len(self._workers) < num_workers:
+        if self.num_workers < num_workers:
             return 0
         return max(0, min(each.reached for each in self._workers.values()))
 

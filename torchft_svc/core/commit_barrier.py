@@ -21,14 +21,16 @@ VoteOrder = AnswerVote | RefuseWorker
 class CommitBarrier:
     """One barrier after the other, for ``world_size`` workers.
 
-    Rounds below ``first_round`` are those of an earlier manager, which died: workers may still vote
-    in one, until the first quorum here.
+    Rounds before ``first_round`` are those of an earlier manager, which died: workers may still
+    vote in one, until the group asks here, or until all have gone on to the next step of that
+    round, which then is one of this manager.
     """
 
     def __init__(self, world_size: int, first_round: int) -> None:
         self._world_size = world_size
-        self._first_round = first_round
         self._round = first_round - 1
+        self._is_inherited = True  # a vote may belong to a round of an earlier manager
+        self._went_on_to = 0  # the step that a worker has begun then without a question
         self._votes: dict[int, tuple[Vote, int]] = {}  # by group rank, with their callers
         self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
         self._decision: bool | None = None
@@ -38,7 +40,7 @@ class CommitBarrier:
 
     def announce(self, round_: int) -> None:
         """The group asks for the quorum of ``round_``: no vote of an earlier manager counts now."""
-        self._round = round_
+        self._round, self._is_inherited = round_, False
 
     def open(self, steps: Iterable[int]) -> None:
         """The workers have received the quorum of the round, at one of these ``steps``."""
@@ -72,7 +74,7 @@ class CommitBarrier:
         if late is not None:
             return [late]
         orders = self._go_on_to(vote)
-        if not self._is_inherited(vote):
+        if not self._is_of_earlier(vote):
             self._check_round(vote)
         elif asking:
             told = any(_shows_commit(each, vote) for each in asking)
@@ -99,6 +101,17 @@ class CommitBarrier:
             orders += self._answers()
         return orders
 
+    def went_on(self, step: int) -> list[VoteOrder]:
+        """A worker has begun ``step`` without a question. In a round of an earlier manager that
+        shows what this had decided about the step before: those that still vote on that learn the
+        same. The worker may wait for them in a collective of the group before it votes."""
+        if not self._is_inherited:
+            return []
+        self._went_on_to = max(self._went_on_to, step)
+        if self._decision is not None or step - 1 not in self._voted_steps():
+            return []
+        return self._follow_earlier(Fate.GOES_ON)
+
     def drop(self, reason: str) -> list[VoteOrder]:
         """End the barrier, or that of the next step if the group has gone on with it; workers that
         still wait for a decision get the ``reason``."""
@@ -121,7 +134,7 @@ class CommitBarrier:
     def end_inherited(self, asked: WorkerRequest) -> list[VoteOrder]:
         """A worker that asks had an answer to its vote in a round of an earlier manager; the others
         get the same."""
-        if self._round >= self._first_round or self._decision is not None:
+        if not self._is_inherited or self._decision is not None:
             return []
         votes, self._votes = self._votes, {}
         return [AnswerVote(who, _shows_commit(asked, vote)) for vote, who in votes.values()]
@@ -133,7 +146,10 @@ class CommitBarrier:
     ) -> VoteOrder | None:
         """The answer for a worker whose barrier is over; None if it is not."""
         if self._is_overtaken(vote):
-            return AnswerVote(caller, True, Fate.GOES_ON)
+            goes_on = vote.step < self._went_on_to or any(
+                other.should_commit for other, _ in self._votes.values()
+            )
+            return AnswerVote(caller, True, Fate.GOES_ON if goes_on else Fate.BREAKS_OFF)
         ended = self._find_ended(vote, asking)
         return None if ended is None else _answer_late(vote, caller, ended)
 
@@ -146,10 +162,10 @@ class CommitBarrier:
         return next(late, None)
 
     def _is_overtaken(self, vote: Vote) -> bool:
-        """Whether another worker votes on the next step of a round of an earlier manager already,
-        which shows that all were told to go on. A worker that votes no was not among them."""
-        is_next_there = vote.step + 1 in self._voted_steps()
-        return self._is_inherited(vote) and vote.should_commit and is_next_there
+        """Whether another worker is in the next step of a round of an earlier manager already,
+        which shows that all were told to commit. A worker that votes no was not among them."""
+        is_next_there = vote.step < self._went_on_to or vote.step + 1 in self._voted_steps()
+        return self._is_of_earlier(vote) and vote.should_commit and is_next_there
 
     def _voted_steps(self) -> set[int]:
         return {vote.step for vote, _ in self._votes.values()}
@@ -166,32 +182,41 @@ class CommitBarrier:
         """Begin the barrier that ``vote`` is about, if it is that of the next step.
 
         In a round of an earlier manager, the vote shows what that had decided about the step
-        before; workers whose answer was lost may still vote on that.
+        before; workers whose answer was lost may still vote on that. One that votes no may have no
+        quorum, because its question has failed, and shows no more than that the step was committed.
         """
         if vote.step - 1 not in self._voted_steps():
             return []
-        orders: list[VoteOrder] = []
-        if self._decision is None and self._is_inherited(vote):
-            self._decision, self._fate = True, Fate.GOES_ON
-            orders = self._answers()
+        if self._decision is None and self._is_of_earlier(vote):
+            return self._follow_earlier(Fate.GOES_ON if vote.should_commit else Fate.BREAKS_OFF)
         self._begin_next_step()
+        return []
+
+    def _follow_earlier(self, fate: Fate) -> list[VoteOrder]:
+        """The earlier manager had decided to commit."""
+        self._decision, self._fate = True, fate
+        orders = self._answers()
+        if fate is Fate.GOES_ON:
+            self._begin_next_step()
+        else:
+            self._end()
         return orders
 
     def _begin_next_step(self) -> None:
         if not (self._decision and self._fate is Fate.GOES_ON):
             return
-        step = max(self._voted_steps())
+        step, round_ = max((vote.step, vote.round) for vote, _ in self._votes.values())
         self._end()
-        if self._round >= self._first_round:
-            self._steps = frozenset({step + 1})
+        self._steps = frozenset({step + 1})
+        if self._is_inherited:  # all go on, and what came before is known
+            self._round, self._is_inherited = round_, False
 
     def _end(self, reason: str = "") -> None:
         """The barrier is over; a late vote learns how it ended."""
         voted = [vote for vote, _ in self._votes.values()]
         steps = self._steps or frozenset(vote.step for vote in voted if self._decision)
         if steps:
-            is_inherited = bool(voted) and self._round < self._first_round
-            round_ = voted[0].round if is_inherited else self._round
+            round_ = voted[0].round if self._is_inherited and voted else self._round
             ended = EndedBarrier(round_, steps, self._decision, reason, self._fate)
             self._ended = (*self._ended[-1:], ended)
         self._votes, self._steps = {}, frozenset()
@@ -210,9 +235,9 @@ class CommitBarrier:
                 f"the vote is for step {vote.step}, the group is at step {expected}"
             )
 
-    def _is_inherited(self, vote: Vote) -> bool:
+    def _is_of_earlier(self, vote: Vote) -> bool:
         """Whether it belongs to a round of an earlier manager."""
-        return self._round < self._first_round and vote.round > 0
+        return self._is_inherited and vote.round > 0
 
 
 def newer_call(group_rank: int) -> str:

@@ -328,6 +328,10 @@ class Group:
         orders = self._commits.count(vote, caller, asking)
         return (*self._refuse_heir(vote.group_rank), *orders)
 
+    def went_on(self, step: int) -> tuple[Order, ...]:
+        """A worker has begun ``step`` without a question, see `CommitBarrier.went_on`."""
+        return tuple(self._commits.went_on(step))
+
     # -- questions -------------------------------------------------------------------------------
 
     def checkpoint_address(self, group_rank: int) -> str:

@@ -44,6 +44,8 @@ from torchft_svc.errors import DeadlineExceeded, TorchFTError
 ANSWER_MARGIN_S = 0.05
 # Groups wait for one another in every step; a worker that waits longer gets the reason.
 TELL_WHY_AFTER_S = 2.0
+# A step is under way in these: while it is applied, it is over, and its number has grown.
+_IN_STEP = frozenset({Phase.QUORUM, Phase.TRAINING, Phase.VOTING})
 
 
 # -- news, besides those of the lighthouse ---------------------------------------------------------
@@ -225,10 +227,15 @@ class GroupManager:
                 self._gone[group_rank] = worker_id, OwnGroupLost(order.reason)
         return self._follow(orders, now)
 
-    def receive_phase(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
-        is_overtaken = group_rank in self._num_asking  # by the question, whose answer comes first
-        if not is_overtaken:
-            self._note(group_rank, phase, step, now)
+    def receive_phase(
+        self, group_rank: int, phase: Phase, step: int, now: float, *, went_on: bool = False
+    ) -> Orders:
+        """A worker does something else; ``went_on``: it has begun ``step`` without a question."""
+        if group_rank in self._num_asking:  # overtaken by the question, whose answer comes first
+            return ()
+        self._note(group_rank, phase, step, now)
+        in_step = went_on and phase in _IN_STEP
+        return self._follow(self.group.went_on(step), now) if in_step else ()
 
     def _note(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
         """Only of attached workers: others do not report the end of a phase."""
@@ -243,6 +250,11 @@ class GroupManager:
     def reached(self) -> int:
         """The step that all workers have reached (0: not all have reported one)."""
         return self._activities.reached(self.group.world_size)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all workers have reported what they do."""
+        return self._activities.num_workers >= self.group.world_size
 
     # -- news ------------------------------------------------------------------------------------
 

@@ -460,28 +460,26 @@ class Round(Generic[Part]):
         return LoseMember(quorum.quorum_id, news.reason)
 
     def line_broke(self) -> LoseMember | None:
-        """The stream to the manager has broken, and is opened again; returns what to give up.
-
-        A group of one worker goes on in its term (rule E7).
-        """
-        return None if self._needs_no_manager() else self.peers.cut()
+        """The stream to the manager has broken, and is opened again; returns what to give up:
+        nothing in a term (rule E7)."""
+        is_steady = self.quorum is not None and self.quorum.steady
+        return None if is_steady else self.peers.cut()
 
     def resumed(self) -> Resumed | None:
         """As which member of its quorum another manager of this group continues (rule E7); None:
         as a new incarnation."""
         quorum, state = self.quorum, self.step.state
-        if quorum is None or not self._needs_no_manager():
+        if quorum is None or not quorum.steady:
             return None
+        # What the other workers have reached, they tell the manager themselves.
+        is_alone = self._rules.group_world_size == 1
+        reached = Activity(state.phase, state.step, 0.0).reached if is_alone else 0
         return Resumed(
             replica_id=quorum.replica_ids[quorum.replica_rank],
             quorum_id=quorum.quorum_id,
-            step=max(quorum.max_step, Activity(state.phase, state.step, 0.0).reached),
+            step=max(quorum.max_step, reached),
             num_groups=quorum.replica_world_size,
         )
-
-    def _needs_no_manager(self) -> bool:
-        quorum = self.quorum
-        return quorum is not None and quorum.steady and self._rules.group_world_size == 1
 
     # -- the vote --------------------------------------------------------------------------------
 

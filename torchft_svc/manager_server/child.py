@@ -9,11 +9,12 @@ import os
 import selectors
 import subprocess
 import time
+from collections.abc import Callable
 
 from torchft_svc.env import Environment
 from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.early import EARLY, Sidecar
+from torchft_svc.manager_server.early import EARLY, Sidecar, WaitingManager
 from torchft_svc.manager_server.parent_watch import STOP_SIGNAL
 
 log = logging.getLogger(__name__)
@@ -24,23 +25,26 @@ _READY = "manager listening on "
 
 
 class ManagerProcess:
-    """A child that is a manager for this process; `await_ready` waits until it serves.
+    """A child that is a manager for this process; `await_ready` waits until it serves. It is the
+    process of ``waiting``, if there is one.
 
     It ends by itself when this process dies; leaving the block stops it. ``address`` is empty until
     it serves.
     """
 
-    def __init__(self, config: ManagerConfig) -> None:
+    def __init__(self, config: ManagerConfig, waiting: WaitingManager = EARLY) -> None:
         self.address = ""
         self._bind = config.bind
-        settings = _settings(config)
-        sidecar = EARLY.take(config.security, settings) or Sidecar.start(config.security, settings)
+        security, settings = config.security, _settings(config)
+        sidecar = waiting.take(security, settings) or Sidecar.start(security, settings)
         self._process, self._signs = sidecar.process, sidecar.signs
 
     @classmethod
-    def start(cls, config: ManagerConfig, timeout_s: float = 30.0) -> ManagerProcess:
+    def start(
+        cls, config: ManagerConfig, timeout_s: float = 30.0, waiting: WaitingManager = EARLY
+    ) -> ManagerProcess:
         """One that serves; see `await_ready`."""
-        child = cls(config)
+        child = cls(config, waiting)
         child.await_ready(timeout_s)
         return child
 
@@ -65,9 +69,15 @@ class ManagerProcess:
         """The exit status, or None while it runs."""
         return self._process.poll()
 
-    def wait(self) -> int:
-        """The exit status, once it has ended; one that gives no sign of life is killed."""
-        if self._signs.await_silence(lambda: self.poll() is not None):
+    def wait(self, look: Callable[[], None]) -> int:
+        """The exit status, once it has ended; one that gives no sign of life is killed. ``look`` is
+        called about once in a second meanwhile."""
+
+        def has_ended() -> bool:
+            look()
+            return self.poll() is not None
+
+        if self._signs.await_silence(has_ended):
             log.error("the manager, process %d, gives no sign of life: it is killed", self.pid)
             self._process.kill()
         return self._process.wait()

@@ -137,8 +137,11 @@ class ManagerDriver:
         check_step(message.step)
         phase = phase_from_wire(message.phase)
         if phase is not None:
-            self._core.receive_phase(group_rank, phase, message.step, time.monotonic())
-        self._link.start()
+            now, went_on = time.monotonic(), message.went_on
+            orders = self._core.receive_phase(group_rank, phase, message.step, now, went_on=went_on)
+            self._carry_out(orders)
+        if self._core.is_whole:
+            self._link.start()
 
     def beat(self) -> Beat:
         return self._core.beat(time.monotonic())

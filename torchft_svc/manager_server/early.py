@@ -80,22 +80,25 @@ class _Waiting:
     owner_pid: int
 
 
-class EarlyManagers:
+class WaitingManager:
     """At most one process that waits for its settings. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: _Waiting | None = None
 
-    def start(self) -> None:
-        """See `start_manager_early`."""
-        environment = Environment()
-        if environment.manager_address is not None or environment.group_rank not in (None, 0):
-            return
+    def start(self, security: Security) -> None:
+        """Start one, unless there is one."""
         with self._lock:
             if self._waiting is None or self._waiting.owner_pid != os.getpid():
-                security = resolve_security(environment)
                 self._waiting = _Waiting(Sidecar.start(security, None), security, os.getpid())
+
+    def drop(self) -> None:
+        """End it, if there is one."""
+        with self._lock:
+            waiting, self._waiting = self._waiting, None
+        if waiting is not None and waiting.owner_pid == os.getpid():
+            waiting.sidecar.drop()
 
     def take(self, security: Security, settings: Mapping[str, object]) -> Sidecar | None:
         """The process that waits, with ``settings`` now; None: there is none that could be used."""
@@ -105,13 +108,13 @@ class EarlyManagers:
             return None
         if waiting.security == security and waiting.sidecar.give(settings):
             return waiting.sidecar
-        log.debug("the manager that was started early cannot be used, another one is started")
+        log.debug("the manager that waits cannot be used, another one is started")
         waiting.sidecar.drop()
         return None
 
 
 # Of this process, as its child is.
-EARLY = EarlyManagers()
+EARLY = WaitingManager()
 
 
 def start_manager_early() -> None:
@@ -126,4 +129,6 @@ def start_manager_early() -> None:
     Raises:
         ConfigError: a variable is invalid.
     """
-    EARLY.start()
+    environment = Environment()
+    if environment.manager_address is None and environment.group_rank in (None, 0):
+        EARLY.start(resolve_security(environment))

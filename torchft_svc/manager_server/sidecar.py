@@ -3,6 +3,7 @@
 A trainer waits until it serves, and click, which parses flags, would take a tenth of that time.
 """
 
+import contextlib
 import gc
 import json
 import os
@@ -11,8 +12,8 @@ import signal
 import sys
 from typing import Any
 
-# How often a process that waits for its settings looks whether its trainer lives. The end of the
-# pipe does not always tell: forked children of the trainer hold it open.
+# How often a process that waits for its settings looks whether its trainer lives, at least. The end
+# of the pipe does not always tell: forked children of the trainer hold it open.
 _LOOK_S = 1.0
 
 
@@ -45,9 +46,14 @@ def main(told: str, liveness_descriptor: str) -> None:
 
 def _settings_of(owner_pid: int) -> dict[str, Any]:
     """What process ``owner_pid`` writes to standard input; exits if it ends without that."""
-    with selectors.DefaultSelector() as selector:
+    with contextlib.ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(sys.stdin, selectors.EVENT_READ)
-        while not selector.select(_LOOK_S):
+        with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3, macOS
+            owner = os.pidfd_open(owner_pid)
+            stack.callback(os.close, owner)
+            selector.register(owner, selectors.EVENT_READ)
+        while all(key.fileobj is not sys.stdin for key, _ in selector.select(_LOOK_S)):
             if os.getppid() != owner_pid:
                 sys.exit()
     line = sys.stdin.readline()

@@ -13,6 +13,7 @@ from torchft_svc.core.types import Resumed
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.child import STOP_TIMEOUT_S, ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.early import WaitingManager
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,9 @@ class ManagerSupervisor:
 
     The first one is started at once, and supervised from `await_ready` on. ``on_move`` receives the
     address of each further one, on the thread of this, before `address` tells it.
+
+    In a term, a group of several workers needs its manager in each step, and is given up by the
+    others sooner than a process does its imports: so the next one has done them before (rule M3).
     """
 
     def __init__(
@@ -38,6 +42,8 @@ class ManagerSupervisor:
         self._timeout_s = timeout_s
         self._on_move = on_move
         self._resumed: Callable[[], Resumed | None] = lambda: None
+        self._next = WaitingManager()
+        self._has_next = False  # one has been started, or cannot be
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._child = ManagerProcess(config)
@@ -79,11 +85,12 @@ class ManagerSupervisor:
         self._child.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(STOP_TIMEOUT_S)
+        self._next.drop()
 
     def _keep(self) -> None:
         ends: collections.deque[float] = collections.deque(maxlen=MAX_STARTS)
         while True:
-            status = self._child.wait()
+            status = self._child.wait(self._prepare_next)
             self._child.close()
             if self._closing.is_set():
                 return
@@ -107,7 +114,8 @@ class ManagerSupervisor:
             ends.append(now)
             try:
                 config = dataclasses.replace(self._config, resumed=self._resumed())
-                child = ManagerProcess.start(config, self._timeout_s)
+                child = ManagerProcess.start(config, self._timeout_s, self._next)
+                self._has_next = False
             except (TorchFTError, OSError) as error:
                 log.error("no other manager: %s", error)
                 pause_s = max(FIRST_PAUSE_S, 2 * pause_s)
@@ -115,6 +123,17 @@ class ManagerSupervisor:
             self._take(child)
             return True
         return True
+
+    def _prepare_next(self) -> None:
+        """Start a process that waits, once the group is in a term."""
+        is_needed = self._config.group_world_size > 1 and not self._closing.is_set()
+        if self._has_next or not is_needed or self._resumed() is None:
+            return
+        self._has_next = True
+        try:
+            self._next.start(self._config.security)
+        except OSError as error:
+            log.info("another manager would have to do its imports first: %s", error)
 
     def _take(self, child: ManagerProcess) -> None:
         with self._lock:

@@ -43,7 +43,7 @@ class LineActor:
         self._arrives_at = 0.0  # what was said last: nothing overtakes it
         self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
-        self._phase: tuple[Phase, int] | None = None  # that was told last
+        self._phase: tuple[Phase, int, bool] | None = None  # that was told last
         self._retry = AttachRetry(process.world.chance(f"{process.name}/attach").random)
         self.lost_at = -math.inf  # when the last one has ended
         self._stream = 0  # the number of the one that is open, or being opened
@@ -79,9 +79,9 @@ class LineActor:
             self._on_cut()
         self._process.after(following.pause_s, self.attach)
 
-    def tell_phase(self, phase: Phase, step: int) -> None:
-        self._phase = phase, step
-        self._say(lambda manager: manager.receive_phase(self._group_rank, phase, step))
+    def tell_phase(self, phase: Phase, step: int, went_on: bool) -> None:
+        self._phase = phase, step, went_on
+        self._say(lambda manager: manager.receive_phase(self._group_rank, phase, step, went_on))
 
     def ask_to_drain(self, reason: str) -> None:
         self._say(lambda manager: manager.drain(reason))

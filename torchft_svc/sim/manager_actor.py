@@ -103,9 +103,11 @@ class ManagerActor:
         )
         must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
 
-    def receive_phase(self, group_rank: int, phase: Phase, step: int) -> None:
-        self.core.receive_phase(group_rank, phase, step, self.process.world.now)
-        self.link.begin()
+    def receive_phase(self, group_rank: int, phase: Phase, step: int, went_on: bool) -> None:
+        now = self.process.world.now
+        self._carry_out(self.core.receive_phase(group_rank, phase, step, now, went_on=went_on))
+        if self.core.is_whole:
+            self.link.begin()
 
     def drain(self, reason: str) -> None:
         self._carry_out(self.core.drain(reason, self.process.world.now))

@@ -208,7 +208,7 @@ def _draw_lone_deaths_of_managers(seed: int, scenario: Scenario) -> Scenario:
     config = replace(scenario.config, join_timeout_s=20.0, heal_timeout_s=None)
     return replace(
         scenario,
-        group_world_size=1,
+        group_world_size=chance.choice((1, 2)),
         unary_every=0,
         start_spread_s=0.1,
         config=config,

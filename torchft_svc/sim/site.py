@@ -30,6 +30,7 @@ RESTART_S = 1.0
 MAX_STEPS_UNREPORTED = 2
 # Rank 0's worker takes to start another manager when the first is gone.
 NEW_MANAGER_S = 0.2
+SPARE_MANAGER_S = 0.02  # a process that waits for that
 
 
 class Site:
@@ -209,10 +210,13 @@ class Site:
     def _outlives_workers(self) -> bool:
         return self._is_sidecar and self.manager is not None and not self.manager.process.is_dead
 
-    def crash_manager(self, down_s: float = NEW_MANAGER_S) -> None:
+    def crash_manager(self, down_s: float | None = None) -> None:
         """Rank 0 starts another one."""
+        in_term = self.resumed() is not None
+        if down_s is None:
+            down_s = SPARE_MANAGER_S if in_term and self.group_world_size > 1 else NEW_MANAGER_S
         self._kill_manager()
-        if self.collective is not None:
+        if self.collective is not None and not in_term:
             self.collective.excuse()
         for worker in self.workers:
             worker.line.end()

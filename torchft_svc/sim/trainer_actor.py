@@ -546,7 +546,7 @@ class WorkerActor:
     def _tell_phase(self, phase: Phase | None = None) -> None:
         if self._rules.tells_phases or self._rules.is_steady:
             state = self.machine.state
-            self.line.tell_phase(phase or state.phase, state.step)
+            self.line.tell_phase(phase or state.phase, state.step, self.round.goes_on)
 
     def _trouble(self, seconds: float = 0.0) -> None:
         until = self.process.world.now + seconds

@@ -133,7 +133,7 @@ def test_a_group_that_waits_to_join_is_counted_until_the_next_quorum() -> None:
 def test_every_change_of_phase_is_heard() -> None:
     worker = SharedRound(WorkerRules(), StepMachine(), ProcessGroupDummy())
     heard: list[tuple[Phase, int]] = []
-    worker.on_phase = lambda phase, number: heard.append((phase, number))
+    worker.on_phase = lambda phase, number, _: heard.append((phase, number))
     with worker.changing() as round_:
         round_.step.start()
     with worker.changing() as round_:
@@ -148,13 +148,13 @@ def test_only_the_latest_phase_is_told_and_goodbye_is_the_last_word() -> None:
     messages = outgoing.messages()
     assert next(messages).hello.rank == 1
     for step in range(100):
-        outgoing.tell(Phase.TRAINING, step)
+        outgoing.tell(Phase.TRAINING, step, False)
     assert next(messages).phase.step == 99
     told: list[pb.AttachRequest] = []
     reader = threading.Thread(target=lambda: told.extend(messages))
     reader.start()
     for step in range(100):
-        outgoing.tell(Phase.VOTING, step)
+        outgoing.tell(Phase.VOTING, step, False)
     outgoing.end(pb.AttachDetach())
     outgoing.end()
     reader.join(10.0)

@@ -220,7 +220,7 @@ class RoundRunner:
         assert self.quorum is not None
         # The manager considers a worker that has its quorum as training. This one still waits for
         # other groups: a store that does not answer is no hang of this worker.
-        self._worker.on_phase(Phase.QUORUM, self._worker.state.step)
+        self._worker.tell_phase(Phase.QUORUM)
         with self._worker.changing() as round_:
             change = round_.peers.change()
             orders = round_.entered()

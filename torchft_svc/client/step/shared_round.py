@@ -25,8 +25,9 @@ Orders = tuple[Order, ...]
 class SharedRound:
     """A worker's `Round`: one thread at a time changes it, any thread may read it or bring news.
 
-    ``on_phase`` is called with each new phase, except the wait for a quorum, and its step. It must
-    not block. Attributes of ``round`` may be read without a lock; all else needs `changing`.
+    ``on_phase`` is called with each new phase, except the wait for a quorum, its step, and whether
+    that was begun without a question. It must not block. Attributes of ``round`` may be read
+    without a lock; all else needs `changing`.
     """
 
     def __init__(
@@ -36,7 +37,7 @@ class SharedRound:
         pg: ProcessGroup,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_phase: Callable[[Phase, int], None] = lambda *_: None
+        self.on_phase: Callable[[Phase, int, bool], None] = lambda *_: None
         self.round: Round[QuorumResult] = Round(rules, step)
         self._pg = pg
         self._clock = clock
@@ -53,7 +54,11 @@ class SharedRound:
                 after = self.round.step.state
                 # The manager itself knows when a group waits for a quorum.
                 if after.phase is not before and after.phase is not Phase.QUORUM:
-                    self.on_phase(after.phase, after.step)
+                    self.tell_phase(after.phase)
+
+    def tell_phase(self, phase: Phase) -> None:
+        """Report that this worker is in ``phase`` of its step."""
+        self.on_phase(phase, self.state.step, self.round.goes_on)
 
     @property
     def state(self) -> StepState:

@@ -459,7 +459,7 @@ class Stepper:
 
     def _report_wait(self, waits: bool) -> None:
         """Tell the manager that this worker waits for other groups, and has not hung itself."""
-        self._worker.on_phase(Phase.QUORUM if waits else self.state.phase, self.state.step)
+        self._worker.tell_phase(Phase.QUORUM if waits else self.state.phase)
 
     # -- inside ----------------------------------------------------------------------------------
 
