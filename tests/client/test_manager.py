@@ -95,6 +95,27 @@ def test_an_allreduce_nobody_waited_for_is_finished_by_the_vote(pair_address: st
         assert [tensor.item() for tensor in tensors] == [3.0, 3.0]
 
 
+@pytest.mark.parametrize("op", [ReduceOp.AVG, ReduceOp.SUM], ids=["average", "sum"])
+@pytest.mark.parametrize("kind", ["a parameter", "a loss"])
+def test_what_autograd_knows_is_reduced_like_any_tensor(
+    pair_address: str, op: ReduceOp.RedOpType, kind: str
+) -> None:
+    with trainers(pair_address, 2) as (a, b):
+        together(a.manager.start_quorum, b.manager.start_quorum)
+        parameters = [torch.ones(1, requires_grad=True), torch.full((1,), 3.0, requires_grad=True)]
+        tensors = parameters if kind == "a parameter" else [1.0 * each for each in parameters]
+        made_by = [each.grad_fn for each in tensors]
+        works = together(
+            lambda: a.manager.allreduce(tensors[0], reduce_op=op),
+            lambda: b.manager.allreduce(tensors[1], reduce_op=op),
+        )
+        together(works[0].wait, works[1].wait)
+        expected = 2.0 if op == ReduceOp.AVG else 4.0
+        assert [tensor.item() for tensor in tensors] == [expected, expected]
+        assert [each.grad_fn for each in tensors] == made_by
+        assert together(a.manager.should_commit, b.manager.should_commit) == [True, True]
+
+
 def test_whole_numbers_cannot_be_averaged(address: str) -> None:
     with Trainer(address, "a", 0) as a:
         a.manager.start_quorum()

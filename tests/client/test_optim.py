@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 from torchft_svc.client import Optimizer, OptimizerWrapper
-from torchft_svc.errors import ConfigError, DeadlineExceeded, RequestRefused
+from torchft_svc.errors import ConfigError, DeadlineExceeded, PeerError, RequestRefused
 
 
 @pytest.fixture
@@ -99,6 +100,28 @@ def test_clearing_gradients_after_the_step_works_too(trainer: Trainer) -> None:
         assert trainer.optimizer.step()
         trainer.optimizer.zero_grad()
     assert trainer.manager.current_step() == 3
+
+
+def test_a_step_without_a_quorum_is_begun_again_with_the_next_zero_grad() -> None:
+    short = timedelta(seconds=2)
+    with (
+        lighthouse(min_replicas=2) as address,
+        Trainer(address, "a", 0, use_async_quorum=False, timeout=short, quorum_timeout=short) as a,
+    ):
+        for _ in range(2):
+            with pytest.raises(PeerError):
+                a.optimizer.zero_grad()
+        with Trainer(address, "b", 1, use_async_quorum=False) as b:
+
+            def retries() -> bool:
+                while True:
+                    with contextlib.suppress(PeerError):
+                        a.optimizer.zero_grad()
+                        break
+                a.loss().backward()
+                return a.optimizer.step()
+
+            assert together(retries, b.step) == [True, True]
 
 
 def test_accumulated_gradients(trainer: Trainer) -> None:

@@ -167,6 +167,41 @@ def test_a_step_that_is_given_up_while_it_heals_holds_up_nobody(address: str) ->
             assert took_s < 10  # the timeout is 30 s
 
 
+@pytest.mark.parametrize("then", ["zero_grad", "step"])
+def test_a_backward_pass_that_raises_while_it_heals_holds_up_nobody(
+    address: str, then: str
+) -> None:
+    """The sums that it has launched keep connections open, and the source ends its step, for the
+    rest of the state, when these close."""
+    with Trainer(address, "a", 0) as a:
+        a.steps(2)
+        with Trainer(address, "b", 1) as b:
+
+            def raises(*_: Any) -> None:
+                raise ArithmeticError("the test wants it so")
+
+            def newcomer() -> float:
+                b.optimizer.zero_grad()
+                b.manager.wait_quorum()  # the others count on its sums
+                hook = b.model[0].weight.register_hook(raises)  # its gradient is the last one
+                with pytest.raises(ArithmeticError):
+                    b.loss().backward()
+                assert not b.manager.has_fresh_step(), "it has launched sums"
+                hook.remove()
+                began_at = time.monotonic()
+                if then == "step":
+                    assert not b.optimizer.step()
+                b.optimizer.zero_grad()
+                took_s = time.monotonic() - began_at
+                b.loss().backward()
+                b.optimizer.step()
+                return took_s
+
+            took_s, _ = together(newcomer, lambda: float(a.meets(2) or a.meets(2)))
+            assert took_s < 10  # the timeout is 30 s
+            train_on(a, b)
+
+
 def test_a_newcomer_contributes_zeros_in_the_step_in_which_it_heals(address: str) -> None:
     with Trainer(address, "a", 0) as a:
         a.steps(2)

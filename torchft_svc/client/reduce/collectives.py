@@ -146,27 +146,29 @@ class Collectives:
         participation: Participation,
         kind: Kind = Kind.AVERAGE,
     ) -> dist.Work:
-        """Start reducing a copy of ``tensor``; the work's ``wait`` copies the result back.
+        """Start reducing a copy of ``tensor``; the work's ``wait`` copies the result back, whether
+        the tensor is part of a graph of autograd or not.
 
         So an abandoned operation cannot corrupt the tensor.
         """
         average = op == ReduceOp.AVG
         sent_op = ReduceOp.SUM if average else op
-        copy = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        values = tensor.detach()
+        copy = torch.empty_like(values, memory_format=torch.contiguous_format)
         if participation.participating_rank is None:
             copy.fill_(neutral_element(sent_op, tensor.dtype))
         elif average:
             # Dividing before the sum saves a pass after it.
-            torch.div(tensor, participation.num_participants, out=copy)
+            torch.div(values, participation.num_participants, out=copy)
         else:
-            copy.copy_(tensor)
+            copy.copy_(values)
         reduction = self.launch(copy, sent_op, kind, op)
         if reduction is None:
             return CompletedWork(tensor)
 
         def finish() -> torch.Tensor:
             if reduction.wait():
-                tensor.copy_(copy)
+                values.copy_(copy)
             return tensor
 
         self._works.append(ManagedWork(finish))
@@ -381,6 +383,12 @@ class Collectives:
             Variable._execution_engine.queue_callback(  # called unless the pass raises
                 functools.partial(self._passes.discard, graph)
             )
+
+    def give_up(self) -> None:
+        """Wait for no operation of this step, whose members were left."""
+        for reduction in self._outstanding:
+            reduction.abandon()
+        self._outstanding, self._unread, self._end = [], [], None
 
     def finish(self) -> None:
         """Wait for all operations of this step."""

@@ -113,6 +113,11 @@ class Reduction:
             self._work = None
         return self._ok
 
+    def abandon(self) -> None:
+        """Wait no longer: the members were left. While the work exists, it keeps connections open
+        whose end the other groups wait for. `wait` returns False unless it has returned before."""
+        self._work = None
+
     def is_over(self) -> bool:
         """Whether the tensor is known to hold the result; does not wait."""
         work = self._work

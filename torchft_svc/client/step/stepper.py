@@ -127,8 +127,6 @@ class Stepper:
     def start(self, request: RoundRequest) -> None:
         """See `Manager.start_quorum`."""
         self._end_last_step()
-        for reducer in self.reducers():  # an unfinished pass ends with its step
-            reducer.settle()
         runner = self._runner
         runner.withhold_rest()
         is_first = self.state.epoch == 0
@@ -168,9 +166,13 @@ class Stepper:
         """Wait for the round of the last step, and clean up after an interrupt of this wait."""
         if self._task is not None and not (self._task.done and self._task.error is None):
             self._withdraw(QuorumFailed("another step was begun"))
-        # Before the end of its round: a heal may wait for groups that wait for sums of this worker.
+        # Before the end of its round: a heal may wait for groups that wait for sums of this worker,
+        # or for the end of its connections.
         self.wait_until_ready()
         self._give_up()
+        for reducer in self.reducers():  # an unfinished pass ends with its step
+            reducer.settle()
+        self._collectives.give_up()
         self._wait_for_task()
         self._reports.finish()
         if self.state.phase is Phase.APPLYING and not self._ends_update:
@@ -340,7 +342,9 @@ class Stepper:
     def is_fresh(self) -> bool:
         """See `Manager.has_fresh_step`."""
         begun = self.state.phase not in (*_BETWEEN_STEPS, Phase.VOTING)
-        return begun and not self._collectives.launched
+        round_ = self._worker.round
+        was_refused = round_.error is not None and round_.waits_for_quorum  # `start` has raised it
+        return begun and not self._collectives.launched and not was_refused
 
     def decide(self, timeout_s: float, *, ends_update: bool = False) -> bool:
         """See `Manager.should_commit`.
@@ -399,6 +403,8 @@ class Stepper:
         self._worker.round.check_left()
         self._settle()
         self._collectives.launch_end()
+        if self.state.error is not None and self._deps.pg.errored() is not None:
+            self._collectives.give_up()  # as in `_end_last_step`
         self._wait_for_task()
         self._worker.round.check_left()
         self._collectives.finish()
