@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -27,7 +28,7 @@ from torchft_svc.core.manager import (
 from torchft_svc.core.session_messages import Beat, Drain, Kill, Leave, Lost, NoQuorumYet
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, TermEnds
-from torchft_svc.core.types import WorkerRequest
+from torchft_svc.core.types import Member, WorkerRequest
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, RequestRefused
 
 FAILED = QuorumFailed("nobody else is there")
@@ -161,6 +162,57 @@ def test_news_go_to_those_that_are_attached() -> None:
     loss = Lost("b:1", "killed", 9)
     assert manager(2).tell(loss) == ()
     assert manager(2, attached=2).tell(loss) == (TellWorkers((0, 1), loss),)
+
+
+TO_END, IS_OVER = TermEnds(9, None, "it moves"), TermEnds(9, 4, "b asks")
+
+
+def test_that_a_term_is_to_end_does_not_hide_that_it_is_over() -> None:
+    """For a worker whose stream was broken meanwhile."""
+    made = manager(1)
+    assert made.term_ends(IS_OVER, 9) == made.term_ends(TO_END, 9) == ()
+    assert [each.news for each in made.attach(0, "w0")] == [IS_OVER, TO_END]
+
+
+@pytest.mark.parametrize(
+    ("news", "may_commit"),
+    [
+        (IS_OVER, [True, False, False]),
+        (TO_END, [True, True, True]),
+        (dataclasses.replace(IS_OVER, quorum_id=8), [True, True, True]),
+        (Lost("a:1", "it hangs", 9), [False, False, False]),
+        (Lost("a:1", "it hung", 8), [True, True, True]),
+    ],
+    ids=["over from 4", "to end", "an earlier one", "left out", "left out of an earlier one"],
+)
+def test_e3_workers_that_stood_still_do_not_commit_what_their_manager_knows_to_be_in_vain(
+    news: TermEnds | Lost, may_commit: list[bool]
+) -> None:
+    """They vote before they have read the news."""
+    for step, expected in zip((3, 4, 5), may_commit, strict=True):
+        made = manager(1, attached=1)
+        made.ask(asks(0, step=step), 10.0, 100.0)
+        made.outcome(7, dataclasses.replace(QUORUM, participants=at(step)), "a", 100.1)
+        if isinstance(news, Lost):
+            made.left_out(news, 9)
+        else:
+            made.term_ends(news, 9)
+        _, (answer,) = made.vote(vote(0, step=step, round=7, worker_id="w0"), 10.0, 101.0)
+        assert isinstance(answer, AnswerVote)
+        assert answer.should_commit is expected
+
+
+def at(step: int) -> tuple[Member, ...]:
+    return tuple(dataclasses.replace(each, step=step) for each in QUORUM.participants)
+
+
+def test_what_is_in_vain_is_over_with_the_next_question() -> None:
+    made = manager(1, attached=1)
+    made.left_out(Lost("a:1", "it hangs", 9), 9)
+    made.ask(asks(0), 10.0, 100.0)
+    made.outcome(7, QUORUM, "a", 100.1)
+    _, (answer,) = made.vote(vote(0, round=7, worker_id="w0"), 10.0, 101.0)
+    assert answer == AnswerVote(1, True, Fate.ENDS)
 
 
 def test_a_worker_that_is_gone_lets_the_group_leave_and_the_others_hear_of_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 from core.test_round import BEHIND, QUORUM, Part, meeting, training, worker
 from torchft_svc.core.peers import LoseMember
 from torchft_svc.core.round import LISTEN_AFTER_S, Round, RoundRequest
-from torchft_svc.core.round_orders import AskDecision, Decide, LeaveMembers
+from torchft_svc.core.round_orders import AskDecision, Decide, LeaveMembers, MeetMembers
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, TermEnds, Wish
 from torchft_svc.core.types import Vote
@@ -271,7 +271,6 @@ def test_only_a_worker_that_decides_alone_in_a_quorum_listens() -> None:
 WISHES = {
     "a group waits": lambda round_: round_.peers.waits("c:1"),
     "it has to end": lambda round_: round_.drain("SIGTERM"),
-    "the program wants it": lambda round_: round_.want_question(),
     "the manager says so": lambda round_: round_.term_ends(TermEnds(7, None, "it moves")),
 }
 
@@ -319,10 +318,17 @@ def test_what_one_worker_alone_has_seen_in_the_step_before_is_over() -> None:
 
 
 def test_a_wish_is_over_with_the_question() -> None:
+    wish = TermEnds(7, None, "it moves")
     round_ = in_term(wishes=1.0)
-    round_.want_question()
+    round_.term_ends(wish)
     round_.begin(REQUEST)
+    round_.answered(STEADY)
     assert not round_.wants_question
+    round_ = in_term(wishes=1.0)
+    round_.begin(REQUEST)
+    round_.term_ends(wish)  # it overtakes the answer
+    round_.answered(STEADY)
+    assert round_.wants_question
 
 
 # -- the news that a term is over ----------------------------------------------------------------
@@ -361,6 +367,30 @@ def test_an_end_that_was_told_before_the_quorum_came_counts() -> None:
     round_.answered(STEADY)
     (left, *_) = [each for each in round_.entered() if isinstance(each, LeaveMembers)]
     assert str(left.reason) == str(QuorumFailed("b asks"))
+
+
+def test_an_end_that_is_told_while_the_members_connect_counts() -> None:
+    """The backend waits for a member that asks alone: it has not received the answer, say."""
+    round_ = worker(is_steady=True)
+    round_.begin(REQUEST)
+    round_.ask(100.0)
+    round_.answered(STEADY)
+    assert round_.entered() == (MeetMembers(anew=True),)
+    assert round_.term_ends(TermEnds(6, 3, "b asks")) is None
+    assert round_.term_ends(TermEnds(7, 4, "b asks")) is None
+    assert round_.term_ends(TermEnds(7, 3, "b asks")) == LoseMember(7, "b asks")
+    (left, *_) = [each for each in round_.met(None) if isinstance(each, LeaveMembers)]
+    assert str(left.reason) == str(QuorumFailed("b asks"))
+
+
+def test_an_end_that_overtakes_an_answer_that_keeps_the_quorum_counts() -> None:
+    round_ = in_term(wishes=1.0)
+    round_.begin(REQUEST)
+    round_.ask(101.0)
+    assert round_.term_ends(TermEnds(7, 4, "b asks again")) is None
+    assert round_.answered(dataclasses.replace(STEADY, max_step=4)) == (MeetMembers(anew=False),)
+    (left, *_) = [each for each in round_.met(None) if isinstance(each, LeaveMembers)]
+    assert str(left.reason) == str(QuorumFailed("b asks again"))
 
 
 def test_who_has_to_heal_is_not_in_a_steady_quorum_and_asks() -> None:

@@ -91,7 +91,7 @@ def who_drains_does_not_say_so(plant: pytest.MonkeyPatch) -> None:
     real = Round.wants_question
     assert isinstance(real, property)
     plant.setattr(
-        Round, "wants_question", property(lambda self: self._is_asked_for or self.peers.num_waiting)
+        Round, "wants_question", property(lambda self: self._asked_for_in or self.peers.num_waiting)
     )
 
 

@@ -114,7 +114,7 @@ class Round(Generic[Part]):
         self._agreed = False  # all members of the last quorum ask before this step
         self._wishes: float | None = None  # their sum in this step
         self._is_sum_shared = True  # all members have seen the same
-        self._is_asked_for = False  # the next question
+        self._asked_for_in = 0  # the quorum whose end news have asked for since the last question
         self._term_ends: TermEnds | None = None  # the last news that one is over
 
     # -- the quorum ------------------------------------------------------------------------------
@@ -138,7 +138,7 @@ class Round(Generic[Part]):
         self.has_connected = False
         if not goes_on:
             self.quorum = None
-            self._is_asked_for = False
+            self._asked_for_in = 0
         elif why_not is not None:
             self.step.latch(why_not)
         return epoch
@@ -158,23 +158,33 @@ class Round(Generic[Part]):
             return None
         quorum, state = self.quorum, self.step.state
         assert quorum is not None
-        if broken is None:
-            try:
-                self.peers.check_losses(quorum)
-                self._check_term(quorum)
-            except QuorumFailed as error:
-                broken = error
+        broken = broken or self._why_in_vain(quorum)
         if broken is None and (state.step != self._step_due or state.unhealed or state.spoiled):
             broken = QuorumFailed("the weights of this worker are not those of the last step")
         if broken is None and request.layout != self._request.layout:
             broken = QuorumFailed("what this worker sums has changed")
         return broken
 
+    def _why_in_vain(self, quorum: Part) -> QuorumFailed | None:
+        """Why the present step of ``quorum`` cannot be committed, if that is known."""
+        try:
+            self.peers.check_losses(quorum)
+            self._check_term(quorum)
+        except QuorumFailed as error:
+            return error
+        return None
+
     def _check_term(self, quorum: Part) -> None:
         """Raise `QuorumFailed` if the term of ``quorum`` is over."""
-        ends = self._term_ends
-        if ends is not None and ends.is_over_at(quorum.quorum_id, self.step.state.step):
-            raise QuorumFailed(ends.reason)
+        if self._term_ends is not None and self._is_over(self._term_ends, quorum):
+            raise QuorumFailed(self._term_ends.reason)
+
+    def _is_over(self, ends: TermEnds, quorum: Part) -> bool:
+        """Whether the present step of ``quorum`` is in vain; until its members are met, this worker
+        may show the step of before."""
+        state = self.step.state
+        step = quorum.max_step if state.phase is Phase.QUORUM else state.step
+        return ends.is_over_at(quorum.quorum_id, step)
 
     def will_wait_for_heal(self, allow_heal: bool) -> bool:
         """Whether a step that begins now waits for the state if this worker has to heal."""
@@ -184,12 +194,8 @@ class Round(Generic[Part]):
     def wants_question(self) -> bool:
         """Whether this worker wants all members to ask before the next step: its part in the sum of
         wishes. A spare, or a group that heals, may want it, too."""
-        is_news = self._is_asked_for or self.peers.num_waiting > 0
-        return is_news or self.drain_reason is not None
-
-    def want_question(self) -> None:
-        """The program wants all members to ask before the next step."""
-        self._is_asked_for = True
+        is_told = self.quorum is not None and self.quorum.quorum_id == self._asked_for_in
+        return is_told or self.peers.num_waiting > 0 or self.drain_reason is not None
 
     def summed(self, wishes: float, is_shared: bool = True) -> None:
         """One more sum of all members' wishes; ``is_shared``: the others may have seen the same."""
@@ -281,12 +287,8 @@ class Round(Generic[Part]):
         """The manager knows that this worker waits for the members, and reports losses from now
         on; one that was reported before the quorum counts, too."""
         assert self.quorum is not None
-        try:
-            self.peers.check_losses(self.quorum)
-            self._check_term(self.quorum)
-        except QuorumFailed as error:
-            return self.met(error)
-        return (MeetMembers(anew=True),)
+        why = self._why_in_vain(self.quorum)
+        return (MeetMembers(anew=True),) if why is None else self.met(why)
 
     def met(self, problem: Exception | None) -> tuple[Order, ...]:
         """The members are connected, unless there is a ``problem``.
@@ -297,7 +299,8 @@ class Round(Generic[Part]):
         """
         quorum, may_heal = self.quorum, self._request.allow_heal
         assert quorum is not None
-        problem = problem or self._began_too_early(quorum)
+        # News may have come while they were connected; or before the answer, if that keeps the id.
+        problem = problem or self._why_in_vain(quorum) or self._began_too_early(quorum)
         heals = quorum.heal and may_heal
         before = self.step.state.step
         place = participation(
@@ -445,17 +448,15 @@ class Round(Generic[Part]):
     def term_ends(self, news: TermEnds) -> LoseMember | None:
         """The term of a quorum is to end, or is over (rule E4); returns what to give up, if a step
         under way is in vain."""
-        quorum = self.peers.quorum
         if news.step is None:
-            self._is_asked_for |= quorum is not None and quorum.quorum_id == news.quorum_id
+            self._asked_for_in = news.quorum_id
             return None
         known = self._term_ends
         is_known = known is not None and known.is_over_at(news.quorum_id, news.step)
         self._term_ends = known if is_known else news
-        state = self.step.state
-        if quorum is None or state.phase not in UNDER_WAY:
-            return None
-        if not news.is_over_at(quorum.quorum_id, state.step):
+        quorum = self.quorum
+        in_step = self.step.state.phase in (*UNDER_WAY, Phase.QUORUM)
+        if quorum is None or not in_step or not self._is_over(news, quorum):
             return None
         return LoseMember(quorum.quorum_id, news.reason)
 

@@ -32,7 +32,12 @@ from torchft_svc.core.types import Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import decision_to_wire, phase_from_wire, worker_answer
+from torchft_svc.rpc.codec import (
+    decision_to_wire,
+    phase_from_wire,
+    term_ends_from_wire,
+    worker_answer,
+)
 from torchft_svc.rpc.codec_session import session_news_to_wire
 from torchft_svc.rpc.outbox import Outbox
 from torchft_svc.rpc.tasks import Tasks, call_later
@@ -165,16 +170,26 @@ class ManagerDriver:
         elif kind == "drain":
             self.drain(news.drain.reason, encoded)
         elif kind == "lost":
-            lost = news.lost
-            if lost.replica_id == self._link.machine.replica_id:
-                log.warning("the others continue without this group: %s", lost.reason)
-            else:
-                log.info("group lost replica=%s: %s", lost.replica_id, lost.reason)
-        if kind in ("lost", "waiting", "term_ends"):
+            self._lost(news.lost, encoded)
+        elif kind == "waiting":
             self._carry_out(self._core.tell_until_asked(kind, encoded))
+        elif kind == "term_ends":
+            self._term_ends(term_ends_from_wire(news.term_ends), encoded)
 
-    def _term_ends(self, news: TermEnds) -> None:
-        self._carry_out(self._core.tell_until_asked("term_ends", news))
+    def _lost(self, lost: pb.MemberLost, told: bytes) -> None:
+        link = self._link.machine
+        if lost.replica_id == link.replica_id:
+            log.warning("the others continue without this group: %s", lost.reason)
+            news = Lost(lost.replica_id, lost.reason, lost.quorum_id)
+            orders = self._core.left_out(news, link.seen_quorum_id, told)
+        else:
+            log.info("group lost replica=%s: %s", lost.replica_id, lost.reason)
+            orders = self._core.tell_until_asked("lost", told)
+        self._carry_out(orders)
+
+    def _term_ends(self, news: TermEnds, told: bytes | None = None) -> None:
+        quorum_id = self._link.machine.seen_quorum_id
+        self._carry_out(self._core.term_ends(news, quorum_id, told))
 
     def kill(self, reason: str, told: bytes | None = None) -> None:
         """The group has to end at once: every worker is told, then ``killed`` is set."""

@@ -206,6 +206,10 @@ class ManagerActor:
             self.drain(news.reason)
         elif isinstance(news, Kill):
             self._carry_out(self.core.kill(news.reason))
+        elif isinstance(news, TermEnds):
+            self._carry_out(self.core.term_ends(news, self.link.machine.seen_quorum_id))
+        elif isinstance(news, Lost) and news.replica_id == self.link.machine.replica_id:
+            self._carry_out(self.core.left_out(news, self.link.machine.seen_quorum_id))
         else:
             self._carry_out(self.core.tell_until_asked(type(news).__name__, news))
 

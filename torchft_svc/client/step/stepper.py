@@ -19,12 +19,7 @@ from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives, check_arguments, uncompiled
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
-from torchft_svc.client.step.round import (
-    Dependencies,
-    RoundRules,
-    RoundRunner,
-    ask_decision,
-)
+from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.core.round import UNDER_WAY, RoundRequest
