@@ -9,7 +9,7 @@ import pytest
 from support.core.scenes import JOB, SECONDS, Scene, config, member
 
 from torchft_svc.core.gathering import GATHER_S
-from torchft_svc.core.job import MISSED_AFTER_S
+from torchft_svc.core.job import MAX_LOSSES_TOLD, MISSED_AFTER_S
 from torchft_svc.core.lighthouse_orders import (
     ReportEviction,
     ReportLoss,
@@ -396,6 +396,23 @@ def test_what_is_known_of_an_earlier_quorum_says_nothing_of_a_newer_one() -> Non
     scene.house.request(JOB, asker, 1, scene.now)
     scene.opened("a", 9, 7)
     assert scene.house.missed_news(JOB, "a", LastQuorum(9, 7), 2) == [NewcomerWaits("c")]
+
+
+def test_losses_of_an_earlier_quorum_are_not_counted_in_a_newer_one() -> None:
+    """The members of that one had left these behind."""
+    scene = Scene(SECONDS)
+    early = [f"e{number}" for number in range(MAX_LOSSES_TOLD + 2)]
+    for each in early:
+        scene.opened(each, 5, 3, len(early))
+    for each in early[1:]:
+        scene.leave(each)
+    assert [len(each.recipients) for each in scene.take()] == [6, 5, 4, 3, 1]
+    for each in "abc":
+        scene.opened(each, 9, 30, 3)
+    scene.take()
+    scene.leave("c")
+    (loss,) = scene.take()
+    assert sorted(loss.recipients) == ["a", "b", "c"]
 
 
 # -- sessions that end (E7) ----------------------------------------------------------------------

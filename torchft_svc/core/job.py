@@ -77,7 +77,8 @@ class Job:
         known_id = self.members.last.quorum_id
         self.members.reported(replica_id, last)
         if self.members.last.quorum_id != known_id:
-            self.term = RunningTerm()  # what was known is about an earlier quorum
+            # What was known, and told, is about an earlier quorum.
+            self.term, self.announcements = RunningTerm(), Announcements()
         if last.quorum_id == self.members.last.quorum_id:
             self.term.num_groups = max(self.term.num_groups, num_groups)
 
