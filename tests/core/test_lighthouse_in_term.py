@@ -10,6 +10,7 @@ from support.core.scenes import JOB, SECONDS, Scene, config, member
 
 from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.job import MAX_LOSSES_TOLD, MISSED_AFTER_S
+from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import (
     ReportEviction,
     ReportLoss,
@@ -539,10 +540,12 @@ def test_what_members_have_reported_before_the_quorum_is_no_progress_in_it() -> 
 
 
 class NewLighthouse(Term):
-    """Groups a and b, of three, have come back in quorum 1; a waits in step 8. It is 0 s."""
+    """Groups a and b, of three, have come back in quorum 1; a waits in step 8. It is 0 s, and the
+    lighthouse was started ``began_s`` ago."""
 
-    def __init__(self, num_groups: int = 3) -> None:
+    def __init__(self, num_groups: int = 3, began_s: float = 0.0) -> None:
         Scene.__init__(self, SECONDS)
+        self.house = Lighthouse(SECONDS, now=-began_s)
         for each in "ab":
             self.opened(each, 1, 7, num_groups)
         self.does("b", Phase.TRAINING, 8)
@@ -575,6 +578,13 @@ def test_who_asks_may_be_the_member_that_has_not_come_back(asker: str, has_histo
 
 def test_a_member_that_has_not_come_back_is_missed_after_the_heartbeat_timeout() -> None:
     term = NewLighthouse()
+    assert term.waits_until(99.5) == []
+    assert term.waits_until(100.0) == [(8, ("a", "b"))]
+
+
+def test_members_may_come_back_to_a_lighthouse_that_has_been_up_for_long() -> None:
+    """As when its job moves back to the first lighthouse of a list, one group after the other."""
+    term = NewLighthouse(began_s=3600.0)
     assert term.waits_until(99.5) == []
     assert term.waits_until(100.0) == [(8, ("a", "b"))]
 

@@ -72,7 +72,7 @@ class Job:
     # brings them back before this time (rule Q8).
     left: dict[str, float] = field(default_factory=dict)
 
-    def reported(self, replica_id: str, last: LastQuorum, num_groups: int) -> None:
+    def reported(self, replica_id: str, last: LastQuorum, num_groups: int, now: float) -> None:
         """A group reports the ``last`` quorum that it was in, of ``num_groups`` (0: not known)."""
         known_id = self.members.last.quorum_id
         self.members.reported(replica_id, last)
@@ -80,6 +80,7 @@ class Job:
             # What was known, and told, is about an earlier quorum.
             self.term, self.announcements = RunningTerm(), Announcements()
         if last.quorum_id == self.members.last.quorum_id:
+            self.term.reported_at = min(self.term.reported_at, now)
             self.term.num_groups = max(self.term.num_groups, num_groups)
 
     def contested(self) -> TermEnds:
@@ -136,12 +137,9 @@ class Job:
             return False
         return now - max(activity.since, *self.silent.values()) >= MISSED_AFTER_S
 
-    def waits_for_unheard(
-        self, activity: Activity, began_at: float, heartbeat_timeout_s: float, now: float
-    ) -> bool:
+    def waits_for_unheard(self, activity: Activity, heartbeat_timeout_s: float, now: float) -> bool:
         """Whether a member that waits for others in a step, as it reports now, may wait for one
-        that has not reported the quorum to this lighthouse, which serves since ``began_at`` (rule
-        E8)."""
+        that has not reported the quorum to this lighthouse in time (rule E8)."""
         members, term = self.members, self.term
         if members.previous is not None or term.num_groups <= members.num_reported:
             return False
@@ -149,7 +147,7 @@ class Job:
             return False
         # One that asks may be that member: it has not received the answer.
         patience_s = GATHER_S if members.groups[GroupState.JOINING] else heartbeat_timeout_s
-        return now - activity.since >= MISSED_AFTER_S and now - began_at >= patience_s
+        return now - activity.since >= MISSED_AFTER_S and now - term.reported_at >= patience_s
 
     def _waits_in_step(self, activity: Activity) -> bool:
         """Before its quorum was formed it waited for that."""

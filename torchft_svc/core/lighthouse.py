@@ -137,7 +137,7 @@ class Lighthouse:
         if state.silent.keys() & set(state.members.names.earlier(replica_id)):
             orders += self._miss_silent(job, state, now)  # it will not be back, this is its heir
         state.members.seen(replica_id, now)
-        state.reported(replica_id, last, num_groups)
+        state.reported(replica_id, last, num_groups, now)
         if state.members.ahead == {replica_id} and state.term.may_go_on:
             orders.append(
                 ReportTermEnds(job, state.contested(), tuple(state.members.quorum_left()))
@@ -464,8 +464,7 @@ class Lighthouse:
     def _miss_unheard(self, job: str, state: Job, activity: Activity, now: float) -> list[Order]:
         """Members that wait in a step for one that has not reported to this lighthouse wait no
         longer (rule E8)."""
-        timeout_s = self._config.heartbeat_timeout_s
-        if not state.waits_for_unheard(activity, self._began_at, timeout_s, now):
+        if not state.waits_for_unheard(activity, self._config.heartbeat_timeout_s, now):
             return []
         state.note_progress()
         state.term.over_from = activity.step

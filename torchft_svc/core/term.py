@@ -71,7 +71,8 @@ class RunningTerm:
     """What a lighthouse knows of the term of a job's last quorum.
 
     ``may_go_on``: its steps may ask nobody; so may those of a quorum that groups report to a
-    lighthouse that is new to the job, and which had ``num_groups`` (0: not known). ``began_at``:
+    lighthouse that is new to the job, and which had ``num_groups`` (0: not known), since
+    ``reported_at`` (inf: nobody has reported it). ``began_at``:
     its step (-1: not known); ``formed_at``: when its quorum was formed (-inf: not here).
     ``over_from``: the first step that not all members take part in (None: there is none).
     ``is_noted``: a member has asked since, or is gone, so that no more steps are committed in it.
@@ -84,6 +85,7 @@ class RunningTerm:
     began_at: int = -1
     formed_at: float = -math.inf
     num_groups: int = 0
+    reported_at: float = math.inf
     over_from: int | None = None
     is_noted: bool = False
     look_at: float = math.inf
