@@ -416,6 +416,42 @@ def test_losses_of_an_earlier_quorum_are_not_counted_in_a_newer_one() -> None:
     assert sorted(loss.recipients) == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize(
+    ("then", "is_past"),
+    [
+        ("waits in a sum", True),
+        ("heals", False),  # as rule Q4 has it
+        ("asks", False),
+        ("asks, and gives up", True),
+        ("is in the next quorum", False),
+    ],
+)
+def test_who_was_left_out_while_its_line_was_cut_is_told_over_its_next_session(
+    then: str, is_past: bool
+) -> None:
+    """Nobody has noticed the cut, so its last session is still there, and the news went to it."""
+    term = Term()
+    waiting_for_c(term)
+    term.until(110.0)
+    term.does("c", Phase.IDLE, 7)
+    term.until(111.0)
+    for each in "ab":
+        term.asks(each, 7)
+    assert term.take_quorums() == [(2, ["a", "b"])]
+    if then == "heals":
+        term.does("c", Phase.HEALING, 7)
+    if then.startswith("asks") or then == "is in the next quorum":
+        term.asks("c", 7)
+    if then == "asks, and gives up":
+        term.withdraw(term._caller)
+    if then == "is in the next quorum":
+        for each in "ab":
+            term.asks(each, 7, agreed=True)
+        assert term.take_quorums() == [(3, ["a", "b", "c"])]
+    assert term.house.is_past(JOB, "c", LastQuorum(1, 7)) == is_past
+    assert not term.house.is_past(JOB, "c", LastQuorum(9, 7)), "of elsewhere, and later"
+
+
 # -- sessions that end (E7) ----------------------------------------------------------------------
 
 

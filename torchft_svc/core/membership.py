@@ -215,9 +215,7 @@ class Membership:
         """
         if not last.quorum_id:
             return
-        if self._known[replica_id].tenure is Tenure.NEW:
-            self._take_part(replica_id, Tenure.VETERAN)
-        self._note_ahead(replica_id, last.quorum_id)
+        self._was_in(replica_id, last.quorum_id)
         if self.previous is not None or last.quorum_id < self.last.quorum_id:
             return
         if last.quorum_id > self.last.quorum_id:
@@ -232,8 +230,11 @@ class Membership:
         self._were_here.add(stable_name(replica_id))
         self._take_part(replica_id, Tenure.MEMBER)
 
-    def _note_ahead(self, replica_id: str, quorum_id: int) -> None:
-        """If the reported quorum is newer than the last here, the job may have gone on there."""
+    def _was_in(self, replica_id: str, quorum_id: int) -> None:
+        """The group tells of a quorum: if that is newer than the last here, the job may have gone
+        on there."""
+        if self._known[replica_id].tenure is Tenure.NEW:
+            self._take_part(replica_id, Tenure.VETERAN)
         if self.previous is not None and quorum_id > self.last.quorum_id:
             self.ahead.add(replica_id)
 
@@ -260,9 +261,7 @@ class Membership:
         group.caller, group.gave_up, group.left_out, group.heal = caller, None, None, None
         self._place(replica_id, group)
         if member.has_history:
-            self._note_ahead(replica_id, member.seen_quorum_id)
-            if group.tenure is Tenure.NEW:
-                self._take_part(replica_id, Tenure.VETERAN)
+            self._was_in(replica_id, member.seen_quorum_id)
         if self.previous is None:
             self._gathering = self._gathering.after_request(
                 member, now, self._config.join_timeout_s, self._began_at
@@ -398,8 +397,7 @@ class Membership:
             since = group.heal.ended_at
         else:
             return
-        if since < self.first.get(state, math.inf):
-            self.first[state] = since
+        self.first[state] = min(since, self.first.get(state, math.inf))
 
     def _remove(self, replica_id: str, state: GroupState) -> None:
         self.groups[state].discard(replica_id)
@@ -413,14 +411,12 @@ class Membership:
         group.tenure = tenure
         self._place(replica_id, group)
 
-    def _end_quorum(self, replica_ids: Iterable[str]) -> None:
+    def _end_quorum(self, replica_ids: Set[str]) -> None:
         """These members of the last quorum are not in the new one."""
-        for replica_id in replica_ids:
-            group = self._known.get(replica_id)
-            if group is not None:
-                if group.left_out is not None:
-                    group.left_out = Conduct.LATE
-                self._take_part(replica_id, Tenure.VETERAN)
+        for replica_id in self._known.keys() & replica_ids:
+            group = self._known[replica_id]
+            group.left_out = group.left_out and Conduct.LATE
+            self._take_part(replica_id, Tenure.VETERAN)
 
     def _leave_out(self, replica_id: str, why: Conduct | None) -> None:
         group = self._known[replica_id]
@@ -540,8 +536,7 @@ class Membership:
 
     @property
     def num_reported(self) -> int:
-        """How many groups, by name, have reported ``last`` as their last quorum, until one is
-        published here; some may be gone."""
+        """How many groups, by name, have reported ``last``, before one is published here."""
         return len(self._were_here)
 
     @property
@@ -585,9 +580,14 @@ class Membership:
         return list(self._waiting)
 
     def is_past(self, replica_id: str, last: LastQuorum) -> bool:
-        """Whether the others continue without this group, which was in quorum ``last``."""
-        newest = self.previous.quorum_id if self.previous is not None else 0
-        return not self.knows(replica_id) and 0 < last.quorum_id <= newest
+        """Whether the others continue without this group, which was in quorum ``last``: if it was
+        not gone, its news may be lost. One that heals may go on (rule Q4), one that asks is in."""
+        was_here = self.previous is not None and 0 < last.quorum_id <= self.last.quorum_id
+        group = self._known.get(replica_id)
+        if group is None or not was_here:
+            return was_here
+        is_in = group.tenure is Tenure.MEMBER or group.caller is not None
+        return not is_in and (group.heal is None or group.heal.ended_at is not None)
 
     def is_member(self, replica_id: str) -> bool:
         """Of the last quorum that was published here."""
