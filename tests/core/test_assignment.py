@@ -151,6 +151,30 @@ def test_after_more_than_one_failure_another_store_is_tried(failures: int, store
     assert {assign(told, name, 0).store_address for name in "abc"} == {store}
 
 
+@pytest.mark.parametrize(
+    ("members", "is_steady"),
+    [
+        ("a5 b5 c5", True),
+        ("a5", False),  # alone
+        ("a5 b5 c4", False),  # c heals
+        ("a5 b5 c5!", False),  # so it does here: it was not in the quorum before
+        ("a5 b5 c5?", False),  # c asks before each step
+        ("a0 b0 c0", False),  # b and c may heal from a
+    ],
+)
+@pytest.mark.parametrize("init_sync", [True, False])
+def test_a_quorum_is_steady_for_all_members_alike(
+    members: str, is_steady: bool, init_sync: bool
+) -> None:
+    """And the lighthouse, which does not know who wants one state at step 0, sees the same."""
+    names = members.split()
+    asked = (member(each[0], int(each[1]), steady=each[2:] != "?") for each in names)
+    joining = frozenset(each[0] for each in names if each[2:] == "!")
+    seen = replace(quorum(7, *asked), joining=joining)
+    assert seen.steady == is_steady
+    assert {assign(seen, each[0], 0, init_sync).steady for each in names} == {is_steady}
+
+
 def test_who_is_not_a_member_gets_no_part() -> None:
     with pytest.raises(QuorumFailed) as refused:
         assign(MIXED, "f", 0)
@@ -174,10 +198,13 @@ def test_a_plan_for_ten_thousand_groups_is_quick() -> None:
 
 BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
 groups = st.builds(
-    lambda name, step, failures: member(name, step, commit_failures=failures),
+    lambda name, step, failures, steady: member(
+        name, step, commit_failures=failures, steady=steady
+    ),
     st.text("abc:12", min_size=1, max_size=3),
     st.integers(0, 2),
     st.integers(0, 2),
+    st.sampled_from((True, True, True, False)),
 )
 
 

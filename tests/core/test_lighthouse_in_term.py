@@ -160,6 +160,18 @@ def test_where_each_step_asks_nobody_is_told() -> None:
     assert term.told() == []
 
 
+@pytest.mark.parametrize("steps", [(5, 5, 4), (0, 0, 0)])
+def test_where_groups_heal_each_step_asks(steps: tuple[int, int, int]) -> None:
+    """At step 0 they may all heal from one. If that one dies, the others hear of it at once."""
+    scene = Scene(SECONDS)
+    scene.beat("a", "b", "c")
+    for each, step in zip("abc", steps, strict=True):
+        scene.ask(each, step, steady=True)
+    scene.take()
+    scene.session_ends("a")
+    assert lost(scene) == [("a", ("a", "b", "c"))]
+
+
 def test_a_session_that_begins_hears_what_it_has_missed() -> None:
     term = Term()
     assert term.missed("a") == []
@@ -455,7 +467,7 @@ def test_who_was_left_out_while_its_line_was_cut_is_told_over_its_next_session(
 # -- sessions that end (E7) ----------------------------------------------------------------------
 
 
-def lost(term: Term) -> list[tuple[str, tuple[str, ...]]]:
+def lost(term: Scene) -> list[tuple[str, tuple[str, ...]]]:
     """Who is gone, and who is told that."""
     losses = [each for each in term.take() if isinstance(each, ReportLoss)]
     return [(each.replica_id, tuple(sorted(each.recipients))) for each in losses]

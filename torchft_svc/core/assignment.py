@@ -24,8 +24,7 @@ class Assignment:
     (None and empty: no heal); ``recover_dst_replica_ranks`` fetch it from here. All groups that are
     up to date have the same state, so parts may come from more of them:
     ``recover_extra_src_manager_addresses`` in the order of preference;
-    ``recover_extra_dst_replica_ranks`` may fetch a part from here. ``steady``: the next steps may
-    belong to this quorum, without a question (rule E1).
+    ``recover_extra_dst_replica_ranks`` may fetch a part from here. ``steady``: see `Quorum`.
 
     The fields have these names on the wire (`ManagerQuorumResponse`) and in the client's
     `QuorumResult`, too.
@@ -109,9 +108,7 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
         ),
         commit_failures=commit_failures,
         replica_ids=tuple(member.replica_id for member in members),
-        # A group that heals, or may have to, changes what the others know of it. A lone group is
-        # not kept from a step by the absence of others, so it asks whether it still counts (E3).
-        steady=len(members) > 1 and not sources and all(member.steady for member in members),
+        steady=quorum.steady,
     )
 
 

@@ -550,9 +550,7 @@ class Lighthouse:
         begins_anew = state.members.is_finished and formed.lost_from is not None
         callers = state.members.publish(quorum)
         state.announcements, state.left = Announcements(), {}
-        may_go_on = len(quorum.up_to_date) == len(quorum.participants) > 1
-        may_go_on &= all(member.steady for member in quorum.participants)
-        state.term = RunningTerm(may_go_on, quorum.max_step, formed_at=now)
+        state.term = RunningTerm(quorum.steady, quorum.max_step, formed_at=now)
         if formed.lost_from is not None:
             state.history.went_back()
         state.history.published(quorum, now)

@@ -154,6 +154,16 @@ class Quorum:
         staying = [member for member in at_max if member.replica_id not in self.joining]
         return tuple(staying if staying and max_step > 0 else at_max)
 
+    @property
+    def steady(self) -> bool:
+        """Whether the next steps may belong to this quorum, without a question (rule E1).
+
+        A group that heals, as all but one may at step 0, changes what the others know of it. A lone
+        group is not kept from a step by the absence of others, so it asks whether it still counts.
+        """
+        is_level = self.max_step > 0 and len(self.up_to_date) == len(self.participants) > 1
+        return is_level and all(member.steady for member in self.participants)
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class LastQuorum:

@@ -343,7 +343,7 @@ class Progress:
         self._committed[order.job] = step
         self._reached.pop(order.job, None)
         steady = [each for each in order.quorum.up_to_date if each.steady]
-        if len(steady) == len(order.quorum.participants) > 1:
+        if step > 0 and len(steady) == len(order.quorum.participants) > 1:
             self._reached[order.job] = {}
         self._last_ids[order.job] = order.quorum.quorum_id
         self._accepted.discard(order.job)

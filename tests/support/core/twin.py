@@ -177,6 +177,7 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) ->
         ),
         commit_failures=max(member.commit_failures for member in ordered),
         replica_ids=tuple(ids),
+        steady=top > 0 and not behind and len(ids) > 1 and all(each.steady for each in ordered),
     )
 
 
