@@ -271,6 +271,18 @@ def test_a_step_of_elsewhere_is_not_believed() -> None:
     assert committed(term) == 6
 
 
+def test_a_new_lighthouse_does_not_wait_for_a_step_that_one_group_has_committed_alone() -> None:
+    """a gets its sums complete, when b has given the step up, and is lost."""
+    scene = Scene(SECONDS)
+    scene.opened("a", 7, 5, 2)
+    scene.does("a", Phase.TRAINING, 9)
+    scene.leave("a")
+    scene.opened("b", 7, 7, 2)
+    scene.ask("b", 8, seen_quorum_id=7, has_history=True, last_num_groups=2)
+    scene.until(GATHER_S)
+    assert scene.take_quorums() == [(8, ["b"])]
+
+
 # -- stragglers (E6) -----------------------------------------------------------------------------
 
 

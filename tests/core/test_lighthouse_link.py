@@ -169,7 +169,7 @@ def test_e7_another_manager_continues_the_incarnation_of_the_one_before() -> Non
     link = Link(resumed=Resumed(replica_id="g:old", quorum_id=9, step=3, num_groups=2))
     assert link.until(100.0) == [], "it begins when its worker is there"
     assert link(lambda machine: machine.start(100.0)) == [
-        Connect(1, "a", Hello("g:old", LastQuorum(9, 3), 2))
+        Connect(1, "a", Hello("g:old", LastQuorum(9, 2), 2))  # step 3 may be its own alone
     ]
     assert link.machine.seen_quorum_id == 9
     assert link.num_incarnations == 0
@@ -255,6 +255,20 @@ def test_a_group_that_has_trained_is_told_of_distrust_after_a_pause() -> None:
 
 
 # -- asking ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("reached", "told"), [(0, 3), (4, 3), (5, 4), (50, 49)])
+def test_e5_a_session_begins_with_a_step_that_all_members_have_reached(
+    reached: int, told: int
+) -> None:
+    """The last one may be this group's alone, but not that of the quorum, which is 3."""
+    link = Link().opened()
+    link.ask()
+    link.answer(quorum(5, "g:1", "h:1"))
+    link.machine.reached = lambda: reached
+    link.close()
+    (again,) = link.until(link.now + MIN_PAUSE_S)
+    assert again == Connect(2, "a", Hello("g:1", LastQuorum(5, told), num_groups=2))
 
 
 def test_a_question_and_its_answer() -> None:

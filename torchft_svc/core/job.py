@@ -91,10 +91,13 @@ class Job:
 
     def note_progress(self) -> None:
         """Note how far all members of the last quorum have come in it (rule E5); before one of them
-        asks, or is gone. What they have reported before it was formed is no progress in it."""
+        asks, or is gone. What they have reported before it was formed is no progress in it. Those
+        that are not back at a new lighthouse may be a step behind."""
         if self.term.may_go_on and not self.term.is_noted:
             reached = [self._reached(each) for each in self.members.previous_ids]
-            self.members.last = self.members.last.reached(min(reached, default=0))
+            may_be_ahead = self.members.previous is None
+            step = min(reached, default=0) - may_be_ahead
+            self.members.last = self.members.last.reached(step)
 
     def _reached(self, replica_id: str) -> int:
         doing = self.hangs.activity(replica_id)

@@ -97,8 +97,9 @@ class LinkMachine:
         self._route = Route(self.config.lighthouses)
         me = self.config.resumed or Resumed(replica_id=self.new_replica_id())
         self._begin_incarnation(me.replica_id)
-        self._last, self.seen_quorum_id = LastQuorum(me.quorum_id, me.step), me.quorum_id
-        self._last_num_groups, self._is_sole = me.num_groups, self.config.resumed is None
+        self._last = LastQuorum(me.quorum_id, max(0, me.step - 1))  # as in `_connect`
+        self.seen_quorum_id, self._last_num_groups = me.quorum_id, me.num_groups
+        self._is_sole = self.config.resumed is None
 
     @property
     def replica_id(self) -> str:
@@ -318,8 +319,8 @@ class LinkMachine:
             self._num_connections, address, closes_at=now + WELCOME_TIMEOUT_S
         )
         self.state = LinkState.OPENING
-        last, num_groups = self._last.reached(self.reached()), self._last_num_groups
-        hello = Hello(self._me.replica_id, last, num_groups if last.quorum_id else 0)
+        last = self._last.reached(self.reached() - 1)  # its last step may be its alone (rule E5)
+        hello = Hello(self._me.replica_id, last, self._last_num_groups if last.quorum_id else 0)
         self._orders.append(Connect(connection.number, address, hello))
 
     def _opened(self, connection: LinkConnection, now: float) -> None:

@@ -26,8 +26,9 @@ HEARTBEAT_INTERVAL_S = 0.3
 NOTICE_S = 0.3
 # How long a trainer that failed by itself takes to be back.
 RESTART_S = 1.0
-# A step is counted when its update is in place, which is reported a moment later.
-MAX_STEPS_UNREPORTED = 2
+# A step is counted when its update is in place, which is reported a moment later; and the last one
+# may be this group's alone (E5).
+MAX_STEPS_UNREPORTED = 3
 # Rank 0's worker takes to start another manager when the first is gone.
 NEW_MANAGER_S = 0.2
 SPARE_MANAGER_S = 0.02  # a process that waits for that
