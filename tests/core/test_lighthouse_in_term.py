@@ -12,6 +12,7 @@ from torchft_svc.core.gathering import GATHER_S
 from torchft_svc.core.job import MAX_LOSSES_TOLD, MISSED_AFTER_S
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import (
+    AnswerQuorum,
     ReportEviction,
     ReportLoss,
     ReportStraggler,
@@ -261,13 +262,61 @@ def test_a_member_is_believed_as_far_as_the_slowest_member_shows() -> None:
     assert committed(term) == 51
 
 
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_member_that_goes_back_to_a_checkpoint_of_the_term_heals(is_reported: bool) -> None:
+    """It has committed step 40 in this quorum, too, and so have the others their later ones."""
+    term = Term()
+    for each in "abc":
+        term.does(each, Phase.APPLYING, 51)
+    if is_reported:
+        term.does("c", Phase.IDLE, 40)
+    for each, step in {"c": 40, "a": 51, "b": 51}.items():
+        term.asks(each, step)
+    (order,) = [each for each in term.take() if isinstance(each, AnswerQuorum)]
+    assert [each.step for each in order.quorum.participants] == [51, 51, 40], "all are believed"
+
+
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_a_member_that_went_back_to_a_checkpoint_does_not_go_on_alone(is_reported: bool) -> None:
+    term = Term()
+    for each in "abc":
+        term.does(each, Phase.APPLYING, 51)
+    if is_reported:
+        term.does("c", Phase.IDLE, 40)
+    for each in "ab":
+        term.leave(each)
+    term.asks("c", 40)
+    assert term.take_quorums() == []
+    assert committed(term) == 51
+
+
+def test_how_far_the_term_is_need_not_have_been_reported() -> None:
+    term = Term()
+    for each, step in {"c": 40, "a": 51, "b": 50}.items():
+        term.asks(each, step)
+    (order,) = [each for each in term.take() if isinstance(each, AnswerQuorum)]
+    assert [each.step for each in order.quorum.participants] == [51, 50, 40]
+    assert committed(term) == 51
+
+
+def test_a_wait_for_the_quorum_that_is_heard_of_later_is_no_progress_in_it() -> None:
+    """The group asked with the lowest step of its workers, and one of them was ahead."""
+    term = Term()
+    for each in "abc":
+        term.does(each, Phase.QUORUM, 6, for_s=2.0)
+    term.leave("a")
+    assert committed(term) == 5
+
+
 def test_a_step_of_elsewhere_is_not_believed() -> None:
     """The quorum in which it was committed is not this one."""
     term = Term()
     term.asks("a", 50, step_quorum_id=0)
+    term.asks("d", 60)  # of no member, whatever it tells
     term.asks("b", 6, agreed=True)
     term.asks("c", 6, agreed=True)
-    term.take()
+    (order,) = [each for each in term.take() if isinstance(each, AnswerQuorum)]
+    assert [each.doubted_step for each in order.quorum.participants] == [50, 0, 0, 60]
     assert committed(term) == 6
 
 

@@ -56,6 +56,7 @@ def views(draw: st.DrawFn) -> JobView:
                 draw(st.integers(0, 7)),
                 shrink_only=draw(st.sampled_from([False] * 3 + [True])),
                 min_replicas=draw(st.sampled_from([0] * 3 + [1, 2, 4])),
+                step_quorum_id=draw(st.sampled_from([0, 0, 6, 7])),
             ),
             draw(st.integers(0, 9)),
         )
@@ -71,6 +72,7 @@ def views(draw: st.DrawFn) -> JobView:
         straggling={name for name in names if states[name] == "late"},
         previous=before,
         committed_step=draw(st.integers(0, 4)),
+        last_quorum_id=7,
         requested_min_replicas=max(
             (each.member.min_replicas for each in waiting.values()), default=0
         ),

@@ -89,21 +89,21 @@ class Job:
         why = f"{name_some(sorted(self.members.ahead))} trained on in a newer quorum elsewhere"
         return TermEnds(self.members.last.quorum_id, None, why)
 
+    def heard(self, replica_id: str, activity: Activity) -> None:
+        """A member of the last quorum reports how far it is; one that waited for the quorum is not
+        in it yet. What it has reached it has committed, also if it goes back to a checkpoint."""
+        reached = self.term.reached
+        if activity.phase is not Phase.QUORUM or self._waits_in_step(activity):
+            reached[replica_id] = max(reached.get(replica_id, 0), activity.reached)
+
     def note_progress(self) -> None:
         """Note how far all members of the last quorum have come in it (rule E5); before one of them
-        asks, or is gone. What they have reported before it was formed is no progress in it. Those
-        that are not back at a new lighthouse may be a step behind."""
+        asks, or is gone. Those that are not back at a new lighthouse may be a step behind."""
         if self.term.may_go_on and not self.term.is_noted:
-            reached = [self._reached(each) for each in self.members.previous_ids]
+            reached = [self.term.reached.get(each, 0) for each in self.members.previous_ids]
             may_be_ahead = self.members.previous is None
             step = min(reached, default=0) - may_be_ahead
             self.members.last = self.members.last.reached(step)
-
-    def _reached(self, replica_id: str) -> int:
-        doing = self.hangs.activity(replica_id)
-        if doing is None or self.hangs.told_at(replica_id) < self.term.formed_at:
-            return 0
-        return doing.reached
 
     def end_progress(self) -> None:
         """Note it for the last time: a member asks, or is gone, and commits no further step."""
@@ -218,6 +218,7 @@ class Job:
         self.hangs.gone(replica_id)
         self.announcements.gone(replica_id)
         self.silent.pop(replica_id, None)
+        self.term.reached.pop(replica_id, None)
         return self.members.gone(replica_id)
 
     def loss_recipients(self, replica_id: str) -> tuple[str, ...]:

@@ -160,6 +160,7 @@ class Lighthouse:
             is_new |= state.members.does(replica_id, activity, now)
             if replica_id in state.members.previous_ids:
                 state.history.heard(activity.reached, now)
+                state.heard(replica_id, activity)
                 if activity.phase is Phase.QUORUM:
                     state.term.waits(activity.since, self._config.join_timeout_s, now)
                     orders += self._end_stalled_term(job, state, now)
@@ -466,7 +467,6 @@ class Lighthouse:
         longer (rule E8)."""
         if not state.waits_for_unheard(activity, self._config.heartbeat_timeout_s, now):
             return []
-        state.note_progress()
         state.term.over_from = activity.step
         num_missing = state.term.num_groups - state.members.num_reported
         why = f"{num_missing} of its {state.term.num_groups} groups have not come back"
@@ -481,7 +481,6 @@ class Lighthouse:
         late = state.late_in_term(step, due_at)
         if not late:
             return []
-        state.note_progress()
         state.members.left_out(late)
         state.term.over_from, state.spent_id = step, state.last_id
         why = f"{name_some(late)} did not begin step {step} in time"

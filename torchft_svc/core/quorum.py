@@ -220,7 +220,7 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
     yet knows the last one only if all its groups are here. One that was restarted may have begun
     with newcomers before the groups of the job were back: for a while these are believed (rule F8).
     """
-    limit = _step_of_the_term(view) + 1
+    limit = _highest_believed(view)
     jumps = {
         member.replica_id: member.step
         for member in candidates
@@ -237,16 +237,16 @@ def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> d
     return {key: step for key, step in jumps.items() if step > elsewhere and key not in view.ahead}
 
 
-def _step_of_the_term(view: JobView) -> int:
-    """How far the job has come in its last quorum (rule E5): what the lighthouse knows, or the
-    members that committed their step in it. No two of them can be more than a step apart."""
-    told = [
+def _highest_believed(view: JobView) -> int:
+    """The highest step that a group of the job may have: the next one, as far as the lighthouse
+    knows, or one that a member has committed in the last quorum, of whose steps not all are
+    reported (rule E5)."""
+    in_term = [
         waiter.member.step
         for key, waiter in view.waiting.items()
         if key in view.previous and 0 < waiter.member.step_quorum_id == view.last_quorum_id
     ]
-    since = [step for step in told if step >= view.committed_step - 1]
-    return max(view.committed_step, min(since, default=0))
+    return max(view.committed_step + 1, max(in_term, default=0))
 
 
 def _with_doubt(member: Member, *, is_doubted: bool) -> Member:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # The shortest time between two looks of a lighthouse for members that keep others waiting: each
 # look is at all of them, and takes 0.5 ms for 1000.
@@ -72,13 +72,13 @@ class RunningTerm:
 
     ``may_go_on``: its steps may ask nobody; so may those of a quorum that groups report to a
     lighthouse that is new to the job, and which had ``num_groups`` (0: not known), since
-    ``reported_at`` (inf: nobody has reported it). ``began_at``:
-    its step (-1: not known); ``formed_at``: when its quorum was formed (-inf: not here).
-    ``over_from``: the first step that not all members take part in (None: there is none).
-    ``is_noted``: a member has asked since, or is gone, so that no more steps are committed in it.
-    ``look_at``: when a member will have waited for others in a step for too long (inf: none waits);
-    ``looked_at``: when that was looked at last; ``last_look_at``: the same as ``look_at``, of a
-    member that has asked since.
+    ``reported_at`` (inf: nobody has reported it). ``began_at``: its step (-1: not known);
+    ``formed_at``: when its quorum was formed (-inf: not here). ``reached``: the highest step that
+    each member has reported in it. ``over_from``: the first step that not all members take part in
+    (None: there is none). ``is_noted``: a member has asked since, or is gone, so that no more steps
+    are committed in it. ``look_at``: when a member will have waited for others in a step for too
+    long (inf: none waits); ``looked_at``: when that was looked at last; ``last_look_at``: the same
+    as ``look_at``, of a member that has asked since.
     """
 
     may_go_on: bool = True
@@ -86,6 +86,7 @@ class RunningTerm:
     formed_at: float = -math.inf
     num_groups: int = 0
     reported_at: float = math.inf
+    reached: dict[str, int] = field(default_factory=dict)
     over_from: int | None = None
     is_noted: bool = False
     look_at: float = math.inf

@@ -277,8 +277,8 @@ class Progress:
 
     def reached(self, job: str, replica_id: str, step: int) -> None:
         """A group has told with a beat how far it is."""
-        if job in self._reached:
-            self._reached[job][replica_id] = step
+        reached = self._reached.get(job, {})
+        reached[replica_id] = max(reached.get(replica_id, 0), step)
 
     def _note_progress(self, job: str, replica_id: str) -> None:
         """A member of the last quorum asks, or is gone: no step follows in its term."""
@@ -371,7 +371,7 @@ class Progress:
             for each in order.quorum.participants
             if each.replica_id in self._members[order.job] and each.step_quorum_id == last_id
         ]
-        limit = max(self._committed[order.job], min(in_term, default=0)) + 1
+        limit = max(self._committed[order.job] + 1, *in_term, 0)
         believed = [each for each in order.quorum.participants if not each.doubted_step]
         ahead = [each for each in believed if each.step > limit]
         is_newer = any(each.seen_quorum_id > last_id for each in ahead)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torchft_svc.core.activity import Activity
@@ -26,6 +27,7 @@ from torchft_svc.core.session_messages import (
 )
 from torchft_svc.core.session_orders import Report, ReportAcceptedLoss
 from torchft_svc.core.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
+from torchft_svc.core.step import Phase
 from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import LastQuorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, Invariants, must
@@ -82,6 +84,7 @@ class LighthouseChecks:
         self._untold: set[ClientRecord] = set()  # that have to receive a loss at once
         self._liveness = LivenessChecks(config)
         self._began_at = self._now
+        self._formed_at: dict[str, float] = {}  # the last quorum of each job
 
     @property
     def _now(self) -> float:
@@ -114,7 +117,9 @@ class LighthouseChecks:
         if beat.phase is not None:
             doing = Activity(beat.phase, beat.step, self._now - beat.lasts_s)
             self._liveness.does(client.key, doing, self._now)
-            self._invariants.progress.reached(*client.key, doing.reached)
+            is_in = doing.since > self._formed_at.get(client.key[0], -math.inf)
+            if is_in or doing.phase is not Phase.QUORUM:
+                self._invariants.progress.reached(*client.key, doing.reached)
 
     def _asked(self, client: ClientRecord, question: Question) -> None:
         self.withdrew(client)
@@ -204,6 +209,7 @@ class LighthouseChecks:
         is_young = self._now - self._began_at < self._config.heartbeat_timeout_s
         self._invariants.progress.published(decided, by=self, is_young=is_young)
         self._invariants.newcomers.published(decided)
+        self._formed_at[decided.job] = self._now
         self._liveness.published(decided.job, quorum, self._heard_at, self._now)
         for client, number in told:
             self._answered(client, number)

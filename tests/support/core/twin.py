@@ -114,6 +114,9 @@ def progress(
 def not_believed(view: JobView, config: QuorumConfig, asking: list[Member]) -> list[Member]:
     """More than a step ahead, against the word of a living group of the last quorum."""
     usual = view.committed_step + 1
+    for each in asking:  # who has committed in the last quorum shows how far that is
+        if each.replica_id in view.previous and 0 < each.step_quorum_id == view.last_quorum_id:
+            usual = max(usual, each.step)
     witnesses = []
     for replica_id in view.previous:
         waiter = view.waiting.get(replica_id)
