@@ -86,6 +86,44 @@ def test_a_term_ends_if_groups_come_from_a_newer_quorum_and_both_do_not_train_on
     ]
 
 
+@pytest.mark.parametrize("order", ["abcd", "cdab", "acbd", "cabd"])
+def test_two_terms_do_not_last_beside_each_other_at_a_lighthouse_that_is_new_to_both(
+    order: str,
+) -> None:
+    """Newcomers c and d have begun at a lighthouse that a and b could not reach, and that is gone,
+    too. Nobody asks."""
+    scene = Scene(SECONDS)
+    told: dict[str, list[TermEnds]] = {each: [] for each in order}
+    for each in order:
+        quorum_id = 9 if each in "cd" else 7
+        scene.opened(each, quorum_id, 20, 2)
+        for ends in scene.take():
+            for who in ends.recipients:
+                told[who].append(ends.news)
+        told[each] += scene.house.missed_news(JOB, each, LastQuorum(quorum_id, 20), 2)
+    # Who was in the newest quorum when it was told may learn of a newer one.
+    assert all({each.quorum_id for each in told[who]} == {9} for who in "cd")
+    assert all({each.step for each in told[who]} == {None} for who in "cd")
+    assert not any(each.quorum_id == 9 for who in "ab" for each in told[who])
+    for each in "cd":
+        scene.ask(each, 20, seen_quorum_id=9, has_history=True, last_num_groups=2, steady=True)
+    taken = scene.take()
+    behind = [each for each in taken if isinstance(each, ReportStraggler)]
+    assert [(each.replica_id, each.quorum_id) for each in behind] == [("a", 9), ("b", 9)]
+    assert [each.quorum.quorum_id for each in taken if isinstance(each, AnswerQuorum)] == [10]
+
+
+def test_who_asks_at_a_new_lighthouse_ends_no_term_as_a_rival() -> None:
+    """It is announced as a newcomer, as anywhere."""
+    scene = Scene(SECONDS)
+    scene.opened("c", 9, 20, 2)
+    scene.ask("a", 20, seen_quorum_id=7, has_history=True)
+    scene.opened("a", 7, 20, 2)
+    assert scene.take() == []
+    assert scene.take_newcomers() == ["a"]
+    assert scene.house.missed_news(JOB, "c", LastQuorum(9, 20), 2) == [NewcomerWaits("a")]
+
+
 # -- the end (E4) --------------------------------------------------------------------------------
 
 

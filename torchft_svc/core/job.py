@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
 from torchft_svc.core.activity import Activity, HangWatch
@@ -83,10 +83,19 @@ class Job:
             self.term.reported_at = min(self.term.reported_at, now)
             self.term.num_groups = max(self.term.num_groups, num_groups)
 
+    def rivals(self) -> Set[str]:
+        """The living groups that may train on beside the last quorum (rule Q12): in a newer one of
+        elsewhere or, before the first quorum here, in an older one, and these do not ask."""
+        if self.members.previous is not None:
+            return self.members.ahead
+        return set(self.members.stragglers()) - self.members.previous_ids
+
     def contested(self) -> TermEnds:
-        """What ends a term whose members have to ask, as other groups report a newer quorum (rule
-        Q12): both cannot train on beside each other."""
-        why = f"{name_some(sorted(self.members.ahead))} trained on in a newer quorum elsewhere"
+        """What ends a term whose members have to ask, because there are `rivals`: both cannot train
+        on beside each other."""
+        is_first = self.members.previous is None
+        where = "an older quorum" if is_first else "a newer quorum elsewhere"
+        why = f"{name_some(sorted(self.rivals()))} trained on in {where}"
         return TermEnds(self.members.last.quorum_id, None, why)
 
     def heard(self, replica_id: str, activity: Activity) -> None:

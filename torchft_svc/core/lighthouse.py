@@ -138,10 +138,9 @@ class Lighthouse:
             orders += self._miss_silent(job, state, now)  # it will not be back, this is its heir
         state.members.seen(replica_id, now)
         state.reported(replica_id, last, num_groups, now)
-        if state.members.ahead == {replica_id} and state.term.may_go_on:
-            orders.append(
-                ReportTermEnds(job, state.contested(), tuple(state.members.quorum_left()))
-            )
+        told = tuple(state.members.quorum_left())
+        if told and state.rivals() == {replica_id} and state.term.may_go_on:
+            orders.append(ReportTermEnds(job, state.contested(), told))
         return self._settle(job, state, orders, now)
 
     def heartbeat(
@@ -318,7 +317,7 @@ class Lighthouse:
         if 0 < num_groups < self._config.min_replicas:
             needed = f"this lighthouse needs {self._config.min_replicas} groups (--min-replicas)"
             news.append(TermEnds(quorum_id, None, needed))
-        if members.ahead:
+        if state.rivals():
             news.append(state.contested())
         if state.term.over_from is not None:
             news.append(TermEnds(quorum_id, state.term.over_from, "not all members take part"))

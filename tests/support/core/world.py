@@ -22,6 +22,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLeftHealing,
     ReportLoss,
     ReportStraggler,
+    ReportTermEnds,
     ReportWaiting,
 )
 from torchft_svc.core.membership import GroupState
@@ -281,7 +282,8 @@ class World:
         return {replica_id for of_job, replica_id in self.seen_at if of_job == job}
 
     def carry_out(self, orders: tuple[Order, ...] | list[Order]) -> None:
-        for order in orders:
+        # Each step asks here, so that it has to is no news.
+        for order in (each for each in orders if not isinstance(each, ReportTermEnds)):
             if isinstance(order, ReportLoss):
                 self.lose(order)
             elif isinstance(order, ReportHang):
