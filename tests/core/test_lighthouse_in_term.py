@@ -18,7 +18,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportStraggler,
     ReportTermEnds,
 )
-from torchft_svc.core.session_messages import NewcomerWaits
+from torchft_svc.core.session_messages import Leave, NewcomerWaits
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import LOOK_S, TermEnds
 from torchft_svc.core.types import LastQuorum, QuorumConfig
@@ -140,6 +140,16 @@ def test_the_quorum_after_a_break_has_another_id() -> None:
     term = Term()
     for each in "abc":
         term.asks(each, 8)
+    assert term.take_quorums() == [(2, ["a", "b", "c"])]
+
+
+def test_the_quorum_after_a_loss_that_was_told_has_another_id() -> None:
+    """Though the lost group is back as the same one, and nobody breaks off."""
+    term = Term()
+    term.leave("c")
+    term.opened("c", 1, 5)
+    for each in "abc":
+        term.asks(each, 8, agreed=True)
     assert term.take_quorums() == [(2, ["a", "b", "c"])]
 
 
@@ -394,6 +404,28 @@ def test_who_does_not_begin_a_step_is_waited_for_as_long_as_if_the_others_had_as
     assert term.take_quorums() == [(2, ["a", "b"])], "and the next quorum does not wait for it"
 
 
+def test_the_quorum_after_a_member_was_late_has_another_id_though_it_asks() -> None:
+    term = Term()
+    waiting_for_c(term)
+    term.until(110.0)
+    term.does("c", Phase.IDLE, 7)
+    term.until(110.0 + LOOK_S)
+    for each in "cab":
+        term.asks(each, 7, agreed=True)
+    assert term.take_quorums() == [(2, ["a", "b", "c"])]
+
+
+def test_a_member_whose_session_has_ended_is_missed_and_not_late() -> None:
+    """What it does since is not known."""
+    term = Term()
+    waiting_for_c(term)
+    term.until(110.0)
+    term.does("c", Phase.IDLE, 7)
+    term.session_ends("c")
+    term.until(110.0 + 2 * LOOK_S)
+    assert term.take() == []
+
+
 def test_waits_that_ended_in_time_do_not_delay_the_news_about_later_ones() -> None:
     term = Term()
     term.does("a", Phase.QUORUM, 6)
@@ -637,11 +669,12 @@ def test_it_is_not_missed_by_who_may_not_wait_any_more() -> None:
 
 def test_it_is_gone_when_another_incarnation_is_there() -> None:
     term = Term()
-    term.asks("d:1", 5)
-    for each in "abc":
-        term.asks(each, 6, agreed=True)
-    assert term.take_quorums() == [(2, ["a", "b", "c", "d:1"])]
+    for step in (6, 7):  # in the second one it is up to date, so that is a term
+        for each in ("d:1", *"abc"):
+            term.asks(each, step, agreed=True, step_quorum_id=2, seen_quorum_id=step - 5)
+        assert term.take_quorums() == [(2, ["a", "b", "c", "d:1"])]
     term.session_ends("d:1")
+    assert lost(term) == []
     term.opened("d:2")
     assert lost(term) == [("d:1", ("a", "b", "c", "d:1"))]
 
@@ -658,6 +691,37 @@ def test_outside_of_a_term_a_session_that_ends_is_a_loss(why: str) -> None:
     term.take()
     term.session_ends("b")
     assert [who for who, _ in lost(term)] == ["b"]
+
+
+def test_the_last_one_of_a_term_is_gone_with_its_session() -> None:
+    """The others have left between two steps, which is no loss that is told."""
+    term = Term()
+    for each in "bc":
+        term.house.leave(JOB, each, Leave("bye", between_steps=True), term.now)
+    term.session_ends("a")
+    assert lost(term) == [("a", ("a",))]
+
+
+def test_after_the_end_of_a_term_a_session_that_ends_is_a_loss() -> None:
+    term = Term()
+    waiting_for_c(term)
+    term.until(110.0)
+    term.does("c", Phase.IDLE, 7)
+    term.until(110.0 + LOOK_S)
+    assert term.told() == [(7, ("a", "b", "c"))]
+    term.session_ends("b")
+    assert lost(term) == [("b", ("a", "b", "c"))]
+
+
+def test_a_wait_for_the_quorum_is_no_wait_for_a_member_without_a_session() -> None:
+    """It is heard of a moment later."""
+    term = Term()
+    term.session_ends("b")
+    term.now += 2 * MISSED_AFTER_S
+    term.does("a", Phase.QUORUM, 5, for_s=5.0)  # since before the quorum was formed
+    assert lost(term) == []
+    term.does("a", Phase.QUORUM, 5, for_s=1.0)
+    assert lost(term) == [("b", ("a", "b", "c"))]
 
 
 def test_what_all_have_reached_is_noted_before_a_silent_member_is_forgotten() -> None:
@@ -734,6 +798,17 @@ def test_members_may_come_back_to_a_lighthouse_that_has_been_up_for_long() -> No
     term = NewLighthouse(began_s=3600.0)
     assert term.waits_until(99.5) == []
     assert term.waits_until(100.0) == [(8, ("a", "b"))]
+
+
+def test_a_lighthouse_that_has_formed_the_quorum_misses_nobody_in_it() -> None:
+    """Sessions that break tell it again, and of how many groups it was."""
+    term = Term()
+    term.opened("a", 1, 5, num_groups=3)
+    while term.now < 250.0:
+        term.until(term.now + 0.5)
+        term.does("a", Phase.QUORUM, 8, for_s=0.4)
+        term.beat("b", "c")
+    assert term.told() == []
 
 
 def test_a_newcomer_ends_no_step_if_all_have_come_back() -> None:

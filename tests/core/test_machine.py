@@ -264,6 +264,7 @@ class Groups(RuleBasedStateMachine):
                     "a way for newcomers"
                 )
             assert state.hangs._hung <= state.hangs._reports.keys() <= living
+            assert state.term.reached.keys() <= living
 
     def teardown(self) -> None:
         """I5: once the hung and the dead are gone and all others ask, nobody waits for long."""
