@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from support.core.scenes import member, quorum
 
@@ -14,7 +16,7 @@ from torchft_svc.core.group_orders import (
     RefuseWorker,
 )
 from torchft_svc.core.session_messages import Leave
-from torchft_svc.core.types import Vote, WorkerRequest
+from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed
 
 
@@ -163,3 +165,35 @@ def test_workers_that_take_the_place_of_others_do_not_end_in_their_stead() -> No
     (ask,) = group.owner_was_silent(1, 2)
     assert isinstance(ask, AskLighthouse)
     assert ask.new_incarnation
+
+
+STEADY = quorum(7, *(member(each, 3, steady=True) for each in "ab"))
+ORDINARY = quorum(7, *(member(each, 3) for each in "ab"))
+
+
+@pytest.mark.parametrize(
+    ("formed", "seen_id", "agreed", "others_know"),
+    [
+        (STEADY, 7, True, True),
+        (STEADY, 7, False, False),
+        (ORDINARY, 7, False, True),
+        (None, 7, True, True),
+        (None, 7, False, False),
+        (None, 0, False, True),
+    ],
+)
+def test_e4_a_group_that_ends_its_term_alone_does_not_leave_without_a_word(
+    formed: Quorum | None, seen_id: int, agreed: bool, others_know: bool
+) -> None:
+    """The others may wait for it in a step; without a quorum here, another manager may have formed
+    it."""
+    group = Group(1)
+    if formed is not None:
+        (ask,) = group.quorum_requested(request(0), 1)
+        assert isinstance(ask, AskLighthouse)
+        group.quorum_formed(ask.round, formed, "a")
+    last = dataclasses.replace(
+        request(0, "SIGTERM"), step=5, question=2, agreed=agreed, last_quorum_id=seen_id
+    )
+    leave, _ = group.quorum_requested(last, 2)
+    assert leave == Leave("SIGTERM", between_steps=others_know, ends=True)

@@ -208,8 +208,14 @@ class Group:
         return self._refuse_requests(GroupLeft(reason))
 
     def _leave(self) -> Leave:
+        """In a term the others may be in a step with this group, unless all have agreed to ask."""
         assert self._drain_reason is not None
-        return Leave(self._drain_reason, between_steps=True, ends=True)
+        requests = [request for request, _ in self._requests.values()]
+        # The manager that has formed their quorum may have died.
+        may_be = any(request.last_quorum_id for request in requests)
+        in_term = self._formed[0].steady if self._formed else may_be
+        knows = not in_term or all(request.agreed for request in requests)
+        return Leave(self._drain_reason, between_steps=knows, ends=True)
 
     # -- the quorum barrier ----------------------------------------------------------------------
 
