@@ -235,9 +235,9 @@ class Job:
         they were told of enough others, its living peers there."""
         if replica_id not in self.members.previous_ids:
             return ()
-        others = [key for key in self.members.quorum_left() if key != replica_id]
         if not self.announcements.of_a_loss():
             return (replica_id,)
+        others = [key for key in self.members.quorum_left() if key != replica_id]
         if others:
             self.term.over_from = 0  # they know: no question of theirs is news for the others
             self.spent_id = self.last_id

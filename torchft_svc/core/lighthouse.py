@@ -138,9 +138,9 @@ class Lighthouse:
             orders += self._miss_silent(job, state, now)  # it will not be back, this is its heir
         state.members.seen(replica_id, now)
         state.reported(replica_id, last, num_groups, now)
-        told = tuple(state.members.quorum_left())
-        if told and state.rivals() == {replica_id} and state.term.may_go_on:
-            orders.append(ReportTermEnds(job, state.contested(), told))
+        if state.term.may_go_on and state.rivals() == {replica_id}:
+            told = tuple(state.members.quorum_left())
+            orders += [ReportTermEnds(job, state.contested(), told)] if told else []
         return self._settle(job, state, orders, now)
 
     def heartbeat(
