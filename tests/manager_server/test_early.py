@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,9 +15,11 @@ import psutil
 import pytest
 from support.running import END_S, SCRIPTS, environment, eventually, is_alive
 
+from torchft_svc.core.types import Resumed
 from torchft_svc.manager_server.child import ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.early import EARLY, SIDECAR, start_manager_early
+from torchft_svc.manager_server.supervisor import ManagerSupervisor
 from torchft_svc.rpc.security import PLAIN, Security
 
 pytestmark = pytest.mark.processes
@@ -70,6 +73,45 @@ def test_one_that_has_died_is_replaced(early: int) -> None:
     eventually(lambda: not is_alive(early))
     with ManagerProcess.start(config()) as manager:
         assert manager.pid != early
+
+
+@contextlib.contextmanager
+def supervised(num_workers: int, *, in_term: bool) -> Iterator[ManagerSupervisor]:
+    settings = dataclasses.replace(config(), group_world_size=num_workers)
+    supervisor = ManagerSupervisor(settings, END_S, lambda address: None)
+    resumed = Resumed(replica_id="mine:1", quorum_id=7, step=3, num_groups=2)
+    supervisor.resume_with(lambda: resumed if in_term else None)
+    with contextlib.closing(supervisor):
+        supervisor.await_ready()
+        yield supervisor
+    assert sidecars() == []
+
+
+def test_the_next_manager_of_several_workers_has_done_its_imports() -> None:
+    with supervised(2, in_term=True) as supervisor:
+        for _ in range(2):
+            first = supervisor.pid
+            eventually(lambda: len(sidecars()) == 2)
+            (waiting,) = {*sidecars()} - {first}
+            os.kill(first, signal.SIGKILL)
+            eventually(lambda waiting=waiting: supervisor.pid == waiting)
+
+
+def test_a_process_that_waits_and_dies_is_no_manager() -> None:
+    with supervised(2, in_term=True) as supervisor:
+        first = supervisor.pid
+        eventually(lambda: len(sidecars()) == 2)
+        (waiting,) = {*sidecars()} - {first}
+        os.kill(waiting, signal.SIGKILL)
+        os.kill(first, signal.SIGKILL)
+        eventually(lambda: supervisor.pid not in (first, waiting))
+
+
+@pytest.mark.parametrize(("num_workers", "in_term"), [(1, True), (2, False)])
+def test_where_the_others_do_not_need_it_no_process_waits(num_workers: int, in_term: bool) -> None:
+    with supervised(num_workers, in_term=in_term) as supervisor:
+        supervisor._prepare_next()
+        assert sidecars() == [supervisor.pid]
 
 
 def test_a_forked_child_does_not_use_it(early: int) -> None:
