@@ -192,7 +192,7 @@ def test_e3_workers_that_stood_still_do_not_commit_what_their_manager_knows_to_b
     for step, expected in zip((3, 4, 5), may_commit, strict=True):
         made = manager(1, attached=1)
         made.ask(asks(0, step=step), 10.0, 100.0)
-        made.outcome(7, dataclasses.replace(QUORUM, participants=at(step)), "a", 100.1)
+        made.outcome(7, dataclasses.replace(QUORUM, quorum_id=9, participants=at(step)), "a", 100.1)
         if isinstance(news, Lost):
             made.left_out(news, 9)
         else:
@@ -206,10 +206,15 @@ def at(step: int) -> tuple[Member, ...]:
     return tuple(dataclasses.replace(each, step=step) for each in QUORUM.participants)
 
 
-def test_what_is_in_vain_is_over_with_the_next_question() -> None:
+@pytest.mark.parametrize("is_asking", [False, True])
+def test_what_is_in_vain_is_over_with_the_next_question(is_asking: bool) -> None:
+    """Also if it was told while that waits at the lighthouse."""
     made = manager(1, attached=1)
-    made.left_out(Lost("a:1", "it hangs", 9), 9)
-    made.ask(asks(0), 10.0, 100.0)
+    if is_asking:
+        made.ask(asks(0), 10.0, 100.0)
+    made.left_out(Lost("a:1", "it hangs", 2), 2)
+    if not is_asking:
+        made.ask(asks(0), 10.0, 100.0)
     made.outcome(7, QUORUM, "a", 100.1)
     _, (answer,) = made.vote(vote(0, round=7, worker_id="w0"), 10.0, 101.0)
     assert answer == AnswerVote(1, True, Fate.ENDS)

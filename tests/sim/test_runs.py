@@ -52,6 +52,7 @@ def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int)
         1795573166467,
         1795573166811,
         1795573167877,
+        1795577538882,
     ],
 )
 def test_runs_that_fell_once(seed: int) -> None:
@@ -63,7 +64,8 @@ def test_runs_that_fell_once(seed: int) -> None:
     newcomers begin anew at a leader whose clock is behind, before members of a newer quorum come
     back; workers were a step ahead of their groups before a quorum; a newcomer is the first at a
     lighthouse that is back, while the other one of the list leads no more; a newcomer goes on to
-    the next lighthouse of a list at the same moment as the members."""
+    the next lighthouse of a list at the same moment as the members; news of an earlier term come
+    while a group asks."""
     outcome = run_seed(seed)
     assert outcome.fell is None, describe(outcome)
 

@@ -137,7 +137,8 @@ class GroupManager:
         self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
         self._last_command: WorkerNews | None = None
         self._pending: dict[str, WorkerNews] = {}  # why a term has to end, by its kind
-        self._in_vain_from = math.inf  # no step of the term from this one on can be committed
+        # No step of this quorum from that one on can be committed.
+        self._in_vain: tuple[int, float] = 0, math.inf
         # By group rank, who was taken for gone since the last question, and as what.
         self._gone: dict[int, tuple[str, OwnGroupLost]] = {}
         self._leader_ends = False  # group rank 0 has ended on purpose
@@ -167,7 +168,7 @@ class GroupManager:
         """A worker votes: the number of its call, and the orders."""
         caller = next(self._callers)
         self._calls[caller] = _Call("commit vote", timeout_s, now + timeout_s)
-        if vote.step >= self._in_vain_from:  # a worker that stood still may not have heard it yet
+        if self._is_in_vain(vote):  # a worker that stood still may not have heard it yet
             vote = replace(vote, should_commit=False)
         try:
             orders: Sequence[group_orders.Order] = self.group.voted(vote, caller)
@@ -265,15 +266,12 @@ class GroupManager:
         """To every attached worker."""
         return (TellWorkers(tuple(sorted(self._attached)), news),) if self._attached else ()
 
-    def tell_until_asked(
-        self, kind: str, news: WorkerNews, in_vain_from: float = math.inf
-    ) -> Orders:
+    def tell_until_asked(self, kind: str, news: WorkerNews) -> Orders:
         """To every attached worker, and until the group asks for the next quorum also to one that
         attaches later: a member is lost, a newcomer waits, or the term is to end, or is over. The
         last one of a ``kind`` counts: each of them ends the quorum whose answer such a worker gets
-        again. ``in_vain_from``: the first step that this group cannot commit because of it."""
+        again."""
         self._pending[kind] = news
-        self._in_vain_from = min(self._in_vain_from, in_vain_from)
         return self.tell(news)
 
     def term_ends(self, news: TermEnds, quorum_id: int, told: WorkerNews | None = None) -> Orders:
@@ -281,13 +279,25 @@ class GroupManager:
         ``quorum_id``."""
         if news.step is None:
             return self.tell_until_asked("to end", told or news)
-        in_vain_from = news.step if news.quorum_id == quorum_id else math.inf
-        return self.tell_until_asked("is over", told or news, in_vain_from)
+        if news.quorum_id == quorum_id:
+            self._note_in_vain(quorum_id, news.step)
+        return self.tell_until_asked("is over", told or news)
 
     def left_out(self, news: Lost, quorum_id: int, told: WorkerNews | None = None) -> Orders:
         """The others continue without this group, which is in ``quorum_id``: the same."""
-        in_vain_from = 0 if news.quorum_id >= quorum_id else math.inf
-        return self.tell_until_asked("left out", told or news, in_vain_from)
+        if news.quorum_id >= quorum_id:
+            self._note_in_vain(quorum_id, 0)
+        return self.tell_until_asked("left out", told or news)
+
+    def _note_in_vain(self, quorum_id: int, step: int) -> None:
+        known_id, first = self._in_vain
+        self._in_vain = quorum_id, min(step, first if quorum_id == known_id else math.inf)
+
+    def _is_in_vain(self, vote: Vote) -> bool:
+        """Whether no step of its quorum from this one on can be committed; an earlier manager may
+        have formed that quorum."""
+        (quorum_id, first), quorum = self._in_vain, self.group.last_quorum
+        return vote.step >= first and (quorum is None or quorum.quorum_id == quorum_id)
 
     def kill(self, reason: str, told: WorkerNews | None = None) -> Orders:
         """The group has to end at once: every worker is ``told``, also one that attaches later."""
@@ -355,7 +365,7 @@ class GroupManager:
         for order in orders:
             if isinstance(order, AskLighthouse):
                 self._pending.clear()
-                self._in_vain_from = math.inf
+                self._in_vain = 0, math.inf
                 self._gone.clear()
                 deadline = min(self._calls[caller].deadline for caller in self.group.askers())
                 completed.append(AskLink(order, deadline - now - ANSWER_MARGIN_S))
