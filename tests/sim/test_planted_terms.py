@@ -319,6 +319,11 @@ def nobody_misses_who_has_not_come_back(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Job, "waits_for_unheard", lambda self, *what: False)
 
 
+def what_a_worker_has_begun_is_not_heeded(plant: pytest.MonkeyPatch) -> None:
+    """By another manager, which does not know the decision before (rule M4)."""
+    plant.setattr(Group, "went_on", lambda self, step: ())
+
+
 def draw_long_terms_of_four(seed: int, _: int | None = None) -> Scenario:
     """Enough groups that one loses its answer while another one joins."""
     return draw_long_terms(seed, NUM_GROUPS + 1)
@@ -362,6 +367,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     the_end_of_a_session_is_a_loss: (draw_steady, 15),
     another_manager_is_another_incarnation: (draw_steady, 15),
     nobody_misses_who_has_not_come_back: (draw_long_terms_of_four, 90),
+    what_a_worker_has_begun_is_not_heeded: (draw_long_terms, 34),
 }
 
 
