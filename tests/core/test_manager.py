@@ -170,7 +170,7 @@ TO_END, IS_OVER = TermEnds(9, None, "it moves"), TermEnds(9, 4, "b asks")
 def test_that_a_term_is_to_end_does_not_hide_that_it_is_over() -> None:
     """For a worker whose stream was broken meanwhile."""
     made = manager(1)
-    assert made.term_ends(IS_OVER, 9) == made.term_ends(TO_END, 9) == ()
+    assert made.term_ends(IS_OVER, 9, 100.0) == made.term_ends(TO_END, 9, 100.0) == ()
     assert [each.news for each in made.attach(0, "w0")] == [IS_OVER, TO_END]
 
 
@@ -194,12 +194,26 @@ def test_e3_workers_that_stood_still_do_not_commit_what_their_manager_knows_to_b
         made.ask(asks(0, step=step), 10.0, 100.0)
         made.outcome(7, dataclasses.replace(QUORUM, quorum_id=9, participants=at(step)), "a", 100.1)
         if isinstance(news, Lost):
-            made.left_out(news, 9)
+            made.left_out(news, 9, 100.5)
         else:
-            made.term_ends(news, 9)
+            made.term_ends(news, 9, 100.5)
         _, (answer,) = made.vote(vote(0, step=step, round=7, worker_id="w0"), 10.0, 101.0)
         assert isinstance(answer, AnswerVote)
         assert answer.should_commit is expected
+
+
+def test_a_vote_that_is_repeated_when_its_step_has_come_to_be_in_vain_is_told_no() -> None:
+    """Its stream has broken meanwhile, as the manager was frozen."""
+    made = manager(2, attached=2)
+    for rank in (0, 1):
+        made.ask(asks(rank), 10.0, 100.0)
+    made.outcome(7, QUORUM, "a", 100.1)
+    first, _ = made.vote(vote(0, round=7, worker_id="w0"), 10.0, 101.0)
+    told = made.term_ends(TermEnds(QUORUM.quorum_id, 5, "b asks"), QUORUM.quorum_id, 102.0)
+    assert AnswerVote(first, False) in told
+    for rank in (0, 1):
+        again, (answer,) = made.vote(vote(rank, round=7, worker_id=f"w{rank}"), 10.0, 103.0)
+        assert answer == AnswerVote(again, False)
 
 
 def at(step: int) -> tuple[Member, ...]:
@@ -212,7 +226,7 @@ def test_what_is_in_vain_is_over_with_the_next_question(is_asking: bool) -> None
     made = manager(1, attached=1)
     if is_asking:
         made.ask(asks(0), 10.0, 100.0)
-    made.left_out(Lost("a:1", "it hangs", 2), 2)
+    made.left_out(Lost("a:1", "it hangs", 2), 2, 100.05)
     if not is_asking:
         made.ask(asks(0), 10.0, 100.0)
     made.outcome(7, QUORUM, "a", 100.1)

@@ -7,6 +7,7 @@ to the same quorum (rule E2).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 from torchft_svc.core.ended import EndedBarrier
@@ -31,6 +32,7 @@ class CommitBarrier:
         self._round = first_round - 1
         self._is_inherited = True  # a vote may belong to a round of an earlier manager
         self._went_on_to = 0  # the step that a worker has begun then without a question
+        self._denied_from = math.inf  # no step from this one on is committed in the round
         self._votes: dict[int, tuple[Vote, int]] = {}  # by group rank, with their callers
         self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
         self._decision: bool | None = None
@@ -45,6 +47,7 @@ class CommitBarrier:
     def open(self, steps: Iterable[int]) -> None:
         """The workers have received the quorum of the round, at one of these ``steps``."""
         self._steps = frozenset(steps)
+        self._denied_from = math.inf
         self._ended = ()
 
     # -- questions -------------------------------------------------------------------------------
@@ -93,7 +96,7 @@ class CommitBarrier:
         if earlier:
             orders.append(RefuseWorker(earlier[1], CommitFailed(newer_call(vote.group_rank))))
         self._votes[vote.group_rank] = (vote, caller)
-        if not vote.should_commit:
+        if not vote.should_commit or vote.step >= self._denied_from:
             self._decide(False)
         elif len(self._votes) == self._world_size:
             self._decide(True)
@@ -111,6 +114,16 @@ class CommitBarrier:
         if self._decision is not None or step - 1 not in self._voted_steps():
             return []
         return self._follow_earlier(Fate.GOES_ON)
+
+    def deny(self, step: int) -> list[VoteOrder]:
+        """No step from ``step`` on can be committed in this round: workers that vote on one, or
+        have voted, are told no."""
+        self._denied_from = min(self._denied_from, step)
+        is_open = self._decision is None and bool(self._votes)
+        if not is_open or max(self._voted_steps()) < step:
+            return []
+        self._decide(False)
+        return self._answers()
 
     def drop(self, reason: str) -> list[VoteOrder]:
         """End the barrier, or that of the next step if the group has gone on with it; workers that

@@ -38,6 +38,9 @@ from torchft_svc.errors import (
     TorchFTError,
 )
 
+# Of each rank: the worker that is there, and those that come after it. Anybody may show up.
+MAX_SHOWN = 4
+
 
 class Group:
     """The barriers of a group of ``world_size`` workers.
@@ -59,6 +62,7 @@ class Group:
         self._over = EndedBarriers()
         self._workers: dict[int, str] = {}
         self._lives: dict[int, tuple[str, int]] = {}  # each rank's worker, and the life it is of
+        self._shown: dict[int, dict[str, int]] = {}  # the lives of the last ones that showed up
         self._attached: dict[int, str] = {}
         self._owners: dict[int, str] = {}  # the worker that each group rank belongs to
         self._heirs: dict[int, tuple[WorkerRequest, int]] = {}  # questions held, by group rank
@@ -80,6 +84,7 @@ class Group:
         Raises: RequestRefused: the rank does not exist, or belongs to another worker.
         """
         self._check_rank(group_rank)
+        self._show(group_rank, worker_id)
         if not self.belongs_to(group_rank, worker_id):
             raise self._taken(group_rank, "is there")
         is_known = self._lives.get(group_rank, ("",))[0] == worker_id
@@ -167,17 +172,22 @@ class Group:
         life -= newest != worker_id
         return any(self._lives[rank][1] <= life for rank in self._requests)
 
+    def _show(self, group_rank: int, worker_id: str) -> None:
+        """A worker has shown up, let in or not: one that comes after another one with its rank
+        begins the group's next life, unless others have; a life may be too short for some ranks."""
+        shown = self._shown.setdefault(group_rank, {})
+        if worker_id in shown:
+            return
+        newest = max((max(each.values(), default=0) for each in self._shown.values()), default=0)
+        shown[worker_id] = max(newest, max(shown.values()) + 1) if shown else newest
+        if len(shown) > MAX_SHOWN:
+            del shown[next(iter(shown))]
+
     def _note_life(self, group_rank: int, worker_id: str) -> None:
-        """Another worker at a known rank belongs to the rank's next life, a first one to the
-        group's."""
-        before = self._lives.get(group_rank)
-        if before is None:
-            self._lives[group_rank] = (
-                worker_id,
-                max((life for _, life in self._lives.values()), default=0),
-            )
-        elif before[0] != worker_id:
-            self._lives[group_rank] = worker_id, before[1] + 1
+        """The worker is let in."""
+        if group_rank not in self._lives or self._lives[group_rank][0] != worker_id:
+            self._show(group_rank, worker_id)
+            self._lives[group_rank] = worker_id, self._shown[group_rank][worker_id]
 
     def drain(self, reason: str) -> tuple[Order, ...]:
         """The group leaves for good when all workers have finished their step."""
@@ -226,6 +236,7 @@ class Group:
         """
         self._check_rank(request.group_rank)
         request.check()
+        self._show(request.group_rank, request.worker_id)
         if not self.belongs_to(request.group_rank, request.worker_id):
             return self._hold(request, caller)
         orders = self._enter_barrier(request, caller)
@@ -334,6 +345,10 @@ class Group:
         orders = self._commits.count(vote, caller, asking)
         return (*self._refuse_heir(vote.group_rank), *orders)
 
+    def deny(self, step: int) -> tuple[Order, ...]:
+        """See `CommitBarrier.deny`."""
+        return tuple(self._commits.deny(step))
+
     def went_on(self, step: int) -> tuple[Order, ...]:
         """A worker has begun ``step`` without a question, see `CommitBarrier.went_on`."""
         return tuple(self._commits.went_on(step))
@@ -413,6 +428,7 @@ class Group:
         # Those that ask together are of one life, also if one before was too short for some ranks.
         newest = max(life for _, life in self._lives.values())
         self._lives = {each.group_rank: (each.worker_id, newest) for each in requests}
+        self._shown = {each.group_rank: {each.worker_id: newest} for each in requests}
         self._round += 1
         self._commits.announce(self._round)
         self._asking = True

@@ -137,8 +137,6 @@ class GroupManager:
         self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
         self._last_command: WorkerNews | None = None
         self._pending: dict[str, WorkerNews] = {}  # why a term has to end, by its kind
-        # No step of this quorum from that one on can be committed.
-        self._in_vain: tuple[int, float] = 0, math.inf
         # By group rank, who was taken for gone since the last question, and as what.
         self._gone: dict[int, tuple[str, OwnGroupLost]] = {}
         self._leader_ends = False  # group rank 0 has ended on purpose
@@ -168,8 +166,6 @@ class GroupManager:
         """A worker votes: the number of its call, and the orders."""
         caller = next(self._callers)
         self._calls[caller] = _Call("commit vote", timeout_s, now + timeout_s)
-        if self._is_in_vain(vote):  # a worker that stood still may not have heard it yet
-            vote = replace(vote, should_commit=False)
         try:
             orders: Sequence[group_orders.Order] = self.group.voted(vote, caller)
         except TorchFTError as error:
@@ -274,30 +270,29 @@ class GroupManager:
         self._pending[kind] = news
         return self.tell(news)
 
-    def term_ends(self, news: TermEnds, quorum_id: int, told: WorkerNews | None = None) -> Orders:
+    def term_ends(
+        self, news: TermEnds, quorum_id: int, now: float, told: WorkerNews | None = None
+    ) -> Orders:
         """A term is to end, or is over: the same, ``told`` as this. The group is in
         ``quorum_id``."""
         if news.step is None:
             return self.tell_until_asked("to end", told or news)
-        if news.quorum_id == quorum_id:
-            self._note_in_vain(quorum_id, news.step)
-        return self.tell_until_asked("is over", told or news)
+        orders = self.tell_until_asked("is over", told or news)
+        is_ours = news.quorum_id == quorum_id
+        return (*orders, *(self._deny(news.step, now) if is_ours else ()))
 
-    def left_out(self, news: Lost, quorum_id: int, told: WorkerNews | None = None) -> Orders:
+    def left_out(
+        self, news: Lost, quorum_id: int, now: float, told: WorkerNews | None = None
+    ) -> Orders:
         """The others continue without this group, which is in ``quorum_id``: the same."""
-        if news.quorum_id >= quorum_id:
-            self._note_in_vain(quorum_id, 0)
-        return self.tell_until_asked("left out", told or news)
+        orders = self.tell_until_asked("left out", told or news)
+        is_ours = news.quorum_id >= quorum_id
+        return (*orders, *(self._deny(0, now) if is_ours else ()))
 
-    def _note_in_vain(self, quorum_id: int, step: int) -> None:
-        known_id, first = self._in_vain
-        self._in_vain = quorum_id, min(step, first if quorum_id == known_id else math.inf)
-
-    def _is_in_vain(self, vote: Vote) -> bool:
-        """Whether no step of its quorum from this one on can be committed; an earlier manager may
-        have formed that quorum."""
-        (quorum_id, first), quorum = self._in_vain, self.group.last_quorum
-        return vote.step >= first and (quorum is None or quorum.quorum_id == quorum_id)
+    def _deny(self, step: int, now: float) -> Orders:
+        """No step from ``step`` on is committed in the present quorum: workers that stood still may
+        vote before they have read the news."""
+        return self._follow(self.group.deny(step), now)
 
     def kill(self, reason: str, told: WorkerNews | None = None) -> Orders:
         """The group has to end at once: every worker is ``told``, also one that attaches later."""
@@ -365,7 +360,6 @@ class GroupManager:
         for order in orders:
             if isinstance(order, AskLighthouse):
                 self._pending.clear()
-                self._in_vain = 0, math.inf
                 self._gone.clear()
                 deadline = min(self._calls[caller].deadline for caller in self.group.askers())
                 completed.append(AskLink(order, deadline - now - ANSWER_MARGIN_S))

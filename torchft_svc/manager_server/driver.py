@@ -181,15 +181,15 @@ class ManagerDriver:
         if lost.replica_id == link.replica_id:
             log.warning("the others continue without this group: %s", lost.reason)
             news = Lost(lost.replica_id, lost.reason, lost.quorum_id)
-            orders = self._core.left_out(news, link.seen_quorum_id, told)
+            orders = self._core.left_out(news, link.seen_quorum_id, time.monotonic(), told)
         else:
             log.info("group lost replica=%s: %s", lost.replica_id, lost.reason)
             orders = self._core.tell_until_asked("lost", told)
         self._carry_out(orders)
 
     def _term_ends(self, news: TermEnds, told: bytes | None = None) -> None:
-        quorum_id = self._link.machine.seen_quorum_id
-        self._carry_out(self._core.term_ends(news, quorum_id, told))
+        quorum_id, now = self._link.machine.seen_quorum_id, time.monotonic()
+        self._carry_out(self._core.term_ends(news, quorum_id, now, told))
 
     def kill(self, reason: str, told: bytes | None = None) -> None:
         """The group has to end at once: every worker is told, then ``killed`` is set."""

@@ -202,14 +202,15 @@ class ManagerActor:
     # -- news ------------------------------------------------------------------------------------
 
     def _receive(self, news: Lost | Kill | Drain | NewcomerWaits | TermEnds) -> None:
+        quorum_id, now = self.link.machine.seen_quorum_id, self.process.world.now
         if isinstance(news, Drain):
             self.drain(news.reason)
         elif isinstance(news, Kill):
             self._carry_out(self.core.kill(news.reason))
         elif isinstance(news, TermEnds):
-            self._carry_out(self.core.term_ends(news, self.link.machine.seen_quorum_id))
+            self._carry_out(self.core.term_ends(news, quorum_id, now))
         elif isinstance(news, Lost) and news.replica_id == self.link.machine.replica_id:
-            self._carry_out(self.core.left_out(news, self.link.machine.seen_quorum_id))
+            self._carry_out(self.core.left_out(news, quorum_id, now))
         else:
             self._carry_out(self.core.tell_until_asked(type(news).__name__, news))
 
