@@ -18,7 +18,7 @@ from torchft_svc.core.lighthouse_orders import (
     ReportStraggler,
     ReportTermEnds,
 )
-from torchft_svc.core.session_messages import Leave, NewcomerWaits
+from torchft_svc.core.session_messages import Leave, Lost, NewcomerWaits
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import LOOK_S, TermEnds
 from torchft_svc.core.types import LastQuorum, QuorumConfig
@@ -745,6 +745,15 @@ def test_what_members_have_reported_before_the_quorum_is_no_progress_in_it() -> 
     term.now += 0.1
     term.asks("a", 8)
     assert term.house.committed_step(JOB) == 8
+
+
+def test_a_loss_is_told_again_to_a_member_whose_session_was_broken() -> None:
+    """The term is not said to be over from a step on: which one is not known, and the member may
+    have a whole step."""
+    term = Term()
+    term.asks("a", 8)
+    term.session_ends("b")
+    assert term.missed("c") == [Lost("b", "its session ended", 1)]
 
 
 # -- a lighthouse that is new to the job (E8) ----------------------------------------------------

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from support.running import END_S, SCRIPTS, environment, eventually, is_alive
+from support.running import END_S, SCRIPTS, environment, eventually, is_alive, lives
 
 from torchft_svc.core.types import Resumed
+from torchft_svc.manager_server import supervisor as supervisor_module
 from torchft_svc.manager_server.child import ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.early import EARLY, SIDECAR, start_manager_early
@@ -41,7 +42,7 @@ def config(security: Security = PLAIN) -> ManagerConfig:
 
 def sidecars() -> list[int]:
     children = psutil.Process().children()
-    return [child.pid for child in children if SIDECAR in child.cmdline()]
+    return [child.pid for child in children if lives(child) and SIDECAR in child.cmdline()]
 
 
 @pytest.fixture
@@ -97,14 +98,25 @@ def test_the_next_manager_of_several_workers_has_done_its_imports() -> None:
             eventually(lambda waiting=waiting: supervisor.pid == waiting)
 
 
-def test_a_process_that_waits_and_dies_is_no_manager() -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_waits_and_is_dead_or_frozen_is_no_manager(number: int) -> None:
     with supervised(2, in_term=True) as supervisor:
         first = supervisor.pid
         eventually(lambda: len(sidecars()) == 2)
         (waiting,) = {*sidecars()} - {first}
-        os.kill(waiting, signal.SIGKILL)
+        os.kill(waiting, number)
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: supervisor.pid not in (first, waiting))
+        eventually(lambda: supervisor.pid not in (first, waiting) and supervisor.address != "")
+        eventually(lambda: not is_alive(waiting))
+
+
+def test_a_process_that_waits_and_dies_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor_module, "STARTS_WINDOW_S", 0.0)
+    with supervised(2, in_term=True) as supervisor:
+        eventually(lambda: len(sidecars()) == 2)
+        (waiting,) = {*sidecars()} - {supervisor.pid}
+        os.kill(waiting, signal.SIGKILL)
+        eventually(lambda: len({*sidecars()} - {supervisor.pid, waiting}) == 1)
 
 
 @pytest.mark.parametrize(("num_workers", "in_term"), [(1, True), (2, False)])

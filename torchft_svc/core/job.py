@@ -230,7 +230,7 @@ class Job:
         self.term.reached.pop(replica_id, None)
         return self.members.gone(replica_id)
 
-    def loss_recipients(self, replica_id: str) -> tuple[str, ...]:
+    def loss_recipients(self, replica_id: str, reason: str) -> tuple[str, ...]:
         """The groups to inform of this loss, if it was in the last quorum: itself and, unless
         they were told of enough others, its living peers there."""
         if replica_id not in self.members.previous_ids:
@@ -240,6 +240,7 @@ class Job:
         others = [key for key in self.members.quorum_left() if key != replica_id]
         if others:
             self.term.over_from = 0  # they know: no question of theirs is news for the others
+            self.term.lost[replica_id] = reason
             self.spent_id = self.last_id
         return (replica_id, *others)
 

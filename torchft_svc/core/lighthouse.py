@@ -38,7 +38,7 @@ from torchft_svc.core.quorum import (
     look_at,
     to_evict,
 )
-from torchft_svc.core.session_messages import Leave, NewcomerWaits
+from torchft_svc.core.session_messages import Leave, Lost, NewcomerWaits
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import RunningTerm, TermEnds
 from torchft_svc.core.types import (
@@ -306,20 +306,21 @@ class Lighthouse:
 
     def missed_news(
         self, job: str, replica_id: str, last: LastQuorum, num_groups: int
-    ) -> list[NewcomerWaits | TermEnds]:
+    ) -> list[NewcomerWaits | TermEnds | Lost]:
         """What a member of the last quorum may not have heard, because it had no session."""
         state = self._jobs[job]
         members, quorum_id = state.members, state.members.last.quorum_id
         if replica_id not in members.previous_ids or last.quorum_id != quorum_id:
             return []
         newcomer = min(members.groups[GroupState.JOINING], default=None)
-        news: list[NewcomerWaits | TermEnds] = [NewcomerWaits(newcomer)] if newcomer else []
+        news: list[NewcomerWaits | TermEnds | Lost] = [NewcomerWaits(newcomer)] if newcomer else []
         if 0 < num_groups < self._config.min_replicas:
             needed = f"this lighthouse needs {self._config.min_replicas} groups (--min-replicas)"
             news.append(TermEnds(quorum_id, None, needed))
         if state.rivals():
             news.append(state.contested())
-        if state.term.over_from is not None:
+        news += [Lost(who, why, quorum_id) for who, why in state.term.lost.items()]
+        if state.term.over_from:
             news.append(TermEnds(quorum_id, state.term.over_from, "not all members take part"))
         return news
 
@@ -411,7 +412,7 @@ class Lighthouse:
         if replica_id in state.members.previous_ids:
             state.end_progress()
         # The news would make its peers give up a step that it has finished.
-        told = () if how.between_steps else state.loss_recipients(replica_id)
+        told = () if how.between_steps else state.loss_recipients(replica_id, how.reason)
         orders: list[Order] = [
             ReportLoss(
                 job, replica_id, how.reason, how.between_steps, how.is_orderly, quorum_id, told
@@ -446,7 +447,7 @@ class Lighthouse:
             state.spent_id = state.last_id
         for each in evicted:
             why, quorum_id = state.hangs.why(each, now), state.members.last.quorum_id
-            told = state.loss_recipients(each)
+            told = state.loss_recipients(each, why)
             orders.append(ReportEviction(job, each, why, quorum_id, told))
         return orders
 

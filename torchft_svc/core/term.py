@@ -75,8 +75,9 @@ class RunningTerm:
     ``reported_at`` (inf: nobody has reported it). ``began_at``: its step (-1: not known);
     ``formed_at``: when its quorum was formed (-inf: not here). ``reached``: the highest step that
     each member has reported in it. ``over_from``: the first step that not all members take part in
-    (None: there is none). ``is_noted``: a member has asked since, or is gone, so that no more steps
-    are committed in it. ``look_at``: when a member will have waited for others in a step for too
+    (None: there is none; 0: it is not known, as members are ``lost``, whose loss was told).
+    ``is_noted``: a member has asked since, or is gone, so that no more steps are committed in it.
+    ``look_at``: when a member will have waited for others in a step for too
     long (inf: none waits); ``looked_at``: when that was looked at last; ``last_look_at``: the same
     as ``look_at``, of a member that has asked since.
     """
@@ -88,6 +89,7 @@ class RunningTerm:
     reported_at: float = math.inf
     reached: dict[str, int] = field(default_factory=dict)
     over_from: int | None = None
+    lost: dict[str, str] = field(default_factory=dict)  # with the reasons
     is_noted: bool = False
     look_at: float = math.inf
     looked_at: float = -math.inf

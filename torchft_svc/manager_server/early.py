@@ -93,6 +93,18 @@ class WaitingManager:
             if self._waiting is None or self._waiting.owner_pid != os.getpid():
                 self._waiting = _Waiting(Sidecar.start(security, None), security, os.getpid())
 
+    @property
+    def is_there(self) -> bool:
+        """Whether one waits; one that has ended is dropped."""
+        with self._lock:
+            waiting = self._waiting
+        if waiting is None or waiting.owner_pid != os.getpid():
+            return False
+        if waiting.sidecar.process.poll() is None:
+            return True
+        self.drop()
+        return False
+
     def drop(self) -> None:
         """End it, if there is one."""
         with self._lock:

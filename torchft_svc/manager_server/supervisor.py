@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +23,8 @@ MAX_STARTS = 5
 STARTS_WINDOW_S = 60.0
 # Between two attempts in a row; the first one is made at once.
 FIRST_PAUSE_S = 0.1
+# A process that has done its imports serves within some hundredths of a second, if it runs at all.
+PREPARED_TIMEOUT_S = 2.0
 
 
 class ManagerSupervisor:
@@ -43,7 +46,7 @@ class ManagerSupervisor:
         self._on_move = on_move
         self._resumed: Callable[[], Resumed | None] = lambda: None
         self._next = WaitingManager()
-        self._has_next = False  # one has been started, or cannot be
+        self._next_at = -math.inf  # before then no other process is started to wait
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._child = ManagerProcess(config)
@@ -114,8 +117,9 @@ class ManagerSupervisor:
             ends.append(now)
             try:
                 config = dataclasses.replace(self._config, resumed=self._resumed())
-                child = ManagerProcess.start(config, self._timeout_s, self._next)
-                self._has_next = False
+                limit_s = PREPARED_TIMEOUT_S if self._next.is_there else self._timeout_s
+                child = ManagerProcess.start(config, min(limit_s, self._timeout_s), self._next)
+                self._next_at = now
             except (TorchFTError, OSError) as error:
                 log.error("no other manager: %s", error)
                 pause_s = max(FIRST_PAUSE_S, 2 * pause_s)
@@ -127,9 +131,10 @@ class ManagerSupervisor:
     def _prepare_next(self) -> None:
         """Start a process that waits, once the group is in a term."""
         is_needed = self._config.group_world_size > 1 and not self._closing.is_set()
-        if self._has_next or not is_needed or self._resumed() is None:
+        now = time.monotonic()
+        if not is_needed or now < self._next_at or self._resumed() is None or self._next.is_there:
             return
-        self._has_next = True
+        self._next_at = now + STARTS_WINDOW_S / MAX_STARTS
         try:
             self._next.start(self._config.security)
         except OSError as error:
