@@ -18,6 +18,8 @@ from torchft_svc.core.group_orders import (
 )
 from torchft_svc.core.manager import (
     ANSWER_MARGIN_S,
+    HOLD_S,
+    MISSED_NEWS_S,
     AskLink,
     EndGroup,
     GroupManager,
@@ -322,3 +324,38 @@ def test_a_worker_whose_answer_was_lost_does_not_go_on_after_its_group_has_left(
     assert made.attach(0, "w0") == (TellWorkers((0,), ends),)
     made.ask(asks(0, question=4), 10.0, 104.0)
     assert made.attach(0, "w0") == (), "until the group asks"
+
+
+@pytest.mark.parametrize(
+    ("is_open", "released_at"),
+    [(True, 100.2 + MISSED_NEWS_S), (False, 100.2), (None, 100.0 + HOLD_S)],
+    ids=["the session begins", "no lighthouse", "neither"],
+)
+def test_e3_a_manager_that_continues_a_term_commits_nothing_before_it_knows_of_its_end(
+    is_open: bool | None, released_at: float
+) -> None:
+    made = manager(2, attached=2)
+    made.hold(100.0)
+    votes = [made.vote(vote(rank, round=3, worker_id=f"w{rank}"), 10.0, 100.1) for rank in (0, 1)]
+    assert [orders for _, orders in votes] == [(), ()]
+    told = () if is_open is None else made.link_changed(100.2, is_open=is_open)
+    if is_open is not False:
+        assert told == ()
+        assert made.next_deadline() == pytest.approx(released_at)
+        assert made.tick(released_at - 0.01) == ()
+        told = made.tick(released_at)
+    assert told == tuple(AnswerVote(who, True, Fate.ENDS) for who, _ in votes)
+    again, (answer,) = made.vote(vote(0, round=3, worker_id="w0"), 10.0, 102.0)
+    assert answer == AnswerVote(again, True, Fate.ENDS)
+
+
+def test_e3_what_is_denied_before_the_votes_are_released_is_not_committed() -> None:
+    made = manager(2, attached=2)
+    made.hold(100.0)
+    callers = [made.vote(vote(r, round=3, worker_id=f"w{r}"), 10.0, 100.1)[0] for r in (0, 1)]
+    made.link_changed(100.2, is_open=True)
+    told = made.left_out(Lost("a:1", "it was silent", 9), 9, 100.21)
+    assert told == (
+        TellWorkers((0, 1), Lost("a:1", "it was silent", 9)),
+        *(AnswerVote(each, False) for each in callers),
+    )

@@ -33,6 +33,7 @@ class CommitBarrier:
         self._is_inherited = True  # a vote may belong to a round of an earlier manager
         self._went_on_to = 0  # the step that a worker has begun then without a question
         self._denied_from = math.inf  # no step from this one on is committed in the round
+        self._is_held = False  # a yes of all is not enough yet
         self._votes: dict[int, tuple[Vote, int]] = {}  # by group rank, with their callers
         self._steps: frozenset[int] = frozenset()  # that a vote in this round may name
         self._decision: bool | None = None
@@ -98,7 +99,7 @@ class CommitBarrier:
         self._votes[vote.group_rank] = (vote, caller)
         if not vote.should_commit or vote.step >= self._denied_from:
             self._decide(False)
-        elif len(self._votes) == self._world_size:
+        elif len(self._votes) == self._world_size and not self._is_held:
             self._decide(True)
         if self._decision is not None:
             orders += self._answers()
@@ -123,6 +124,18 @@ class CommitBarrier:
         if not is_open or max(self._voted_steps()) < step:
             return []
         self._decide(False)
+        return self._answers()
+
+    def hold(self) -> None:
+        """Decide nothing but no until `release`."""
+        self._is_held = True
+
+    def release(self) -> list[VoteOrder]:
+        """All that may be in vain has been denied."""
+        was_held, self._is_held = self._is_held, False
+        if not was_held or self._decision is not None or len(self._votes) < self._world_size:
+            return []
+        self._decide(True)
         return self._answers()
 
     def drop(self, reason: str) -> list[VoteOrder]:

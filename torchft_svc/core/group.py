@@ -345,6 +345,14 @@ class Group:
         orders = self._commits.count(vote, caller, asking)
         return (*self._refuse_heir(vote.group_rank), *orders)
 
+    def hold(self) -> None:
+        """See `CommitBarrier.hold`."""
+        self._commits.hold()
+
+    def release(self) -> tuple[Order, ...]:
+        """See `CommitBarrier.release`."""
+        return tuple(self._commits.release())
+
     def deny(self, step: int) -> tuple[Order, ...]:
         """See `CommitBarrier.deny`."""
         return tuple(self._commits.deny(step))

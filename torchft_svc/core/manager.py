@@ -44,6 +44,11 @@ from torchft_svc.errors import DeadlineExceeded, TorchFTError
 ANSWER_MARGIN_S = 0.05
 # Groups wait for one another in every step; a worker that waits longer gets the reason.
 TELL_WHY_AFTER_S = 2.0
+# A manager that continues a term commits no step before it knows whether its group is still in the
+# quorum: for so long, unless no lighthouse can be reached. What a session has missed follows the
+# welcome at once.
+HOLD_S = 1.0
+MISSED_NEWS_S = 0.05
 # A step is under way in these: while it is applied, it is over, and its number has grown.
 _IN_STEP = frozenset({Phase.QUORUM, Phase.TRAINING, Phase.VOTING})
 
@@ -137,6 +142,7 @@ class GroupManager:
         self._asked_at = 0.0  # since when some worker waits for a quorum, if one does
         self._last_command: WorkerNews | None = None
         self._pending: dict[str, WorkerNews] = {}  # why a term has to end, by its kind
+        self._held_until = math.inf  # no step is committed before (inf: none is held)
         # By group rank, who was taken for gone since the last question, and as what.
         self._gone: dict[int, tuple[str, OwnGroupLost]] = {}
         self._leader_ends = False  # group rank 0 has ended on purpose
@@ -195,6 +201,19 @@ class GroupManager:
             if not self._num_asking[rank]:
                 del self._num_asking[rank]
         return call is not None
+
+    # -- the link --------------------------------------------------------------------------------
+
+    def hold(self, now: float) -> None:
+        """This manager continues a term: see `HOLD_S`."""
+        self.group.hold()
+        self._held_until = now + HOLD_S
+
+    def link_changed(self, now: float, *, is_open: bool) -> Orders:
+        """The session has begun, or a lighthouse could not be reached, or was lost."""
+        if self._held_until < math.inf:
+            self._held_until = min(self._held_until, now + MISSED_NEWS_S * is_open)
+        return self.tick(now)
 
     # -- workers ---------------------------------------------------------------------------------
 
@@ -321,10 +340,13 @@ class GroupManager:
         """When to call `tick` (infinite: nothing waits)."""
         calls = (call.deadline for call in self._calls.values())
         silences = (until for until, _ in self._silences)
-        return min(itertools.chain(calls, silences), default=math.inf)
+        return min(itertools.chain(calls, silences, (self._held_until,)))
 
     def tick(self, now: float) -> Orders:
         orders: list[Order] = []
+        if now >= self._held_until:
+            self._held_until = math.inf
+            orders += self._follow(self.group.release(), now)
         expired = [who for who, call in self._calls.items() if call.deadline <= now]
         for caller in expired:
             call = self._calls.get(caller)

@@ -59,8 +59,10 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
         await stack.enter_async_context(tasks)
         stack.push_async_callback(_end, driver, link, has_owner=config.owner_pid is not None)
         tasks.start(driver.keep_looking(), "looks at the clock")
-        if config.resumed is None:  # or when its worker is here, which must not miss any news
-            link.start()
+        if config.resumed is None:
+            link.start()  # else when its workers are here, which must not miss any news
+        else:
+            driver.hold()
         yield RunningManager(link.machine.address, driver.killed)
 
 

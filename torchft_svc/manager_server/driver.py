@@ -58,11 +58,20 @@ class ManagerDriver:
         self._link = link
         link.on_news, link.on_term, link.on_outcome = self.receive, self._term_ends, self._told
         link.beat, link.reached = self.beat, self._core.reached
+        link.on_change = self._link_changed
         self._tasks = tasks
         self._replies: dict[int, Callable[[Answer], None]] = {}  # by caller
         self._outboxes: dict[int, Outbox] = {}  # by group rank
         self._timer = DeadlineTimer(call_later, self._tick)
         self.killed = asyncio.Event()
+
+    def hold(self) -> None:
+        """See `GroupManager.hold`; before the first call."""
+        self._core.hold(time.monotonic())
+        self._carry_out(())
+
+    def _link_changed(self, is_open: bool) -> None:
+        self._carry_out(self._core.link_changed(time.monotonic(), is_open=is_open))
 
     @property
     def is_over(self) -> bool:

@@ -17,6 +17,7 @@ from torchft_svc.core.link_types import (
     ConfirmLeft,
     Connect,
     LinkConfig,
+    LinkState,
     Log,
     Order,
     Probe,
@@ -45,7 +46,8 @@ class LighthouseLink:
 
     ``on_news`` receives losses, newcomers and commands, ``on_term`` that the term of a quorum has
     to end, ``on_outcome`` the outcome of each question, by its round; ``beat`` tells what the group
-    does, and ``reached`` how far its workers are. They and ``machine.address`` are set before
+    does, and ``reached`` how far its workers are; ``on_change`` is told when a session has begun
+    (True), or is over, or could not begin (False). They and ``machine.address`` are set before
     `start`. ``draw`` is for pauses.
     """
 
@@ -72,6 +74,7 @@ class LighthouseLink:
             wall_offset_s=time.time() - time.monotonic(),
         )
         self.machine = LinkMachine(settings, self._new_replica_id, draw, lambda: self.reached())
+        self.on_change: Callable[[bool], None] = lambda is_open: None
         self._number = 0  # of the connection that messages go over
         self._transports: dict[int, Transport] = {}
         self._holding: dict[int, asyncio.Task[None]] = {}
@@ -107,7 +110,11 @@ class LighthouseLink:
 
     def _tell(self, tell: Input) -> None:
         """Pass an input on, carry out what it orders, and set the timer."""
+        before = self.machine.state
         tell(self.machine, time.monotonic())
+        is_open = self.machine.state is LinkState.OPEN
+        if self.machine.state is not before and (is_open or before is not LinkState.PAUSED):
+            self.on_change(is_open)
         for order in self.machine.take_orders():
             self._carry_out(order)
         now = time.monotonic()

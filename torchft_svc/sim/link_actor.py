@@ -15,6 +15,7 @@ from torchft_svc.core.link_types import (
     ConfirmLeft,
     Connect,
     LinkConfig,
+    LinkState,
     Log,
     Order,
     Probe,
@@ -95,6 +96,7 @@ class LinkActor:
         self._host = ""  # that it is connected to
         self._is_newcomer = True  # as of its last question
         self.loses: Callable[[object], bool] | None = None  # whether what comes is lost
+        self.on_change: Callable[[bool], None] = lambda is_open: None
         draw = process.chance.random
         self.machine = LinkMachine(config, self._new_replica_id, draw, reached, process.name)
         if config.resumed is None:
@@ -125,8 +127,11 @@ class LinkActor:
         self._process.after(0.0, self._tell, tell)
 
     def _tell(self, tell: Input) -> None:
-        now = self._process.world.now
+        now, before = self._process.world.now, self.machine.state
         tell(self.machine, now)
+        is_open = self.machine.state is LinkState.OPEN
+        if self.machine.state is not before and (is_open or before is not LinkState.PAUSED):
+            self.on_change(is_open)
         for order in self.machine.take_orders():
             self._carry_out(order)
         self._timer.set(self.machine.next_deadline(now), now)

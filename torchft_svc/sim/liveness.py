@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Iterator
 
 from torchft_svc.core.activity import Activity
+from torchft_svc.core.job import MAX_LOSSES_TOLD
 from torchft_svc.core.lighthouse import Lighthouse
 from torchft_svc.core.lighthouse_orders import ReportEviction, ReportLeftHealing
 from torchft_svc.core.quorum import Formed, Waiting
@@ -151,8 +152,12 @@ class LivenessChecks:
             must(is_new, "I5", f"a quorum of {name} is due since {ledger.due_since:.2f} s")
 
     def check_memory(self, core: Lighthouse, alive: Collection[Key]) -> None:
-        """The core remembers no dead group, except those of the last quorum."""
+        """The core remembers no dead group, except those of the last quorum, and the few whose loss
+        it may have to tell again."""
         known = {replica_id for _, replica_id in alive}
+        for job in core._jobs.values():
+            must(len(job.term.lost) <= MAX_LOSSES_TOLD, "I7", "too many losses are remembered")
+            known |= job.term.lost.keys()
         for ledger in self._ledgers.values():
             known |= ledger.previous
         for name in _names_of(core):

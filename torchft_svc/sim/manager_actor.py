@@ -70,6 +70,7 @@ class ManagerActor:
         self.link = LinkActor(
             process, site, config, self._receive, self._told, beat, self.core.reached
         )
+        self.link.on_change = self._link_changed
         self._replies: dict[int, Reply] = {}
         self._barriers: dict[int, tuple[int, int]] = {}  # round and step, by the callers that vote
         self._askers: dict[int, str] = {}  # the workers that ask, by caller
@@ -77,6 +78,12 @@ class ManagerActor:
         self._formed: Quorum | None = None  # the last one
         self._timer = DeadlineTimer(process.after, self._tick)
         self.on_yes: Callable[[], None] | None = None  # its end, when one worker was told yes
+        if config.resumed is not None:
+            self.core.hold(now)
+            self._carry_out(())
+
+    def _link_changed(self, is_open: bool) -> None:
+        self._carry_out(self.core.link_changed(self.process.world.now, is_open=is_open))
 
     # -- what workers say ------------------------------------------------------------------------
 
