@@ -545,7 +545,7 @@ def test_fewer_workers_than_asked_for_grow_at_the_next_pass(
 
 def test_workers_are_added_at_a_report(running: Any, cpus: dict[str, float]) -> None:
     cpus["CPU"] = 1.0
-    trainer = running(epochs=3, grow_every_s=0.01)
+    trainer = running(epochs=20, grow_every_s=0.01)  # so many that it is over later than that
     watching = threading.Event()
 
     def give() -> None:
@@ -559,7 +559,7 @@ def test_workers_are_added_at_a_report(running: Any, cpus: dict[str, float]) -> 
     thread.join()
     assert (found["num_workers"], found["retries"]) == (2, 0)
     assert [each.rung for each in found["incidents"]] == ["growth"]
-    assert trainer.position.epoch == 3
+    assert trainer.position.epoch == 20
 
 
 @pytest.mark.parametrize("mode", MODES)

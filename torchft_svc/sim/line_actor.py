@@ -41,6 +41,7 @@ class LineActor:
         self._round = round_
         self._on_cut = on_cut
         self._arrives_at = 0.0  # what was said last: nothing overtakes it
+        self._ends_at = -math.inf  # the end of the stream
         self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
         self._phase: tuple[Phase, int, bool] | None = None  # that was told last
@@ -65,7 +66,13 @@ class LineActor:
     def end(self) -> None:
         """The manager is dead, or the connection to it."""
         latency_s = self._network.latency(self._process)
+        self._ends_at = self._process.world.now + latency_s
         self._process.after(latency_s, self._ended, self._stream, AttachEnd.BROKEN)
+
+    @property
+    def changes_at(self) -> float:
+        """When it has ended, or is opened, or will be: messages may be on their way for long."""
+        return max(self.lost_at, self._ends_at, self._arrives_at)
 
     def _ended(self, number: int, how: AttachEnd) -> None:
         if number != self._stream:  # known already

@@ -282,7 +282,7 @@ class Site:
         """Each worker has a stream to its manager, or has lost it just now."""
         for worker in self.workers:
             process = worker.process
-            is_new = worker.line.lost_at + SLACK_S > self._world.now
+            is_new = worker.line.changes_at + SLACK_S > self._world.now
             is_attached = self.manager is not None and self.manager.is_attached(process.name)
             what = f"{process.name} has no stream to its manager"
             must(is_attached or is_new or process.is_dead, "I5", what)
