@@ -74,6 +74,9 @@ class ManagerActor:
         self._replies: dict[int, Reply] = {}
         self._barriers: dict[int, tuple[int, int]] = {}  # round and step, by the callers that vote
         self._askers: dict[int, str] = {}  # the workers that ask, by caller
+        # The last life whose workers asked beside those of the one before: they may count as one
+        # life, so that the end of one is noticed by the deadline of the others' questions only.
+        self._mixed_life = 0
         self._workers: dict[int, tuple[str, OnNews]] = {}  # by group rank
         self._formed: Quorum | None = None  # the last one
         self._timer = DeadlineTimer(process.after, self._tick)
@@ -103,10 +106,14 @@ class ManagerActor:
         self._carry_out(orders)
         # Workers of a later life of the group do not miss one of a life before, nor does one whose
         # question is held: it asks as soon as the worker before it is known to be gone.
-        told_all = not orders or all(
-            self.core.group.held_rank(caller) is not None
-            or (caller in self._askers and _life(self._askers[caller]) > _life(worker_id))
-            for caller in self._replies
+        told_all = (
+            not orders
+            or _life(worker_id) <= self._mixed_life
+            or all(
+                self.core.group.held_rank(caller) is not None
+                or (caller in self._askers and _life(self._askers[caller]) > _life(worker_id))
+                for caller in self._replies
+            )
         )
         must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
 
@@ -124,6 +131,9 @@ class ManagerActor:
         self.link.begin()
         caller, orders = self.core.ask(request, timeout_s, self.process.world.now)
         self._askers[caller] = request.worker_id
+        lives = {_life(each) for each in self._askers.values()}
+        if len(lives) > 1:
+            self._mixed_life = max(lives)
         self._wait(caller, "quorum", timeout_s, reply)
         self._carry_out(orders)
         return caller
