@@ -69,8 +69,8 @@ def test_runs_that_fell_once(seed: int) -> None:
     lighthouse that is back, while the other one of the list leads no more; a newcomer goes on to
     the next lighthouse of a list at the same moment as the members; news of an earlier term come
     while a group asks; of a life of a group only one rank was let in;
-    a worker has not noticed at the end that its stream has ended; workers of two lives ask together,
-    and the group restarts once more."""
+    a worker has not noticed at the end that its stream has ended; workers of two lives ask
+    together, and the group restarts once more."""
     outcome = run_seed(seed)
     assert outcome.fell is None, describe(outcome)
 
