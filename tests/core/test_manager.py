@@ -182,10 +182,11 @@ def test_that_a_term_is_to_end_does_not_hide_that_it_is_over() -> None:
         (IS_OVER, [True, False, False]),
         (TO_END, [True, True, True]),
         (dataclasses.replace(IS_OVER, quorum_id=8), [True, True, True]),
-        (Lost("a:1", "it hangs", 9), [False, False, False]),
-        (Lost("a:1", "it hung", 8), [True, True, True]),
+        (Lost("a", "it hangs", 9), [False, False, False]),
+        (Lost("a", "it hung", 8), [True, True, True]),
+        (Lost("a:2", "its session had ended", 9), [True, True, True]),
     ],
-    ids=["over from 4", "to end", "an earlier one", "left out", "left out of an earlier one"],
+    ids=["over from 4", "to end", "an earlier one", "left out", "of an earlier one", "has moved"],
 )
 def test_e3_workers_that_stood_still_do_not_commit_what_their_manager_knows_to_be_in_vain(
     news: TermEnds | Lost, may_commit: list[bool]

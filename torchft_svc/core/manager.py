@@ -303,9 +303,12 @@ class GroupManager:
     def left_out(
         self, news: Lost, quorum_id: int, now: float, told: WorkerNews | None = None
     ) -> Orders:
-        """The others continue without this group, which is in ``quorum_id``: the same."""
+        """The others continue without this group, which is in ``quorum_id``: the same. It may have
+        moved to another lighthouse meanwhile, as another incarnation, which was no member."""
         orders = self.tell_until_asked("left out", told or news)
-        is_ours = news.quorum_id >= quorum_id
+        quorum = self.group.last_quorum
+        members = [each.replica_id for each in quorum.participants] if quorum else [news.replica_id]
+        is_ours = news.quorum_id >= quorum_id and news.replica_id in members
         return (*orders, *(self._deny(0, now) if is_ours else ()))
 
     def _deny(self, step: int, now: float) -> Orders:
