@@ -53,7 +53,6 @@ class Group:
         if world_size < 1:
             raise ConfigError("group_world_size", world_size, "a group has at least one worker")
         self.world_size = world_size
-        self._first_round = first_round
         self._round = first_round - 1
         self._asking = False
         self._requests: dict[int, tuple[WorkerRequest, int]] = {}  # by group rank

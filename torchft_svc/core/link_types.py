@@ -71,6 +71,15 @@ class LinkState(Enum):
     LEAVING = auto()  # maybe to begin again
     LEFT = auto()
 
+    def session_change(self, before: LinkState) -> bool | None:
+        """Whether a session has begun (True), or is over or could not begin (False), since
+        ``before``; None: neither."""
+        if self is before:
+            return None
+        if self is LinkState.OPEN:
+            return True
+        return None if before is LinkState.PAUSED else False
+
 
 @dataclass(slots=True)
 class LinkConnection:

@@ -17,7 +17,6 @@ from torchft_svc.core.link_types import (
     ConfirmLeft,
     Connect,
     LinkConfig,
-    LinkState,
     Log,
     Order,
     Probe,
@@ -112,8 +111,8 @@ class LighthouseLink:
         """Pass an input on, carry out what it orders, and set the timer."""
         before = self.machine.state
         tell(self.machine, time.monotonic())
-        is_open = self.machine.state is LinkState.OPEN
-        if self.machine.state is not before and (is_open or before is not LinkState.PAUSED):
+        is_open = self.machine.state.session_change(before)
+        if is_open is not None:
             self.on_change(is_open)
         for order in self.machine.take_orders():
             self._carry_out(order)

@@ -15,7 +15,6 @@ from torchft_svc.core.link_types import (
     ConfirmLeft,
     Connect,
     LinkConfig,
-    LinkState,
     Log,
     Order,
     Probe,
@@ -129,8 +128,8 @@ class LinkActor:
     def _tell(self, tell: Input) -> None:
         now, before = self._process.world.now, self.machine.state
         tell(self.machine, now)
-        is_open = self.machine.state is LinkState.OPEN
-        if self.machine.state is not before and (is_open or before is not LinkState.PAUSED):
+        is_open = self.machine.state.session_change(before)
+        if is_open is not None:
             self.on_change(is_open)
         for order in self.machine.take_orders():
             self._carry_out(order)
