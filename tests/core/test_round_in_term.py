@@ -175,18 +175,21 @@ def test_one_of_several_goes_on_and_votes_no(why: str) -> None:
     assert (vote.step, vote.should_commit) == (4, False)
 
 
-def test_one_of_several_that_has_lost_an_update_votes_in_the_step_of_the_others() -> None:
+def test_one_of_several_that_has_lost_an_update_is_in_the_step_of_the_others() -> None:
     round_ = training(worker(is_steady=True, group_world_size=2), STEADY)
     round_.summed(0.0)
+    assert round_.went_on_to == 0, "it has asked"
     round_.vote(100.0, 10.0)
     round_.decide(Decide(True, fate=Fate.GOES_ON))
     round_.step.lose_update()
-    assert round_.step.state.step == 3
+    assert (round_.step.state.step, round_.went_on_to) == (3, 0)
     round_.begin(REQUEST)
-    assert round_.goes_on
+    assert (round_.goes_on, round_.went_on_to) == (True, 4)
     round_.vote(100.0, 10.0)
+    assert round_.went_on_to == 4
     assert round_.ballot() == Vote(group_rank=0, step=4, should_commit=False, wish=Wish.SOME)
     round_.decide(Decide(False))
+    assert round_.went_on_to == 0, "the step is over"
     round_.begin(REQUEST)
     asked = round_.question("", are_connections_broken=False)
     assert (round_.goes_on, asked.step, asked.agreed) == (False, 3, False)

@@ -22,7 +22,7 @@ from torchft_svc.coordination import (
     ManagerLocator,
     QuorumResult,
 )
-from torchft_svc.core.round import RETRY_S
+from torchft_svc.core.route import RETRY_S
 from torchft_svc.errors import RequestRefused, Unreachable
 
 LONG = timedelta(seconds=10)

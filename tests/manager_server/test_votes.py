@@ -18,6 +18,7 @@ from support.running import Line, attach, line_to, start_manager
 from torchft_svc.coordination import LighthouseServer, ManagerClient
 from torchft_svc.coordination.stream_votes import StreamVotes
 from torchft_svc.core.commit_barrier import CommitBarrier
+from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, Wish
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import CommitFailed, RequestRefused, Unreachable
@@ -146,6 +147,17 @@ def test_all_workers_get_the_same_decision_step_after_step(
     assert decisions(a.vote(7, yes=False)) == [BREAKS_OFF], "it does not wait for the other"
     assert decisions(b.vote(7)) == [BREAKS_OFF]
     assert [worker.num_calls for worker in workers] == [num_calls(8)] * 2
+
+
+def test_a_worker_that_has_gone_on_shows_another_manager_what_the_last_one_decided(
+    workers: list[Worker],
+) -> None:
+    """Also one whose last update has failed, so that the step of its weights is still the same."""
+    a, b = workers
+    a.client._calls.answered(quorum_id=1, num_groups=1, round_=7)
+    vote = a.vote(8)
+    b.client.tell_phase(Phase.TRAINING, 8, 9)
+    assert decisions(vote) == [GOES_ON]
 
 
 def test_a_worker_of_an_older_version_votes_by_a_call(

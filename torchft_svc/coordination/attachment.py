@@ -95,7 +95,7 @@ class Attachment:
         self._closing = threading.Event()
         self._outgoing = Outgoing(self._hello)
         self._votes = StreamVotes(self._outgoing.send)
-        self._phase: tuple[Phase, int, bool] | None = None
+        self._phase: tuple[Phase, int, int] | None = None
         self._is_over = False  # the manager has said that it ends for good
         self._streams = threading.Condition()
         self._awaits_next = False  # `listen` waits for the next stream that takes votes
@@ -103,10 +103,10 @@ class Attachment:
         self._thread = threading.Thread(target=self._run, name="torchft-news", daemon=True)
         self._thread.start()
 
-    def tell_phase(self, phase: Phase, step: int, went_on: bool) -> None:
+    def tell_phase(self, phase: Phase, step: int, went_on_to: int) -> None:
         """Let the manager know what this worker does; only stores it."""
-        self._phase = phase, step, went_on  # first, for a stream that is being opened
-        self._outgoing.tell(phase, step, went_on)
+        self._phase = phase, step, went_on_to  # first, for a stream that is being opened
+        self._outgoing.tell(phase, step, went_on_to)
 
     @property
     def takes_votes(self) -> bool:

@@ -78,14 +78,14 @@ class ManagerClient(Client):
             self._lost_contact,
         )
 
-    def tell_phase(self, phase: Phase, step: int, went_on: bool = False) -> None:
+    def tell_phase(self, phase: Phase, step: int, went_on_to: int = 0) -> None:
         """Let the manager know what this worker does, if it is attached; only stores it.
 
-        ``went_on``: the step was begun in the quorum of the one before, without a question.
+        ``went_on_to``: the group's step, if that was begun without a question (0: it was not).
         """
         self._moved_at = None if phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:
-            self._attachment.tell_phase(phase, step, went_on)
+            self._attachment.tell_phase(phase, step, went_on_to)
 
     def stands_still(self) -> bool:
         """Whether this worker has been in one phase for long, or begun no step yet, and does not

@@ -24,16 +24,16 @@ class Outgoing:
 
     def __init__(self, hello: pb.AttachHello) -> None:
         self._hello = hello
-        self._phase: tuple[Phase, int, bool] | None = None
+        self._phase: tuple[Phase, int, int] | None = None
         self._has_new_phase = False
         self._over = threading.Event()
         self._goodbye: pb.AttachDetach | None = None
         # Votes, of which a worker has one under way, and their withdrawals; None: look at the rest.
         self._queue: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
 
-    def tell(self, phase: Phase, step: int, went_on: bool) -> None:
+    def tell(self, phase: Phase, step: int, went_on_to: int) -> None:
         """Send ``phase`` soon; only the latest one counts."""
-        self._phase = phase, step, went_on
+        self._phase = phase, step, went_on_to
         if not self._has_new_phase:
             self._has_new_phase = True
             self._queue.put(None)
@@ -60,8 +60,8 @@ class Outgoing:
             except queue.Empty:
                 self._has_new_phase = False  # before the look at the phase
                 assert self._phase is not None
-                phase, step, went_on = self._phase
-                told = pb.AttachPhase(phase=phase_to_wire(phase), step=step, went_on=went_on)
+                phase, step, went_on_to = self._phase
+                told = pb.AttachPhase(phase=phase_to_wire(phase), step=step, went_on_to=went_on_to)
                 yield pb.AttachRequest(phase=told)
                 next_phase_at = time.monotonic() + PHASE_INTERVAL_S
             else:

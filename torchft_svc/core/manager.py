@@ -49,8 +49,6 @@ TELL_WHY_AFTER_S = 2.0
 # welcome at once.
 HOLD_S = 1.0
 MISSED_NEWS_S = 0.05
-# A step is under way in these: while it is applied, it is over, and its number has grown.
-_IN_STEP = frozenset({Phase.QUORUM, Phase.TRAINING, Phase.VOTING})
 
 
 # -- news, besides those of the lighthouse ---------------------------------------------------------
@@ -247,14 +245,13 @@ class GroupManager:
         return self._follow(orders, now)
 
     def receive_phase(
-        self, group_rank: int, phase: Phase, step: int, now: float, *, went_on: bool = False
+        self, group_rank: int, phase: Phase, step: int, now: float, *, went_on_to: int = 0
     ) -> Orders:
-        """A worker does something else; ``went_on``: it has begun ``step`` without a question."""
+        """A worker does something else; ``went_on_to``: see `Round.went_on_to`."""
         if group_rank in self._num_asking:  # overtaken by the question, whose answer comes first
             return ()
         self._note(group_rank, phase, step, now)
-        in_step = went_on and phase in _IN_STEP
-        return self._follow(self.group.went_on(step), now) if in_step else ()
+        return self._follow(self.group.went_on(went_on_to), now) if went_on_to else ()
 
     def _note(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
         """Only of attached workers: others do not report the end of a phase."""

@@ -31,7 +31,7 @@ from torchft_svc.core.round_orders import (
     RefuseState,
     Warn,
 )
-from torchft_svc.core.route import DECISION_PATIENCE_S, MANAGER_PATIENCE_S
+from torchft_svc.core.route import DECISION_PATIENCE_S, MANAGER_PATIENCE_S, CallRetry
 from torchft_svc.core.step import Phase, StepMachine, participation
 from torchft_svc.core.term import Fate, TermEnds, Wish, fate
 from torchft_svc.core.types import Resumed, Vote, WorkerRequest
@@ -46,11 +46,8 @@ from torchft_svc.errors import (
     RequestRefused,
     TorchFTError,
     Unauthorized,
-    Unreachable,
 )
 
-# The pause before a manager that did not answer is asked again.
-RETRY_S = 0.05
 # So long after its last question or vote, a worker listens to its manager before it decides alone.
 LISTEN_AFTER_S = 0.5
 # The phases in which a step ends by a vote, or by being given up.
@@ -106,7 +103,7 @@ class Round(Generic[Part]):
         self._request = RoundRequest(timeout_s=0.0)
         self._last_at = 0.0  # when it asked or voted last
         self._leaves_for: str | None = None  # why this worker has to end, if it has said so
-        self._retries = _Retries(0.0, 0.0)
+        self._retries = CallRetry(0.0, 0.0)
         self._vote = False
         self.goes_on = False
         self._fate = Fate.BREAKS_OFF  # of the last step
@@ -240,7 +237,7 @@ class Round(Generic[Part]):
         self.peers.asks(now)
         self._last_at = now
         deadline = now + self._request.timeout_s
-        self._retries = _Retries(deadline, self._rules.patience_s)
+        self._retries = CallRetry(deadline, self._rules.patience_s)
         return (AskManager(0.0, deadline),)
 
     def question(self, checkpoint_address: str, *, are_connections_broken: bool) -> WorkerRequest:
@@ -503,7 +500,7 @@ class Round(Generic[Part]):
         if self._rules.group_world_size == 1:
             return (Decide(self._vote, fate=fate(self._vote, (self.wish,))),)
         patience_s = max(self._rules.patience_s, DECISION_PATIENCE_S if self._vote else 0.0)
-        self._retries = _Retries(now + timeout_s, patience_s)
+        self._retries = CallRetry(now + timeout_s, patience_s)
         return (AskDecision(0.0, self._retries.deadline),)
 
     def ballot(self) -> Vote:
@@ -531,6 +528,13 @@ class Round(Generic[Part]):
         if pause_s is not None:
             return (AskDecision(pause_s, self._retries.deadline),)
         return (LoseDecision(error),) if self._vote else (Decide(False, error),)
+
+    @property
+    def went_on_to(self) -> int:
+        """The step that the group is in, if this worker has begun it without a question (0: it has
+        not); see `CommitBarrier.went_on`."""
+        in_step = self.step.state.phase in (Phase.TRAINING, Phase.VOTING)
+        return self._number if self.goes_on and in_step else 0
 
     @property
     def _number(self) -> int:
@@ -571,25 +575,6 @@ class WorkerCalls:
 
     def ballot(self, vote: Vote) -> Vote:
         return replace(vote, worker_id=self.worker_id, round=self._round)
-
-
-class _Retries:
-    """How long one call is repeated to a manager that cannot be reached."""
-
-    def __init__(self, deadline: float, patience_s: float) -> None:
-        self.deadline = deadline
-        self._patience_s = patience_s
-        self._lost_at: float | None = None
-
-    def pause_s(self, error: Exception, now: float, is_over: bool) -> float | None:
-        """The pause before the next attempt; None: there is no use in one."""
-        # The manager itself reports another peer, such as the lighthouse.
-        if is_over or not isinstance(error, Unreachable) or error.peer != "manager":
-            return None
-        if self._lost_at is None:
-            self._lost_at = now
-        give_up_at = min(self.deadline, self._lost_at + self._patience_s)
-        return RETRY_S if now + RETRY_S < give_up_at else None
 
 
 def _not_believed(step: int, max_step: int) -> str:

@@ -1,10 +1,12 @@
-"""Which service of a list to try next, when to open a stream again, and after which pause (F2)."""
+"""Which service to try next, when to call it or open a stream again, and after which pause (F2)."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from torchft_svc.errors import Unreachable
 
 # Pauses between two attempts, in seconds. A short interruption must be over long before the
 # heartbeat timeout (5 s by default) takes a group for dead.
@@ -18,6 +20,8 @@ MANAGER_PATIENCE_S = 5.0
 # A worker that has voted yes has to end if it does not learn the decision. On a busy machine,
 # another manager comes so long after one that was stuck.
 DECISION_PATIENCE_S = 15.0
+# The pause before a manager that did not answer is asked again.
+RETRY_S = 0.05
 
 
 class Route:
@@ -143,3 +147,22 @@ class AttachRetry:
             is_cut=self._is_cut and (is_closed or not was_cut),
             is_lost=how is AttachEnd.BROKEN,
         )
+
+
+class CallRetry:
+    """How long one call is repeated to a manager that cannot be reached."""
+
+    def __init__(self, deadline: float, patience_s: float) -> None:
+        self.deadline = deadline
+        self._patience_s = patience_s
+        self._lost_at: float | None = None
+
+    def pause_s(self, error: Exception, now: float, is_over: bool) -> float | None:
+        """The pause before the next attempt; None: there is no use in one."""
+        # The manager itself reports another peer, such as the lighthouse.
+        if is_over or not isinstance(error, Unreachable) or error.peer != "manager":
+            return None
+        if self._lost_at is None:
+            self._lost_at = now
+        give_up_at = min(self.deadline, self._lost_at + self._patience_s)
+        return RETRY_S if now + RETRY_S < give_up_at else None

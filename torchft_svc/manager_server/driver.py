@@ -149,10 +149,12 @@ class ManagerDriver:
             RequestRefused: the step cannot be.
         """
         check_step(message.step)
+        check_step(message.went_on_to)
         phase = phase_from_wire(message.phase)
         if phase is not None:
-            now, went_on = time.monotonic(), message.went_on
-            orders = self._core.receive_phase(group_rank, phase, message.step, now, went_on=went_on)
+            orders = self._core.receive_phase(
+                group_rank, phase, message.step, time.monotonic(), went_on_to=message.went_on_to
+            )
             self._carry_out(orders)
         if self._core.is_whole:
             self._link.start()

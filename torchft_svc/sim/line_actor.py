@@ -44,7 +44,7 @@ class LineActor:
         self._ends_at = -math.inf  # the end of the stream
         self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
-        self._phase: tuple[Phase, int, bool] | None = None  # that was told last
+        self._phase: tuple[Phase, int, int] | None = None  # that was told last
         self._retry = AttachRetry(process.world.chance(f"{process.name}/attach").random)
         self.lost_at = -math.inf  # when the last one has ended
         self._stream = 0  # the number of the one that is open, or being opened
@@ -86,9 +86,9 @@ class LineActor:
             self._on_cut()
         self._process.after(following.pause_s, self.attach)
 
-    def tell_phase(self, phase: Phase, step: int, went_on: bool) -> None:
-        self._phase = phase, step, went_on
-        self._say(lambda manager: manager.receive_phase(self._group_rank, phase, step, went_on))
+    def tell_phase(self, phase: Phase, step: int, went_on_to: int) -> None:
+        self._phase = phase, step, went_on_to
+        self._say(lambda manager: manager.receive_phase(self._group_rank, phase, step, went_on_to))
 
     def ask_to_drain(self, reason: str) -> None:
         self._say(lambda manager: manager.drain(reason))

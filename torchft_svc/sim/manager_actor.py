@@ -117,9 +117,11 @@ class ManagerActor:
         )
         must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
 
-    def receive_phase(self, group_rank: int, phase: Phase, step: int, went_on: bool) -> None:
+    def receive_phase(self, group_rank: int, phase: Phase, step: int, went_on_to: int) -> None:
         now = self.process.world.now
-        self._carry_out(self.core.receive_phase(group_rank, phase, step, now, went_on=went_on))
+        self._carry_out(
+            self.core.receive_phase(group_rank, phase, step, now, went_on_to=went_on_to)
+        )
         if self.core.is_whole:
             self.link.begin()
 

@@ -13,7 +13,7 @@ from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.peers import LoseMember
-from torchft_svc.core.round import RETRY_S, Round, RoundRequest, WorkerRules
+from torchft_svc.core.round import Round, RoundRequest, WorkerRules
 from torchft_svc.core.round_orders import (
     AskDecision,
     AskManager,
@@ -28,7 +28,7 @@ from torchft_svc.core.round_orders import (
     Order,
     Warn,
 )
-from torchft_svc.core.route import MANAGER_PATIENCE_S
+from torchft_svc.core.route import MANAGER_PATIENCE_S, RETRY_S
 from torchft_svc.core.session_messages import Drain, Kill, Lost, NewcomerWaits
 from torchft_svc.core.step import Phase, StepMachine, StepState
 from torchft_svc.core.term import TermEnds
@@ -546,7 +546,7 @@ class WorkerActor:
     def _tell_phase(self, phase: Phase | None = None) -> None:
         if self._rules.tells_phases or self._rules.is_steady:
             state = self.machine.state
-            self.line.tell_phase(phase or state.phase, state.step, self.round.goes_on)
+            self.line.tell_phase(phase or state.phase, state.step, self.round.went_on_to)
 
     def _trouble(self, seconds: float = 0.0) -> None:
         until = self.process.world.now + seconds

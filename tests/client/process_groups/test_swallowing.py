@@ -125,10 +125,10 @@ def waits(manager: Manager) -> threading.Event:
     long_wait = threading.Event()
     tell = manager._worker.on_phase
 
-    def note(phase: Phase, step: int, went_on: bool) -> None:
+    def note(phase: Phase, step: int, went_on_to: int) -> None:
         if phase is Phase.QUORUM:
             long_wait.set()
-        tell(phase, step, went_on)
+        tell(phase, step, went_on_to)
 
     manager._worker.on_phase = note
     return long_wait

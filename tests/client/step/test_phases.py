@@ -148,13 +148,14 @@ def test_only_the_latest_phase_is_told_and_goodbye_is_the_last_word() -> None:
     messages = outgoing.messages()
     assert next(messages).hello.rank == 1
     for step in range(100):
-        outgoing.tell(Phase.TRAINING, step, False)
-    assert next(messages).phase.step == 99
+        outgoing.tell(Phase.TRAINING, step, step + 1)
+    told_first = next(messages).phase
+    assert (told_first.step, told_first.went_on_to) == (99, 100)
     told: list[pb.AttachRequest] = []
     reader = threading.Thread(target=lambda: told.extend(messages))
     reader.start()
     for step in range(100):
-        outgoing.tell(Phase.VOTING, step, False)
+        outgoing.tell(Phase.VOTING, step, 0)
     outgoing.end(pb.AttachDetach())
     outgoing.end()
     reader.join(10.0)

@@ -25,8 +25,8 @@ Orders = tuple[Order, ...]
 class SharedRound:
     """A worker's `Round`: one thread at a time changes it, any thread may read it or bring news.
 
-    ``on_phase`` is called with each new phase, except the wait for a quorum, its step, and whether
-    that was begun without a question. It must not block. Attributes of ``round`` may be read
+    ``on_phase`` is called with each new phase, except the wait for a quorum, its step, and
+    `Round.went_on_to`. It must not block. Attributes of ``round`` may be read
     without a lock; all else needs `changing`.
     """
 
@@ -37,7 +37,7 @@ class SharedRound:
         pg: ProcessGroup,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_phase: Callable[[Phase, int, bool], None] = lambda *_: None
+        self.on_phase: Callable[[Phase, int, int], None] = lambda *_: None
         self.round: Round[QuorumResult] = Round(rules, step)
         self._pg = pg
         self._clock = clock
@@ -58,7 +58,7 @@ class SharedRound:
 
     def tell_phase(self, phase: Phase) -> None:
         """Report that this worker is in ``phase`` of its step."""
-        self.on_phase(phase, self.state.step, self.round.goes_on)
+        self.on_phase(phase, self.state.step, self.round.went_on_to)
 
     @property
     def state(self) -> StepState:
