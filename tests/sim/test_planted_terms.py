@@ -12,6 +12,7 @@ import pytest
 from sim.test_planted import INVARIANTS, MAX_SEEDS, Plant
 from torchft_svc.core import group
 from torchft_svc.core.activity import Activity
+from torchft_svc.core.commit_barrier import CommitBarrier
 from torchft_svc.core.gathering import Gathering
 from torchft_svc.core.group import Group
 from torchft_svc.core.job import Job
@@ -321,7 +322,7 @@ def nobody_misses_who_has_not_come_back(plant: pytest.MonkeyPatch) -> None:
 
 def what_a_worker_has_begun_is_not_heeded(plant: pytest.MonkeyPatch) -> None:
     """By another manager, which does not know the decision before (rule M4)."""
-    plant.setattr(Group, "went_on", lambda self, step: ())
+    plant.setattr(CommitBarrier, "went_on", lambda self, step: [])
 
 
 def draw_long_terms_of_four(seed: int, _: int | None = None) -> Scenario:

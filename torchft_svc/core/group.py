@@ -43,7 +43,7 @@ MAX_SHOWN = 4
 
 
 class Group:
-    """The barriers of a group of ``world_size`` workers.
+    """The barriers of a group of ``world_size`` workers; ``commits`` are those of their votes.
 
     A caller is a number of the shell's choice, unique among the waiting requests. ``first_round``
     must be far from the rounds of an earlier manager of the same workers, above or below them.
@@ -56,7 +56,7 @@ class Group:
         self._round = first_round - 1
         self._asking = False
         self._requests: dict[int, tuple[WorkerRequest, int]] = {}  # by group rank
-        self._commits = CommitBarrier(world_size, first_round)
+        self.commits = CommitBarrier(world_size, first_round)
         self._formed: tuple[Quorum, str] | None = None  # sent last, and the group's id in it
         self._over = EndedBarriers()
         self._workers: dict[int, str] = {}
@@ -115,7 +115,7 @@ class Group:
         orders += self._end_the_rest()
         if self._is_missed(group_rank, worker_id):
             orders += self._fail_barrier(QuorumFailed(gone))
-        orders += self._commits.drop(gone)
+        orders += self.commits.drop(gone)
         orders.append(Leave(gone, ends=ends))
         return (*orders, *self._give_away(group_rank))
 
@@ -141,7 +141,7 @@ class Group:
         """Another worker asks with a rank that is taken: while it is not known whether the owner
         lives, it may be its successor."""
         rank = request.group_rank
-        if rank in self._requests or self._commits.waits(rank):
+        if rank in self._requests or self.commits.waits(rank):
             raise self._taken(rank, "already waits")
         held = self._heirs.get(rank)
         if held and held[0].worker_id != request.worker_id:
@@ -251,7 +251,7 @@ class Group:
         if late is not None:
             return (late,)
         orders: list[Order] = []
-        orders += self._commits.end_inherited(request) or self._commits.drop(
+        orders += self.commits.end_inherited(request) or self.commits.drop(
             f"group rank {request.group_rank} asked for a new quorum instead of voting"
         )
         if waiting and request.question > waiting[0].question > 0:
@@ -294,7 +294,7 @@ class Group:
             for request, caller in self._requests.values()
         ]
         self._over.note([request for request, _ in self._requests.values()], None)
-        self._commits.open({*steps, quorum.max_step})
+        self.commits.open({*steps, quorum.max_step})
         self._formed = quorum, replica_id
         self._asking = False
         self._requests = {}
@@ -327,7 +327,7 @@ class Group:
         if held_rank is not None:
             del self._heirs[held_rank]
             return ()
-        return tuple(self._commits.withdrawn(caller))
+        return tuple(self.commits.withdrawn(caller))
 
     # -- the commit barrier ----------------------------------------------------------------------
 
@@ -341,24 +341,8 @@ class Group:
         if not self.belongs_to(vote.group_rank, vote.worker_id):
             raise self._taken(vote.group_rank, "is there")
         asking = [request for request, _ in self._requests.values()]
-        orders = self._commits.count(vote, caller, asking)
+        orders = self.commits.count(vote, caller, asking)
         return (*self._refuse_heir(vote.group_rank), *orders)
-
-    def hold(self) -> None:
-        """See `CommitBarrier.hold`."""
-        self._commits.hold()
-
-    def release(self) -> tuple[Order, ...]:
-        """See `CommitBarrier.release`."""
-        return tuple(self._commits.release())
-
-    def deny(self, step: int) -> tuple[Order, ...]:
-        """See `CommitBarrier.deny`."""
-        return tuple(self._commits.deny(step))
-
-    def went_on(self, step: int) -> tuple[Order, ...]:
-        """A worker has begun ``step`` without a question, see `CommitBarrier.went_on`."""
-        return tuple(self._commits.went_on(step))
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -400,7 +384,7 @@ class Group:
             return f"group rank {held_rank} belongs to another worker, which may be alive"
         if self._asking:
             return "the lighthouse has not answered yet"
-        voters = self._commits.voters()
+        voters = self.commits.voters()
         waiting, barrier = (
             (voters, "voted") if voters else (self._requests.keys(), "asked for a quorum")
         )
@@ -437,7 +421,7 @@ class Group:
         self._lives = {each.group_rank: (each.worker_id, newest) for each in requests}
         self._shown = {each.group_rank: {each.worker_id: newest} for each in requests}
         self._round += 1
-        self._commits.announce(self._round)
+        self.commits.announce(self._round)
         self._asking = True
         layouts = {request.group_rank: request.layout for request in requests}
         seen = max(requests, key=lambda request: request.last_quorum_id)

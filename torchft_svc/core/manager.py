@@ -204,7 +204,7 @@ class GroupManager:
 
     def hold(self, now: float) -> None:
         """This manager continues a term: see `HOLD_S`."""
-        self.group.hold()
+        self.group.commits.hold()
         self._held_until = now + HOLD_S
 
     def link_changed(self, now: float, *, is_open: bool) -> Orders:
@@ -251,7 +251,7 @@ class GroupManager:
         if group_rank in self._num_asking:  # overtaken by the question, whose answer comes first
             return ()
         self._note(group_rank, phase, step, now)
-        return self._follow(self.group.went_on(went_on_to), now) if went_on_to else ()
+        return self._follow(self.group.commits.went_on(went_on_to), now) if went_on_to else ()
 
     def _note(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
         """Only of attached workers: others do not report the end of a phase."""
@@ -311,7 +311,7 @@ class GroupManager:
     def _deny(self, step: int, now: float) -> Orders:
         """No step from ``step`` on is committed in the present quorum: workers that stood still may
         vote before they have read the news."""
-        return self._follow(self.group.deny(step), now)
+        return self._follow(self.group.commits.deny(step), now)
 
     def kill(self, reason: str, told: WorkerNews | None = None) -> Orders:
         """The group has to end at once: every worker is ``told``, also one that attaches later."""
@@ -346,7 +346,7 @@ class GroupManager:
         orders: list[Order] = []
         if now >= self._held_until:
             self._held_until = math.inf
-            orders += self._follow(self.group.release(), now)
+            orders += self._follow(self.group.commits.release(), now)
         expired = [who for who, call in self._calls.items() if call.deadline <= now]
         for caller in expired:
             call = self._calls.get(caller)
