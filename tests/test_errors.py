@@ -41,6 +41,11 @@ EVERY_ERROR = [
         (errors.PeerError, ConnectionError),
     ),
     (
+        errors.GivenUp("manager", "host:1", "it has ended too often"),
+        "manager at host:1 cannot be reached: it has ended too often",
+        (errors.Unreachable,),
+    ),
+    (
         errors.NotLeader("host:29510"),
         "this lighthouse does not lead; the leader is host:29510",
         (errors.PeerError,),

@@ -9,6 +9,7 @@
     │   └── Unauthorized            a token or certificate that the other side does not take
     └── PeerError                   a peer's or the network's: trying again may help
         ├── Unreachable             nobody answers at that address                 (ConnectionError)
+        │   └── GivenUp             and nobody starts that service any more
         ├── NotLeader               another lighthouse leads; its address is told if it is known
         ├── DeadlineExceeded        an answer did not come in time                 (TimeoutError)
         ├── QuorumFailed            this round has no quorum; the reason is told
@@ -118,6 +119,10 @@ class Unreachable(PeerError, ConnectionError):
 
     def __str__(self) -> str:
         return f"{self.peer} at {self.address} cannot be reached: {self.reason}"
+
+
+class GivenUp(Unreachable):
+    """Whoever starts ``peer`` has done so again and again, and will not any more."""
 
 
 @dataclass(eq=False)

@@ -34,6 +34,7 @@ from torchft_svc.errors import (
     CommitFailed,
     DeadlineExceeded,
     Drained,
+    GivenUp,
     GroupLeft,
     OperationsDiffer,
     QuorumFailed,
@@ -540,6 +541,11 @@ def test_who_is_refused_goes_on_only_if_trying_again_may_help() -> None:
     refused.unanswered(RequestRefused("wrong rank"), 101.0)
     with pytest.raises(RequestRefused, match="wrong rank"):
         refused.check_next()
+    over = asking(worker())
+    ends = GivenUp("manager", "b:1", "it ends again and again")
+    over.unanswered(ends, 101.0, is_manager_over=True)
+    with pytest.raises(GivenUp, match="again and again"):
+        over.check_next()
     stranger = asking(worker())
     stranger.unanswered(Unauthorized("set TORCHFT_TOKEN"), 101.0)
     with pytest.raises(Unauthorized):

@@ -327,7 +327,7 @@ def ask_alone(client: ManagerClient, step: int) -> QuorumResult:
         try:
             return client._quorum(0, step, "here", shrink_only=False, timeout=LONG)
         except Unreachable as error:
-            if client.is_over(error) or time.monotonic() > deadline:
+            if client.why_over(error) or time.monotonic() > deadline:
                 raise
             time.sleep(RETRY_S)
 

@@ -79,7 +79,7 @@ def test_one_that_has_died_is_replaced(early: int) -> None:
 @contextlib.contextmanager
 def supervised(num_workers: int, *, in_term: bool) -> Iterator[ManagerSupervisor]:
     settings = dataclasses.replace(config(), group_world_size=num_workers)
-    supervisor = ManagerSupervisor(settings, END_S, lambda address: None)
+    supervisor = ManagerSupervisor(settings, END_S, print, print)
     resumed = Resumed(replica_id="mine:1", quorum_id=7, step=3, num_groups=2)
     supervisor.resume_with(lambda: resumed if in_term else None)
     with contextlib.closing(supervisor):
@@ -106,7 +106,7 @@ def test_a_process_that_waits_and_is_dead_or_frozen_is_no_manager(number: int) -
         (waiting,) = {*sidecars()} - {first}
         os.kill(waiting, number)
         os.kill(first, signal.SIGKILL)
-        eventually(lambda: supervisor.pid not in (first, waiting) and supervisor.address != "")
+        eventually(lambda: supervisor.pid not in (first, waiting) and supervisor.find() != "")
         eventually(lambda: not is_alive(waiting))
 
 

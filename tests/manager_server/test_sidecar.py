@@ -185,8 +185,8 @@ def test_a_child_that_takes_too_long_is_killed(lighthouse: Process) -> None:
 
 
 def test_a_supervisor_that_is_closed_before_its_manager_serves_leaves_no_process() -> None:
-    supervisor = ManagerSupervisor(config("127.0.0.1:1"), LONG.total_seconds(), print)
-    assert (supervisor.address, is_alive(supervisor.pid)) == (None, True)
+    supervisor = ManagerSupervisor(config("127.0.0.1:1"), LONG.total_seconds(), print, print)
+    assert (supervisor.find(), is_alive(supervisor.pid)) == ("", True)
     supervisor.close()
     supervisor.close()
     assert not is_alive(supervisor.pid)

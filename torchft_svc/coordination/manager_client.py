@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -50,8 +51,8 @@ class ManagerClient(Client):
         security: Security | None = None,
     ) -> None:
         super().__init__("manager", addr, connect_timeout, DEFAULT_JOB, security)
-        self._locator = locator or ManagerLocator(lambda: None, 0.0)
-        self._over = ""  # an address whose manager has ended for good
+        self._locator = locator
+        self._over: Unreachable | None = None  # a manager that has ended for good
         self._calls = WorkerCalls(str(uuid.uuid4()))
         self._moved_at: float | None = -math.inf  # None: it waits for others
         self._attachment: Attachment | None = None
@@ -93,10 +94,18 @@ class ManagerClient(Client):
         moved_at = self._moved_at
         return moved_at is not None and time.monotonic() - moved_at > STANDS_STILL_S
 
-    def is_over(self, failure: TorchFTError) -> bool:
-        """Whether a call has failed because the manager is gone, and no other will come."""
-        is_lost = isinstance(failure, Unreachable) and failure.peer == "manager"
-        return is_lost and self._find() is None
+    def why_over(self, failure: TorchFTError) -> Unreachable | None:
+        """Why no other manager will come, if a call has failed because the manager is gone (None:
+        another failure, or another manager may come)."""
+        if not isinstance(failure, Unreachable) or failure.peer != "manager":
+            return None
+        if self._locator is None:
+            return failure
+        try:
+            self._find()
+        except Unreachable as over:
+            return over
+        return None
 
     def close(self, failure: str = "") -> None:
         """Detach, cancel what is under way, close the connection; may be called twice.
@@ -109,18 +118,19 @@ class ManagerClient(Client):
         super().close()
 
     def _lost_contact(self) -> None:
-        addr = self._find()
-        if addr is not None:
-            self._move(addr)
+        with contextlib.suppress(Unreachable):
+            self._move(self._find())
 
     def _receive_over(self, reason: str) -> None:
         log.info("the manager at %s ends for good: %s", self._addr, reason)
-        self._over = self._addr
+        self._over = Unreachable("manager", self._addr, reason)
 
-    def _find(self) -> str | None:
-        """Where the manager is; None if there is none any more."""
-        addr = self._locator.find()
-        return None if addr == self._over else addr
+    def _find(self) -> str:
+        """Where the manager is; raises `Unreachable` if there will be none any more."""
+        addr = self._locator.find() if self._locator else self._addr
+        if self._over and addr == self._over.address:
+            raise self._over
+        return addr
 
     def _quorum(
         self,

@@ -68,11 +68,12 @@ class QuorumResult:
 
 @dataclass(frozen=True, slots=True)
 class ManagerLocator:
-    """``find`` tells the manager's present address, or None if it will never be back.
+    """``find`` tells the manager's present address; it raises `Unreachable` with the reason if no
+    manager will be there any more.
 
-    It may be called on any thread. ``patience_s``: after so long without an answer it counts as
-    gone for good.
+    It may be called on any thread. ``patience_s``: after so long without an answer the manager
+    counts as gone for good.
     """
 
-    find: Callable[[], str | None]
+    find: Callable[[], str]
     patience_s: float

@@ -39,6 +39,7 @@ from torchft_svc.errors import (
     CommitFailed,
     ConfigError,
     Drained,
+    GivenUp,
     GroupLeft,
     OperationsDiffer,
     PeerError,
@@ -430,7 +431,7 @@ class Round(Generic[Part]):
         was_never_in = self.peers.quorum is None
         if isinstance(self.error, Unauthorized) and was_never_in:
             raise self.error
-        if isinstance(self.error, ConfigError | RequestRefused):
+        if isinstance(self.error, ConfigError | RequestRefused | GivenUp):
             raise self.error
         self.step.check_healable()
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 
 from torchft_svc.core.types import Resumed
-from torchft_svc.errors import TorchFTError
+from torchft_svc.errors import GivenUp, TorchFTError
 from torchft_svc.manager_server.child import STOP_TIMEOUT_S, ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.early import WaitingManager
@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 # A manager that dies more often than that does not die by accident, and another would not help.
 MAX_STARTS = 5
 STARTS_WINDOW_S = 60.0
+TOO_MANY_STARTS = (
+    f"{MAX_STARTS} others were started within {STARTS_WINDOW_S:g} s and have ended: no further one "
+    "is started; see their output on stderr"
+)
 # Between two attempts in a row; the first one is made at once.
 FIRST_PAUSE_S = 0.1
 # A process that has done its imports serves within some hundredths of a second, if it runs at all.
@@ -32,25 +36,32 @@ class ManagerSupervisor:
     behind once closed.
 
     The first one is started at once, and supervised from `await_ready` on. ``on_move`` receives the
-    address of each further one, on the thread of this, before `address` tells it.
+    address of each further one, and ``on_over`` why there will be no other, both on the thread of
+    this, before `find` tells it.
 
     In a term, a group of several workers needs its manager in each step, and is given up by the
     others sooner than a process does its imports: so the next one has done them before (rule M3).
     """
 
     def __init__(
-        self, config: ManagerConfig, timeout_s: float, on_move: Callable[[str], None]
+        self,
+        config: ManagerConfig,
+        timeout_s: float,
+        on_move: Callable[[str], None],
+        on_over: Callable[[str], None],
     ) -> None:
         self._config = config
         self._timeout_s = timeout_s
         self._on_move = on_move
+        self._on_over = on_over
         self._resumed: Callable[[], Resumed | None] = lambda: None
         self._next = WaitingManager()
         self._next_at = -math.inf  # before then no other process is started to wait
         self._closing = threading.Event()
         self._lock = threading.Lock()
         self._child = ManagerProcess(config)
-        self._address: str | None = None
+        self._address = ""
+        self._why_over = ""
         self._thread = threading.Thread(target=self._keep, name="torchft-manager", daemon=True)
 
     def await_ready(self) -> str:
@@ -64,9 +75,14 @@ class ManagerSupervisor:
         self._thread.start()
         return self._address
 
-    @property
-    def address(self) -> str | None:
-        """Where the manager is, or was; None if there will be no other, or is none yet."""
+    def find(self) -> str:
+        """Where the manager is, or was (empty: there is none yet).
+
+        Raises:
+            GivenUp: there will be no other.
+        """
+        if self._why_over:
+            raise GivenUp("manager", self._address, self._why_over)
         return self._address
 
     @property
@@ -99,7 +115,9 @@ class ManagerSupervisor:
                 return
             log.error("the manager, process %d, ended with status %d", self._child.pid, status)
             if not self._start_another(ends):
-                self._address = None
+                log.error("the manager: %s", TOO_MANY_STARTS)
+                self._on_over(TOO_MANY_STARTS)
+                self._why_over = TOO_MANY_STARTS
                 return
 
     def _start_another(self, ends: collections.deque[float]) -> bool:
@@ -108,11 +126,6 @@ class ManagerSupervisor:
         while not self._closing.wait(pause_s):
             now = time.monotonic()
             if len(ends) == MAX_STARTS and now - ends[0] < STARTS_WINDOW_S:
-                log.error(
-                    "the manager ended %d times within %g s: no other is started",
-                    MAX_STARTS,
-                    STARTS_WINDOW_S,
-                )
                 return False
             ends.append(now)
             try:

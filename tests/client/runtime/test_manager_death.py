@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import time
 from collections.abc import Iterator
 
+import psutil
 import pytest
 from support.bounds import check
-from support.running import lives, sidecar_of
+from support.running import eventually, lives, sidecar_of
 from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together, trainers
 
 from chaos.bounds import MANAGER_BACK_S
-from torchft_svc.errors import TorchFTError
-from torchft_svc.manager_server import liveness_pipe
+from torchft_svc.core.route import MANAGER_PATIENCE_S
+from torchft_svc.errors import GivenUp, TorchFTError
+from torchft_svc.manager_server import liveness_pipe, supervisor
 
 from .test_workers import workers
 
 pytestmark = pytest.mark.processes
+
+# A group of one worker goes on in its term meanwhile.
+NO_MANAGER_S = MANAGER_PATIENCE_S + 2.0
 
 
 @pytest.fixture
@@ -187,3 +193,42 @@ def test_who_has_no_rank_0_any_more_is_told_at_once(address: str) -> None:
         group[1].manager.start_quorum()
         with pytest.raises(TorchFTError):
             group[1].manager.wait_quorum()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_workers_end_when_their_managers_die_one_after_the_other(
+    address: str, size: int
+) -> None:
+    """Another one would not help, so rank 0 starts no more, and nobody waits for one."""
+    with workers(address, "a", size, in_process=False) as group:
+        together(*(worker.step for worker in group))
+        for _ in range(supervisor.MAX_STARTS):
+            killed = sidecar_of("a")
+            killed.kill()
+            eventually(lambda killed=killed: others_than(killed))
+            goes_on(group, until=group[0].manager.current_step() + 2)
+        kill_manager("a")
+        began_at = time.monotonic()
+        errors = together(*(lambda worker=worker: ends_with(worker) for worker in group))
+        check("no other manager", time.monotonic() - began_at, NO_MANAGER_S)
+    for error in errors:
+        assert isinstance(error, GivenUp)
+        assert (error.peer, error.reason) == ("manager", supervisor.TOO_MANY_STARTS)
+
+
+def others_than(manager: psutil.Process) -> bool:
+    """Whether the group has another one."""
+    with contextlib.suppress(ValueError):  # there is none
+        return sidecar_of("a") != manager
+    return False
+
+
+def ends_with(worker: Trainer) -> BaseException:
+    """The error that ends the worker's loop."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        try:
+            worker.step()
+        except TorchFTError as error:
+            return error
+    raise AssertionError("it does not end")

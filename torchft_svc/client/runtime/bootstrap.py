@@ -23,7 +23,7 @@ from torchft_svc.coordination import ManagerLocator
 from torchft_svc.core.route import MANAGER_PATIENCE_S
 from torchft_svc.core.types import Resumed, check_not_empty
 from torchft_svc.env import Environment
-from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, Unreachable
+from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, GivenUp, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.supervisor import ManagerSupervisor
 from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, split_addresses
@@ -128,7 +128,7 @@ class StartingServices:
             self._config = _manager_config(place, options, timeouts, group_store.address)
             if not options.in_process:
                 self._supervisor = ManagerSupervisor(
-                    self._config, timeouts.connect_s, self._publish
+                    self._config, timeouts.connect_s, self._publish, self._publish_over
                 )
 
     def wait(self) -> GroupServices:
@@ -154,6 +154,7 @@ class StartingServices:
                 stack.callback(sign.close)
                 host = parse_address(services.manager_address).host
                 self._keys.write("leader_address", str(HostPort(host, sign.port)))
+            self._keys.write("manager_over", "")
             self._keys.write("replica_name", self._options.replica_name)
             self._publish(services.manager_address)
             return replace(services, close=stack.pop_all().close)
@@ -165,6 +166,10 @@ class StartingServices:
 
     def _publish(self, address: str) -> None:
         self._keys.write("manager_address", address)
+
+    def _publish_over(self, reason: str) -> None:
+        with contextlib.suppress(Unreachable):  # then nobody could read it
+            self._keys.write("manager_over", reason)
 
     def _own_manager(self) -> GroupServices:
         name = self._options.replica_name
@@ -181,7 +186,7 @@ class StartingServices:
             return GroupServices(address, here, name, server.shutdown)
         first = supervisor.await_ready()
         log.debug("manager of %s at %s, process %d", name, first, supervisor.pid)
-        kept = ManagerLocator(lambda: supervisor.address, MANAGER_PATIENCE_S)
+        kept = ManagerLocator(supervisor.find, MANAGER_PATIENCE_S)
         return GroupServices(first, kept, name, supervisor.close, supervisor.resume_with)
 
 
@@ -288,21 +293,35 @@ class _Leader:
     def __init__(self, keys: _SharedKeys) -> None:
         self._keys = keys
         self._address = keys.read("leader_address")
+        self._manager = keys.read("manager_address")  # as it was known last
         self._watch = LeaderWatch(parse_address(self._address))
         self._lock = threading.Lock()
 
-    def find_manager(self) -> str | None:
-        """The address of the present manager; None if rank 0 is gone, and with it the manager."""
+    def find_manager(self) -> str:
+        """The address of the present manager.
+
+        Raises:
+            GivenUp: rank 0 starts no other.
+            Unreachable: rank 0 is gone, and the manager with it.
+        """
         try:
             leader = self._keys.read("leader_address")
-            manager = self._keys.read("manager_address")
-        except Unreachable:
-            return None  # and the store with it
+            manager = self._manager = self._keys.read("manager_address")
+            why_over = self._keys.read("manager_over")
+        except Unreachable as error:
+            reason = f"the group's store, which tells where it is, is gone, too ({error.reason})"
+            raise Unreachable("manager", self._manager, reason) from None
         with self._lock:
             if leader != self._address:
                 self._watch.close()
                 self._address, self._watch = leader, LeaderWatch(parse_address(leader))
-            return None if self._watch.is_dead() else manager
+            is_dead = self._watch.is_dead()
+        if is_dead:
+            reason = "the process of group rank 0, which had started it, is dead"
+            raise Unreachable("manager", manager, reason)
+        if why_over:
+            raise GivenUp("manager", manager, why_over)
+        return manager
 
     def close(self) -> None:
         with self._lock:

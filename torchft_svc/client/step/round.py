@@ -207,10 +207,11 @@ class RoundRunner:
         try:
             quorum = self.quorum = self._deps.client.ask(question, timeout)
         except TorchFTError as error:
-            is_over = self._deps.client.is_over(error)
+            over = self._deps.client.why_over(error)
+            error = over or error
             with self._worker.changing() as round_:
                 now = time.monotonic()
-                orders = round_.unanswered(error, now, is_manager_over=is_over)
+                orders = round_.unanswered(error, now, is_manager_over=over is not None)
             self._log_failure(error)
             return orders
         with self._worker.changing() as round_:
@@ -390,10 +391,10 @@ def ask_decision(client: ManagerClient, worker: SharedRound, orders: Orders) -> 
         try:
             committed, fate = client.vote(ballot, timeout)
         except TorchFTError as error:
-            is_over = client.is_over(error)
+            over = client.why_over(error)
             with worker.changing() as round_:
                 now = time.monotonic()
-                (order,) = round_.vote_failed(error, now, is_manager_over=is_over)
+                (order,) = round_.vote_failed(over or error, now, is_manager_over=over is not None)
         else:
             with worker.changing() as round_:
                 (order,) = round_.voted(committed, fate)
