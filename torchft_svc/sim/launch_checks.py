@@ -100,10 +100,11 @@ class LaunchChecks:
         self._made_at: dict[World, float] = {}
         self._makers: dict[World, str] = {}
         self._reached: dict[World, set[str]] = {}
+        self._told_as_reached: set[World] = set()
         self._entered: dict[World, dict[str, bool]] = {}
         self._stores: dict[tuple[str, int], World] = {}
         self._lighthouse_troubled_at = -math.inf
-        self._knows_states = True  # the lighthouse, since all reached a world that it made
+        self._knows_states = True  # the lighthouse, as all have told it that they reached a world
         self._newest: World | None = None  # that it has made
 
     # -- what happens to nodes -------------------------------------------------------------------
@@ -302,7 +303,8 @@ class LaunchChecks:
             for node in nodes
         )
         if are_there and reached >= set(world.node_ids):  # they train from now on
-            self._knows_states |= world == self._newest
+            if world == self._newest:
+                self._knows_states = world in self._told_as_reached
             for node in nodes:
                 node.has_state = True
 
@@ -321,6 +323,7 @@ class LaunchChecks:
             node.was_closed = True
         entered = node.machine.entered
         if isinstance(news, WorldReached) and entered and entered.round == news.round:
+            self._told_as_reached.add(entered)
             for each in entered.node_ids:
                 is_there = self._is_over(each) or each in self._entered[entered]
                 must(is_there, "L8", f"{_shown(entered)} is told as reached, {each} was not in it")
