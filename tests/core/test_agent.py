@@ -242,7 +242,7 @@ def test_soft_failure() -> None:
     play.tells(AgentStatus.WARMING, round=1, num_restarts=1, reached=False)
     play.does("workers_failed", ("ended", (0,)))
     play.does("workers_stopped", None, StartWorkers(ALONE, True, 1))
-    play.hears(RunWaiting("it is in no world yet"))
+    play.hears(RunWaiting("it is in no world yet", num_failures=1))
     play.does("workers_ready", None)
     play.tells(AgentStatus.READY, round=1)
     play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
@@ -254,14 +254,16 @@ def test_soft_failure() -> None:
 
 
 def test_a_world_that_was_made_for_workers_that_have_failed_is_not_entered() -> None:
-    """They start so quickly that the lighthouse has not heard of it (rule L17)."""
+    """They start so quickly that the lighthouse has not heard of it (rule L17); what it has said
+    before may be on its way for long."""
     play = working(max_restarts=1)
     play.does("workers_failed", ("it died", (1,)), StopWorkers("it died"))
     play.does("workers_stopped", None, StartWorkers(ALONE, True, 1))
     play.does("workers_ready", None)
+    play.hears(RunWaiting("a sign of life is missing"))
     play.hears(BOTH)
     play.tells(AgentStatus.READY, round=2, reached=False)
-    play.hears(RunWaiting("it is in no world yet"))
+    play.hears(RunWaiting("it is in no world yet", num_failures=1))
     newer = dataclasses.replace(BOTH, round=3)
     play.hears(newer, Broadcast(WorkerState.HEALTHY, newer, UP))
 
@@ -295,7 +297,7 @@ def test_soft_replace_starts_only_the_dead_worker_and_escalates() -> None:
         ReplaceWorkers((1,), ALONE, 1),
     )
     play.tells(AgentStatus.WARMING, round=1, num_restarts=1)
-    play.hears(RunWaiting("it is in no world yet"))
+    play.hears(RunWaiting("it is in no world yet", num_failures=1))
     play.does("workers_ready", None)
     world = World(2, (ME,), 2001)
     play.hears(world, Broadcast(WorkerState.HEALTHY, world, DOWN))
@@ -324,7 +326,7 @@ def test_soft_replace_forgets_failures_after_a_while(pause_s: float, is_soft: bo
     )
     replaces = Broadcast(WorkerState.PAUSED, ALONE, DOWN), ReplaceWorkers((1,), ALONE, 1)
     play.does("workers_failed", ("it died", (1,)), *replaces)
-    play.hears(RunWaiting("it is in no world yet"))
+    play.hears(RunWaiting("it is in no world yet", num_failures=1))
     play.does("workers_ready", None)
     world = World(2, (ME,), 2001)
     play.hears(world, Broadcast(WorkerState.HEALTHY, world, DOWN))

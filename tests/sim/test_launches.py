@@ -27,9 +27,21 @@ def test_small_runs(first: int) -> None:
 # A lighthouse that stood still; a store that was used in a world of which its node did not hear; a
 # member of a world that was taken over, which had left it; on a list, a node that wakes and hears
 # of a world, while another lighthouse has begun the same round; a world that all reach, while one
-# of its nodes cannot tell that.
+# of its nodes cannot tell that; a node whose workers fail while old news are on their way.
 @pytest.mark.parametrize(
-    "seed", [316902, 904092, 985420, 106010, 422056, 7800090, 7962044, 1795483226780, 99500017505]
+    "seed",
+    [
+        316902,
+        904092,
+        985420,
+        106010,
+        422056,
+        7800090,
+        7962044,
+        1795483226780,
+        99500017505,
+        99500020169,
+    ],
 )
 def test_runs_that_fell_once(seed: int) -> None:
     outcome = run_launch_seed(seed)

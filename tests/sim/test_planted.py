@@ -30,7 +30,7 @@ from torchft_svc.core.membership import GroupState, JobView, Membership
 from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.round import Round, WorkerCalls
 from torchft_svc.core.round_orders import Decide
-from torchft_svc.core.route import AttachRetry
+from torchft_svc.core.route import AttachRetry, CallRetry
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.sessions import LighthouseSessions
 from torchft_svc.core.step import Phase, StepMachine
@@ -430,7 +430,7 @@ def a_vote_names_the_round_before(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_manager_that_is_restarted_is_not_asked_again(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(core_round._Retries, "pause_s", lambda self, error, now, is_over: None)
+    plant.setattr(CallRetry, "pause_s", lambda self, error, now, is_over: None)
 
 
 def a_lost_decision_counts_as_no(plant: pytest.MonkeyPatch) -> None:

@@ -310,8 +310,9 @@ class AgentMachine:
     def _hear_of_waiting(self, news: WorldPaused | RunWaiting | WarmUp, now: float) -> None:
         is_working = self._is_in_world() and self._step is None
         if not isinstance(news, WorldPaused):
-            self._is_unheard = False
             self._is_outside = True
+        if isinstance(news, RunWaiting) and news.num_failures == self._num_failures:
+            self._is_unheard = False
         if isinstance(news, RunWaiting) and (is_working or self._is_store_doubtful):
             self._is_store_doubtful = False
             if self._store_port:

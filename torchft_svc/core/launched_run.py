@@ -29,7 +29,6 @@ from torchft_svc.core.world import (
     RunClosed,
     RunMove,
     RunSettings,
-    RunWaiting,
     World,
     WorldPaused,
     WorldReached,
@@ -113,7 +112,7 @@ class LaunchedRun:
         self._nodes.awaited.discard(node_id)
         orders += self._take_state(agent, hello.state, at)
         if node_id in self._nodes.outside:
-            orders += agent.tell(RunWaiting(_OUTSIDE))
+            orders += agent.tell_waiting(_OUTSIDE)
         world = self.world
         if world is not None and node_id in self._nodes.members:
             if hello.state.round < world.round:
@@ -329,7 +328,7 @@ class LaunchedRun:
             agent.waits_since = at
         if state.status is AgentStatus.WARMING:
             agent.waits_since = None
-        return []
+        return agent.tell_waiting(_OUTSIDE) if state.num_failures > before.num_failures else []
 
     def _take_state_of_member(self, agent: Agent, world: World, at: float) -> list[Order]:
         state = agent.state
@@ -343,7 +342,7 @@ class LaunchedRun:
     def _step_outside(self, agent: Agent, at: float) -> list[Order]:
         """It hears of that before it hears of another world (L17)."""
         self._nodes.step_outside(agent, at)
-        return agent.tell(RunWaiting(_OUTSIDE))
+        return agent.tell_waiting(_OUTSIDE)
 
     def _forget(self, node_id: str, at: float) -> None:
         self._nodes.forget(node_id)
@@ -432,8 +431,8 @@ class LaunchedRun:
             waited_for = set(self.world.node_ids)
         if waited_for <= self._finished:
             return self._close("all nodes have finished", False, at)
-        waiting = RunWaiting(f"node {self._finished_by!r} has finished, no node can join any more")
-        return [order for each in self._nodes.outsiders() for order in each.tell(waiting)]
+        waiting = f"node {self._finished_by!r} has finished, no node can join any more"
+        return [order for each in self._nodes.outsiders() for order in each.tell_waiting(waiting)]
 
     def _next_world(self, at: float) -> list[Order]:
         """Make it, if it is due; else `_why` says what it waits for."""

@@ -52,6 +52,10 @@ class Agent:
         self.news = news
         return [SendNews((self.stream,), news)]
 
+    def tell_waiting(self, reason: str) -> list[Order]:
+        """That it is outside, and with which state."""
+        return self.tell(RunWaiting(reason, self.state.num_failures))
+
     @property
     def is_working(self) -> bool:
         return self.state.status in (AgentStatus.WORKING, AgentStatus.FINISHED)
@@ -288,18 +292,17 @@ class RunNodes:
     ) -> list[Order]:
         """Tell those outside where they stand: to start their workers for the world ``round_``
         after ``world`` (L4), or what they wait for: one of ``num_seats``, or ``why``."""
-        full = RunWaiting(f"all {num_seats} places are taken")
         orders: list[Order] = []
         for agent in self.outsiders():
             status = agent.state.status
             if not agent.has_seat:
-                orders += agent.tell(full)
+                orders += agent.tell_waiting(f"all {num_seats} places are taken")
             elif status is AgentStatus.JOINING and agent.state.can_warm_up and self.members:
                 if not isinstance(agent.news, WarmUp):
                     assert world is not None
                     orders += agent.tell(WarmUp(self._expected(world, round_, agent)))
             elif status is not AgentStatus.WARMING:
-                orders += agent.tell(RunWaiting(why or "it joins soon"))
+                orders += agent.tell_waiting(why or "it joins soon")
         return orders
 
     def _expected(self, world: World, round_: int, joiner: Agent) -> World:

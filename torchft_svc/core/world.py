@@ -311,9 +311,13 @@ class WorldPaused:
 
 @dataclass(frozen=True, slots=True)
 class RunWaiting:
-    """There is no world with this node yet, for ``reason``; for people."""
+    """There is no world with this node yet, for ``reason`` (for people).
+
+    ``num_failures``: how often its workers have failed, as far as the lighthouse has heard.
+    """
 
     reason: str
+    num_failures: int = 0
 
 
 @dataclass(frozen=True, slots=True)

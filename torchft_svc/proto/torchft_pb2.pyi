@@ -452,10 +452,12 @@ class WorldPaused(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class RunWaiting(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "num_failures")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    NUM_FAILURES_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    num_failures: int
+    def __init__(self, reason: _Optional[str] = ..., num_failures: _Optional[int] = ...) -> None: ...
 
 class RunClosed(_message.Message):
     __slots__ = ("reason", "failed", "drained")

@@ -213,7 +213,8 @@ def world_news_to_wire(news: WorldNews) -> bytes:
     elif isinstance(news, RunMove):
         message = pb.AgentNews(move=pb.RunMove(address=news.address))
     elif isinstance(news, RunWaiting):
-        message = pb.AgentNews(waiting=pb.RunWaiting(reason=one_line(news.reason)))
+        waiting = pb.RunWaiting(reason=one_line(news.reason), num_failures=news.num_failures)
+        message = pb.AgentNews(waiting=waiting)
     else:
         reason = one_line(news.reason)
         closed = pb.RunClosed(reason=reason, failed=news.failed, drained=news.drained)
@@ -238,7 +239,7 @@ def world_news_from_wire(message: pb.AgentNews) -> WorldNews | None:
     if kind == "paused":
         return WorldPaused(one_line(message.paused.reason))
     if kind == "waiting":
-        return RunWaiting(one_line(message.waiting.reason))
+        return RunWaiting(one_line(message.waiting.reason), message.waiting.num_failures)
     if kind == "closed":
         closed = message.closed
         return RunClosed(one_line(closed.reason), closed.failed, closed.drained)
