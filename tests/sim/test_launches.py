@@ -27,7 +27,8 @@ def test_small_runs(first: int) -> None:
 # A lighthouse that stood still; a store that was used in a world of which its node did not hear; a
 # member of a world that was taken over, which had left it; on a list, a node that wakes and hears
 # of a world, while another lighthouse has begun the same round; a world that all reach, while one
-# of its nodes cannot tell that; a node whose workers fail while old news are on their way.
+# of its nodes cannot tell that; a node whose workers fail while old news are on their way;
+# on a list, a run that has begun anew at one of its lighthouses.
 @pytest.mark.parametrize(
     "seed",
     [
@@ -41,6 +42,7 @@ def test_small_runs(first: int) -> None:
         1795483226780,
         99500017505,
         99500020169,
+        99500033596,
     ],
 )
 def test_runs_that_fell_once(seed: int) -> None:

@@ -277,7 +277,8 @@ class LaunchedRun:
         """Go on with the world of a lighthouse before this one, and wait for its nodes (L13).
 
         If nobody is left here, that lighthouse knows better: the run has moved there, and may come
-        back in the same world, or has begun anew there with an agent that ``is_new`` here.
+        back in the same world, or has begun anew there with an agent that ``is_new`` here, or was
+        not in the last world of this one.
         """
         world, state = hello.world, hello.state
         self._highest_round = max(self._highest_round, state.round)
@@ -286,7 +287,8 @@ class LaunchedRun:
         self._highest_round = max(self._highest_round, world.round)
         mine = 0 if self.world is None else self.world.round
         if not self._nodes.members and (is_new or self._is_elsewhere):
-            mine = 0 if is_new else mine - 1
+            was_in = self.world is not None and hello.node.node_id in self.world.node_ids
+            mine = 0 if is_new or not was_in else mine - 1
         if world.round <= mine or (self._nodes.members and at >= self._adopts_until):
             return []
         self.world, self._is_elsewhere = world, False
