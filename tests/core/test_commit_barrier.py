@@ -202,20 +202,42 @@ def test_a_worker_that_has_gone_on_shows_what_was_decided(votes_first: bool) -> 
     barrier = CommitBarrier(2, ROUND)
     if votes_first:
         assert count(barrier, old(0, 8), 10) == []
-        assert barrier.went_on(9) == told(10)
+        assert barrier.went_on(1, 9) == told(10)
     else:
-        assert barrier.went_on(9) == []
+        assert barrier.went_on(1, 9) == []
         assert count(barrier, old(0, 8), 10) == told(10)
-    assert barrier.went_on(9) == []
+    assert barrier.went_on(1, 9) == []
     assert count(barrier, old(0, 9), 11) == []
-    assert barrier.went_on(9) == []
+    assert barrier.went_on(1, 9) == []
     assert count(barrier, old(1, 9), 12) == told(11, 12)
+
+
+def test_a_step_that_is_in_vain_may_have_been_committed_by_an_earlier_manager() -> None:
+    """It may have told one worker yes, and that one is still between two steps."""
+    told_yes = CommitBarrier(2, ROUND)
+    assert count(told_yes, old(0, 8), 10) == []
+    assert told_yes.deny(0) == []
+    assert told_yes.went_on(1, 9) == told(10)
+    assert count(told_yes, old(0, 9), 11) == [AnswerVote(11, False)]
+    assert count(told_yes, old(1, 9), 12) == [AnswerVote(12, False)]
+    told_nothing = CommitBarrier(2, ROUND)
+    assert told_nothing.deny(0) == []
+    assert count(told_nothing, old(0, 8), 10) == []
+    assert count(told_nothing, old(1, 8), 11) == [AnswerVote(10, False), AnswerVote(11, False)]
+
+
+def test_only_the_step_after_that_of_a_vote_shows_what_was_decided() -> None:
+    """Anybody may claim to be in any step."""
+    barrier = CommitBarrier(2, ROUND)
+    assert barrier.went_on(1, 2**53) == []
+    assert count(barrier, old(0, 8), 10) == []
+    assert barrier.went_on(1, 9) == told(10)
 
 
 def test_what_a_worker_has_begun_decides_nothing_in_a_round_of_this_manager() -> None:
     barrier = opened()
     count(barrier, steady(0), 10)
-    assert barrier.went_on(6) == []
+    assert barrier.went_on(1, 6) == []
 
 
 @pytest.mark.parametrize("first_round", [ROUND, 2 * OLD_ROUND])

@@ -13,6 +13,7 @@ from torchft_svc.core.group_orders import (
     AnswerVote,
     AskLighthouse,
     Order,
+    RefuseWorker,
 )
 from torchft_svc.errors import RequestRefused
 
@@ -67,6 +68,20 @@ def test_only_the_first_round_of_a_manager_takes_up_older_votes(old_round: int) 
 def test_a_vote_that_names_no_round_is_not_taken_up() -> None:
     with pytest.raises(RequestRefused, match="nothing to vote on"):
         successor(1).voted(vote(0), 10)
+
+
+@pytest.mark.parametrize("votes_first", [True, False])
+def test_who_has_only_voted_hears_of_a_barrier_that_has_failed(votes_first: bool) -> None:
+    """Its stream to this manager is not open yet."""
+    group = successor(3)
+    for rank in (0, 2):
+        group.attached(rank, f"w{rank}")
+    if votes_first:
+        group.voted(vote(1, round=OLD_ROUND, worker_id="w1"), 10)
+    group.quorum_requested(request(2, worker_id="w2", question=9), 11)
+    group.detached(0, "w0", "its stream broke")
+    told = group.quorum_requested(request(1, worker_id="w1", question=9), 12)
+    assert [type(order) for order in told] == [RefuseWorker] * votes_first
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

@@ -182,7 +182,7 @@ def test_one_of_several_that_has_lost_an_update_is_in_the_step_of_the_others() -
     round_.vote(100.0, 10.0)
     round_.decide(Decide(True, fate=Fate.GOES_ON))
     round_.step.lose_update()
-    assert (round_.step.state.step, round_.went_on_to) == (3, 0)
+    assert (round_.step.state.step, round_.went_on_to) == (3, 4)
     round_.begin(REQUEST)
     assert (round_.goes_on, round_.went_on_to) == (True, 4)
     round_.vote(100.0, 10.0)

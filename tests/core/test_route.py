@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 
 from torchft_svc.core.route import (
+    LASTING_S,
     MANAGER_PATIENCE_S,
     MAX_PAUSE_S,
     MIN_PAUSE_S,
@@ -129,6 +130,12 @@ def test_a_stream_to_the_manager_is_opened_again() -> None:
     refused = dataclasses.replace(closed, pause_s=first)
     assert retry.ended(AttachEnd.REFUSED, 10.4) == refused
     assert not retry.ended(AttachEnd.MOVED, 10.5).is_cut
+    for number in range(1, 9):  # managers that die one after the other
+        retry.received()
+        again = dataclasses.replace(broken, pause_s=first)
+        assert retry.ended(AttachEnd.BROKEN, 10.5 + number * LASTING_S) == again
+    retry.received()
+    assert retry.ended(AttachEnd.BROKEN, 18.6).pause_s == 2 * first, "it fails at once"
 
 
 def test_who_finds_no_manager_for_long_is_out_of_its_quorum() -> None:

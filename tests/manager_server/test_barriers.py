@@ -194,6 +194,8 @@ def test_a_wrong_step_in_a_vote_is_refused(workers: Workers) -> None:
     with pytest.raises(RequestRefused) as caught:
         workers.vote(0, 4, True).result()
     assert str(caught.value) == "the vote is for step 4, the group is at step 5"
+    with pytest.raises(RequestRefused, match="step is -3, must be 0 or more"):
+        workers.vote(0, -3, True).result()
     assert workers.vote_all(5, True, True) == [True, True]
 
 

@@ -322,7 +322,7 @@ def nobody_misses_who_has_not_come_back(plant: pytest.MonkeyPatch) -> None:
 
 def what_a_worker_has_begun_is_not_heeded(plant: pytest.MonkeyPatch) -> None:
     """By another manager, which does not know the decision before (rule M4)."""
-    plant.setattr(CommitBarrier, "went_on", lambda self, step: [])
+    plant.setattr(CommitBarrier, "went_on", lambda self, group_rank, step: [])
 
 
 def draw_long_terms_of_four(seed: int, _: int | None = None) -> Scenario:

@@ -172,8 +172,11 @@ class Attachment:
             votes = self._votes = StreamVotes(outgoing.send)
             if self._closing.is_set():  # looked at after that which `close` ends is there
                 return
-            if self._phase is not None:
-                outgoing.tell(*self._phase)
+            told = None
+            while (phase := self._phase) is not told:  # another thread may tell the next meanwhile
+                assert phase is not None
+                outgoing.tell(*phase)
+                told = phase
             how, reason = AttachEnd.CLOSED, ""
             try:
                 self._read(outgoing, votes, retry)

@@ -82,7 +82,8 @@ class ManagerClient(Client):
     def tell_phase(self, phase: Phase, step: int, went_on_to: int = 0) -> None:
         """Let the manager know what this worker does, if it is attached; only stores it.
 
-        ``went_on_to``: the group's step, if that was begun without a question (0: it was not).
+        ``went_on_to``: the step that the group is in, or begins next, if that is without a
+        question (0: it is not).
         """
         self._moved_at = None if phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:

@@ -31,7 +31,7 @@ class CommitBarrier:
         self._world_size = world_size
         self._round = first_round - 1
         self._is_inherited = True  # a vote may belong to a round of an earlier manager
-        self._went_on_to = 0  # the step that a worker has begun then without a question
+        self._went_on_to: dict[int, int] = {}  # by group rank, without a question
         self._denied_from = math.inf  # no step from this one on is committed in the round
         self._is_held = False  # a yes of all is not enough yet
         self._votes: dict[int, tuple[Vote, int]] = {}  # by group rank, with their callers
@@ -97,7 +97,7 @@ class CommitBarrier:
         if earlier:
             orders.append(RefuseWorker(earlier[1], CommitFailed(newer_call(vote.group_rank))))
         self._votes[vote.group_rank] = (vote, caller)
-        if not vote.should_commit or vote.step >= self._denied_from:
+        if not vote.should_commit or self._is_denied():
             self._decide(False)
         elif len(self._votes) == self._world_size and not self._is_held:
             self._decide(True)
@@ -105,23 +105,24 @@ class CommitBarrier:
             orders += self._answers()
         return orders
 
-    def went_on(self, step: int) -> list[VoteOrder]:
-        """A worker has begun ``step`` without a question. In a round of an earlier manager that
-        shows what this had decided about the step before: those that still vote on that learn the
-        same. The worker may wait for them in a collective of the group before it votes."""
+    def went_on(self, group_rank: int, step: int) -> list[VoteOrder]:
+        """This worker has begun ``step`` without a question, or will. In a round of an earlier
+        manager that shows what this had decided about the step before: those that still vote on
+        that learn the same. The worker may wait for them in a collective of the group before it
+        votes."""
         if not self._is_inherited:
             return []
-        self._went_on_to = max(self._went_on_to, step)
+        self._went_on_to[group_rank] = step
         if self._decision is not None or step - 1 not in self._voted_steps():
             return []
         return self._follow_earlier(Fate.GOES_ON)
 
     def deny(self, step: int) -> list[VoteOrder]:
         """No step from ``step`` on can be committed in this round: workers that vote on one, or
-        have voted, are told no."""
+        have voted, are told no. In a round of an earlier manager that may have told one of them
+        yes, until all have voted, or one shows what it was told."""
         self._denied_from = min(self._denied_from, step)
-        is_open = self._decision is None and bool(self._votes)
-        if not is_open or max(self._voted_steps()) < step:
+        if self._decision is not None or not self._is_denied():
             return []
         self._decide(False)
         return self._answers()
@@ -172,7 +173,7 @@ class CommitBarrier:
     ) -> VoteOrder | None:
         """The answer for a worker whose barrier is over; None if it is not."""
         if self._is_overtaken(vote):
-            goes_on = vote.step < self._went_on_to or any(
+            goes_on = self._is_next_begun(vote) or any(
                 other.should_commit for other, _ in self._votes.values()
             )
             return AnswerVote(caller, True, Fate.GOES_ON if goes_on else Fate.BREAKS_OFF)
@@ -190,8 +191,17 @@ class CommitBarrier:
     def _is_overtaken(self, vote: Vote) -> bool:
         """Whether another worker is in the next step of a round of an earlier manager already,
         which shows that all were told to commit. A worker that votes no was not among them."""
-        is_next_there = vote.step < self._went_on_to or vote.step + 1 in self._voted_steps()
+        is_next_there = self._is_next_begun(vote) or vote.step + 1 in self._voted_steps()
         return self._is_of_earlier(vote) and vote.should_commit and is_next_there
+
+    def _is_next_begun(self, vote: Vote) -> bool:
+        return vote.step + 1 in self._went_on_to.values()
+
+    def _is_denied(self) -> bool:
+        """Whether nobody has committed the step that is voted on, and nobody can."""
+        is_whole = len(self._votes) == self._world_size
+        is_over = max(self._voted_steps(), default=-1) >= self._denied_from
+        return is_over and (is_whole or not self._is_inherited)
 
     def _voted_steps(self) -> set[int]:
         return {vote.step for vote, _ in self._votes.values()}

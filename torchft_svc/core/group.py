@@ -60,6 +60,7 @@ class Group:
         self._formed: tuple[Quorum, str] | None = None  # sent last, and the group's id in it
         self._over = EndedBarriers()
         self._workers: dict[int, str] = {}
+        self._voters: dict[int, str] = {}  # the last ones; they may have asked an earlier manager
         self._lives: dict[int, tuple[str, int]] = {}  # each rank's worker, and the life it is of
         self._shown: dict[int, dict[str, int]] = {}  # the lives of the last ones that showed up
         self._attached: dict[int, str] = {}
@@ -338,10 +339,12 @@ class Group:
         belongs to another round.
         """
         self._check_rank(vote.group_rank)
+        vote.check()
         if not self.belongs_to(vote.group_rank, vote.worker_id):
             raise self._taken(vote.group_rank, "is there")
         asking = [request for request, _ in self._requests.values()]
         orders = self.commits.count(vote, caller, asking)
+        self._voters[vote.group_rank] = vote.worker_id
         return (*self._refuse_heir(vote.group_rank), *orders)
 
     # -- questions -------------------------------------------------------------------------------
@@ -454,11 +457,12 @@ class Group:
         come."""
         if not self._requests:
             return []
+        known = self._attached, self._workers, self._voters
         absent = {
             rank: worker_id
             for rank in range(self.world_size)
             if rank not in self._requests
-            and (worker_id := self._attached.get(rank) or self._workers.get(rank))
+            and (worker_id := next(filter(None, (each.get(rank) for each in known)), ""))
         }  # a worker that was never there has begun no step
         self._over.failed([request for request, _ in self._requests.values()], absent, error)
         return self._refuse_requests(error)

@@ -251,7 +251,9 @@ class GroupManager:
         if group_rank in self._num_asking:  # overtaken by the question, whose answer comes first
             return ()
         self._note(group_rank, phase, step, now)
-        return self._follow(self.group.commits.went_on(went_on_to), now) if went_on_to else ()
+        if not went_on_to:
+            return ()
+        return self._follow(self.group.commits.went_on(group_rank, went_on_to), now)
 
     def _note(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
         """Only of attached workers: others do not report the end of a phase."""

@@ -532,8 +532,10 @@ class Round(Generic[Part]):
 
     @property
     def went_on_to(self) -> int:
-        """The step that the group is in, if this worker has begun it without a question (0: it has
-        not); see `CommitBarrier.went_on`."""
+        """The step that the group is in, or will be in next, if this worker begins it without a
+        question (0: it does not); see `CommitBarrier.went_on`."""
+        if self._fate is Fate.GOES_ON:  # between two steps
+            return self._step_due
         in_step = self.step.state.phase in (Phase.TRAINING, Phase.VOTING)
         return self._number if self.goes_on and in_step else 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +21,9 @@ MANAGER_PATIENCE_S = 5.0
 # A worker that has voted yes has to end if it does not learn the decision. On a busy machine,
 # another manager comes so long after one that was stuck.
 DECISION_PATIENCE_S = 15.0
+# A stream to the manager that was open for so long has not failed at once: after its end the first
+# pause is the shortest one again.
+LASTING_S = 1.0
 # The pause before a manager that did not answer is asked again.
 RETRY_S = 0.05
 
@@ -125,6 +129,7 @@ class AttachRetry:
         self._backoff = Backoff(draw)
         self._failing_since: float | None = None
         self._is_cut = False  # and the worker has been told so
+        self._ended_at = -math.inf  # the stream, or the attempt to open one
 
     def received(self) -> None:
         """News have come: the stream is open."""
@@ -137,6 +142,9 @@ class AttachRetry:
         if not is_closed and self._failing_since is None:
             self._failing_since = now
         failing_since, was_cut = self._failing_since, self._is_cut
+        if is_first and now - self._ended_at >= LASTING_S:
+            self._backoff.tried(failed=False)
+        self._ended_at = now
         is_late = failing_since is not None and now - failing_since >= MANAGER_PATIENCE_S
         self._is_cut |= is_late or is_closed or (is_first and how is AttachEnd.REFUSED)
         pause_s = self._backoff.pause_s()

@@ -252,6 +252,10 @@ class Vote:
     worker_id: str = ""
     wish: Wish = Wish.SOME
 
+    def check(self) -> None:
+        """Raise `RequestRefused` if a field from the network is out of bounds."""
+        check_step(self.step)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuorumConfig:
