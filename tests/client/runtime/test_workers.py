@@ -22,6 +22,7 @@ from torchft_svc.errors import (
     CheckpointError,
     ConfigError,
     Drained,
+    GivenUp,
     PeerError,
     TorchFTError,
     Unreachable,
@@ -59,6 +60,26 @@ def workers(
         for trainer in made:
             stack.enter_context(trainer)
         yield made
+    del store
+
+
+@pytest.mark.processes
+def test_who_waits_for_a_manager_that_does_not_start_is_told_why(address: str) -> None:
+    taken = int(address.rpartition(":")[2])
+    began_at = time.monotonic()
+    errors = []
+
+    def fails(rank: int) -> None:
+        with pytest.raises(TorchFTError) as caught:
+            Trainer(address, "a", rank, rank=rank, **place, port=taken, in_process=False)
+        errors.append(caught.value)
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {"store_addr": "localhost", "store_port": store.port, "world_size": 2}
+    together(lambda: fails(0), lambda: fails(1))
+    check("the manager does not start", time.monotonic() - began_at, 5.0)
+    (told,) = [error for error in errors if isinstance(error, GivenUp)]
+    assert "it did not start: " in told.reason
     del store
 
 

@@ -23,7 +23,14 @@ from torchft_svc.coordination import ManagerLocator
 from torchft_svc.core.route import MANAGER_PATIENCE_S
 from torchft_svc.core.types import Resumed, check_not_empty
 from torchft_svc.env import Environment
-from torchft_svc.errors import AddressError, ConfigError, DeadlineExceeded, GivenUp, Unreachable
+from torchft_svc.errors import (
+    AddressError,
+    ConfigError,
+    DeadlineExceeded,
+    GivenUp,
+    TorchFTError,
+    Unreachable,
+)
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.supervisor import ManagerSupervisor
 from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, split_addresses
@@ -35,6 +42,8 @@ log = logging.getLogger(__name__)
 _SLICE_S = 0.1
 # How long one thread polls for a key of another worker, before another thread continues.
 _POLL_FOR_S = 0.5
+# The key that tells why there will be no manager any more (empty: there is one).
+_OVER = "manager_over"
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +146,7 @@ class StartingServices:
         Raises:
             DeadlineExceeded: rank 0 did not publish it within the connect timeout.
             Unreachable: the manager ended at once; see its output on stderr.
+            GivenUp: rank 0 could not start it.
         """
         if not self._place.leads:
             timeout_s = self._timeouts.connect_s
@@ -147,14 +157,18 @@ class StartingServices:
             locator = ManagerLocator(leader.find_manager, MANAGER_PATIENCE_S)
             return GroupServices(address, locator, name, leader.close)
         with contextlib.ExitStack() as stack:
-            services = self._own_manager()
+            try:
+                services = self._own_manager()
+            except TorchFTError as error:
+                self._publish_over(f"it did not start: {error}")
+                raise
             stack.callback(services.close)
             if self._place.group_world_size > 1:
                 sign = LeaderSign()
                 stack.callback(sign.close)
                 host = parse_address(services.manager_address).host
                 self._keys.write("leader_address", str(HostPort(host, sign.port)))
-            self._keys.write("manager_over", "")
+            self._keys.write(_OVER, "")
             self._keys.write("replica_name", self._options.replica_name)
             self._publish(services.manager_address)
             return replace(services, close=stack.pop_all().close)
@@ -169,7 +183,7 @@ class StartingServices:
 
     def _publish_over(self, reason: str) -> None:
         with contextlib.suppress(Unreachable):  # then nobody could read it
-            self._keys.write("manager_over", reason)
+            self._keys.write(_OVER, reason)
 
     def _own_manager(self) -> GroupServices:
         name = self._options.replica_name
@@ -269,14 +283,20 @@ class _SharedKeys:
 
         Raises:
             DeadlineExceeded: the key is missing at ``deadline``, ``timeout_s`` after the start.
+            GivenUp: rank 0 has written why there is no manager.
         """
         while not call_store(lambda: self._arrives(key, deadline), self._where):
+            if why_over := call_store(self._why_over, self._where):
+                raise GivenUp("manager", "group rank 0", why_over)
             if time.monotonic() > deadline:
                 reason = (
                     "the worker with rank 0 has not published the address of the group's manager"
                 )
                 raise DeadlineExceeded("joining the replica group", timeout_s, reason)
         return self.read(key)
+
+    def _why_over(self) -> str:
+        return str(self._store.get(_OVER).decode()) if self._store.check([_OVER]) else ""
 
     def _arrives(self, key: str, deadline: float) -> bool:
         until = min(deadline, time.monotonic() + _POLL_FOR_S)
@@ -307,7 +327,7 @@ class _Leader:
         try:
             leader = self._keys.read("leader_address")
             manager = self._manager = self._keys.read("manager_address")
-            why_over = self._keys.read("manager_over")
+            why_over = self._keys.read(_OVER)
         except Unreachable as error:
             reason = f"the group's store, which tells where it is, is gone, too ({error.reason})"
             raise Unreachable("manager", self._manager, reason) from None
