@@ -58,6 +58,7 @@ def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int)
         1795581476686,
         1795582889946,
         1795583301615,
+        1795599580858,
     ],
 )
 def test_runs_that_fell_once(seed: int) -> None:
@@ -73,7 +74,8 @@ def test_runs_that_fell_once(seed: int) -> None:
     while a group asks; of a life of a group only one rank was let in;
     a worker has not noticed at the end that its stream has ended; workers of two lives ask
     together, and the group restarts once more; a lighthouse dies just when a group moves back to
-    it; a worker goes on without its last update, as its manager dies before the other is told."""
+    it; a worker goes on without its last update, as its manager dies before the other is told;
+    operators command a lighthouse that stands still."""
     outcome = run_seed(seed)
     assert outcome.fell is None, describe(outcome)
 

@@ -176,7 +176,7 @@ class LighthouseActor:
         """An operator accepts that ``job`` goes back; whether it was held back for that."""
         with contextlib.suppress(RequestRefused):
             self._command(lambda now: self.core.loss_accepted(job, now))
-            return not self.process.is_dead
+            return self._is_there()
         return False
 
     def drain(self, job: str, name: str) -> None:
@@ -184,8 +184,12 @@ class LighthouseActor:
             self._command(lambda now: self.core.commanded(job, name, Drain("enough"), now))
 
     def _command(self, take: Callable[[float], Orders]) -> None:
-        if not self.process.is_dead:
+        if self._is_there():
             self.feed(take)
+
+    def _is_there(self) -> bool:
+        """Whether commands of an operator reach it."""
+        return not (self.process.is_dead or self.process.is_frozen)
 
     # -- the driver ------------------------------------------------------------------------------
 
