@@ -59,6 +59,7 @@ def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int)
         1795582889946,
         1795583301615,
         1795599580858,
+        1795600241691,
     ],
 )
 def test_runs_that_fell_once(seed: int) -> None:
@@ -75,7 +76,7 @@ def test_runs_that_fell_once(seed: int) -> None:
     a worker has not noticed at the end that its stream has ended; workers of two lives ask
     together, and the group restarts once more; a lighthouse dies just when a group moves back to
     it; a worker goes on without its last update, as its manager dies before the other is told;
-    operators command a lighthouse that stands still."""
+    operators command a lighthouse that stands still; a frozen group reads an old answer."""
     outcome = run_seed(seed)
     assert outcome.fell is None, describe(outcome)
 

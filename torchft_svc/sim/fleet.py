@@ -249,7 +249,8 @@ class Fleet:
         site.crash(fault.seconds)
 
     def _freeze(self, site: Site, fault: Fault) -> None:
-        """SIGSTOP, and SIGCONT later."""
+        """SIGSTOP, and SIGCONT later: what was sent meanwhile is read then."""
+        self.lighthouses.splits.unreachable(site.name, fault.seconds + SLACK_S)
         for process in site.processes():
             process.freeze()
             self.world.process("nature").after(fault.seconds, process.thaw)
