@@ -564,17 +564,20 @@ def test_it_goes_back_between_two_steps_and_nobody_gives_one_up() -> None:
     assert link.close(2) == [Close(2), ConfirmLeft(), Connect(3, "a", Hello("g:2", NO_QUORUM))]
 
 
-def test_a_question_goes_back_too() -> None:
+@pytest.mark.parametrize("late", [QuorumFailed("withdrawn"), quorum(5)], ids=["none", "quorum"])
+def test_a_question_goes_back_too(late: Quorum | QuorumFailed) -> None:
+    """With a quorum of the later lighthouse it would train where its job is not any more (F4)."""
     link = at_second()
     assert link.ask() == [question(timeout_s=60.0, sole=False)]
     link.until(2.0)
     why = "it goes back to lighthouse a"
     assert link.probed("a", number=2) == [Leave(why, between_steps=False, ends=False)]
-    assert link.answer(QuorumFailed("withdrawn"), number=2) == []
+    assert link.answer(late, number=2) == []
     link.close(2)
     (asked,) = link.open(3)
     assert isinstance(asked, Question)
     assert asked.member.replica_id == "g:2"
+    assert asked.member.seen_quorum_id == 0
 
 
 def test_f4_who_was_frozen_looks_back_before_it_asks() -> None:

@@ -76,7 +76,8 @@ def test_runs_that_fell_once(seed: int) -> None:
     a worker has not noticed at the end that its stream has ended; workers of two lives ask
     together, and the group restarts once more; a lighthouse dies just when a group moves back to
     it; a worker goes on without its last update, as its manager dies before the other is told;
-    operators command a lighthouse that stands still; a frozen group reads an old answer."""
+    operators command a lighthouse that stands still; a frozen group reads an old answer
+    while it leaves."""
     outcome = run_seed(seed)
     assert outcome.fell is None, describe(outcome)
 

@@ -207,8 +207,7 @@ class LinkMachine:
                 check_answer(asked.member, outcome, ids_grow=not connection.is_unary)
             except QuorumFailed as error:
                 outcome = error
-        is_open = self.state is LinkState.OPEN
-        if is_open and isinstance(outcome, Quorum) and not self._has_looked(connection, now):
+        if isinstance(outcome, Quorum) and not self._has_looked(connection, now):
             asked.held = outcome
         else:
             self._conclude(asked, outcome, now)
@@ -274,9 +273,8 @@ class LinkMachine:
     def tick(self, now: float) -> None:
         """To be called at `next_deadline`; too early is harmless."""
         connection, question = self._connection, self._question
-        if self.state is LinkState.PAUSED:
-            if now >= self._me.retry_at:
-                self._connect(now)
+        if self.state is LinkState.PAUSED and now >= self._me.retry_at:
+            self._connect(now)
         elif connection is not None and now >= connection.closes_at:
             if self.state is LinkState.LEAVING:
                 self._have_left(now)
@@ -438,6 +436,8 @@ class LinkMachine:
 
     def _has_looked(self, connection: LinkConnection, now: float) -> bool:
         """Whether no earlier lighthouse takes this group, so that the others are not there."""
+        if self.state is LinkState.LEAVING:
+            return not self._restarts
         if not self._route.preferred or now - connection.looked_at <= MAX_LOOK_AGE_S:
             return True
         self._look(connection, self._route.preferred, now)

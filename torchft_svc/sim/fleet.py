@@ -250,7 +250,6 @@ class Fleet:
 
     def _freeze(self, site: Site, fault: Fault) -> None:
         """SIGSTOP, and SIGCONT later: what was sent meanwhile is read then."""
-        self.lighthouses.splits.unreachable(site.name, fault.seconds + SLACK_S)
         for process in site.processes():
             process.freeze()
             self.world.process("nature").after(fault.seconds, process.thaw)

@@ -15,6 +15,7 @@ from torchft_svc.core.link_types import (
     ConfirmLeft,
     Connect,
     LinkConfig,
+    LinkState,
     Log,
     Order,
     Probe,
@@ -158,7 +159,8 @@ class LinkActor:
 
     def _answer(self, order: AnswerAsker) -> None:
         site = self._site
-        if isinstance(order.outcome, Quorum):
+        is_leaving = self.machine.state is LinkState.LEAVING
+        if isinstance(order.outcome, Quorum) and not is_leaving:  # else its workers are no more
             took = site.lighthouses.splits.took
             took(site.job, site.name, self._host, order.outcome, self._is_newcomer)
         self._on_outcome(order.round, order.outcome)
