@@ -20,6 +20,7 @@ from torchft_svc.coordination import ManagerClient
 from torchft_svc.coordination import outgoing as outgoing_module
 from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.coordination.stream_votes import StreamVotes
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, Wish
 from torchft_svc.core.types import Vote
@@ -283,9 +284,9 @@ def test_a_vote_does_not_wait_for_a_phase(monkeypatch: pytest.MonkeyPatch) -> No
     outgoing = Outgoing(pb.AttachHello())
     messages = outgoing.messages()
     assert next(messages).WhichOneof("kind") == "hello"
-    outgoing.tell(Phase.TRAINING, 3, 0)
+    outgoing.tell(PhaseReport(Phase.TRAINING, 3))
     assert next(messages).phase.step == 3
-    outgoing.tell(Phase.VOTING, 3, 0)
+    outgoing.tell(PhaseReport(Phase.VOTING, 3))
     outgoing.send(pb.AttachRequest(vote=pb.AttachVote(number=1)))
     assert next(messages).vote.number == 1
     outgoing.end(pb.AttachDetach())
@@ -300,7 +301,7 @@ def test_the_latest_phase_is_told_although_votes_come_in_between(
     messages = outgoing.messages()
     next(messages)
     for step in range(3):
-        outgoing.tell(Phase.VOTING, step, 0)
+        outgoing.tell(PhaseReport(Phase.VOTING, step))
         outgoing.send(pb.AttachRequest(vote=pb.AttachVote(number=step)))
         told = [next(messages) for _ in range(2)]
         assert [message.WhichOneof("kind") for message in told] == ["vote", "phase"]

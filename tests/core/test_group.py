@@ -9,6 +9,7 @@ import pytest
 from support.core.barriers import QUORUM, asks, in_round, request, told, vote
 from support.core.scenes import Refused, plain
 
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.ended import MAX_MISSED
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
@@ -19,6 +20,7 @@ from torchft_svc.core.group_orders import (
     StopAsking,
 )
 from torchft_svc.core.session_messages import Leave
+from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate
 from torchft_svc.core.types import WorkerRequest
 from torchft_svc.errors import (
@@ -520,6 +522,69 @@ def test_who_has_given_up_by_itself_has_missed_nothing() -> None:
     group.withdrawn(11)
     assert group.quorum_requested(numbered(0, 2), 12) == ()
     assert group.quorum_requested(numbered(1, 2), 13) == (asks(),)
+
+
+@pytest.mark.parametrize("asked_first", [True, False])
+def test_an_answer_of_the_manager_before_fails_the_question_of_those_that_have_none(
+    asked_first: bool,
+) -> None:
+    """It died when only rank 1 of three had its answer; rank 1 may wait for the others."""
+    group = Group(3)
+    for rank in range(3):
+        group.attached(rank, f"w{rank}")
+    has_answer = PhaseReport(Phase.TRAINING, 5, answered=7)
+    lost = "the manager died when only group rank 1 had its answer"
+    answer = [refused(10, QuorumFailed(lost))]
+    if asked_first:
+        assert group.quorum_requested(numbered(0, 7), 10) == ()
+        assert plain(group.reported(1, has_answer)) == answer
+    else:
+        assert group.reported(1, has_answer) == ()
+        assert plain(group.quorum_requested(numbered(0, 7), 10)) == answer
+    late = group.quorum_requested(numbered(2, 7), 12)
+    assert plain(late) == [refused(12, QuorumFailed(lost))]
+    again = group.quorum_requested(numbered(2, 7), 13)
+    assert plain(again) == [refused(13, QuorumFailed(lost))], "that was lost on its way"
+    for rank in range(2):
+        assert group.quorum_requested(numbered(rank, 8), 20 + rank) == ()
+    assert group.quorum_requested(numbered(2, 8), 22) == (asks(),)
+
+
+def test_who_has_an_answer_of_the_manager_before_may_ask_the_next_question_first() -> None:
+    group = Group(2)
+    for rank in range(2):
+        group.attached(rank, f"w{rank}")
+    group.reported(1, PhaseReport(Phase.IDLE, 5, answered=7))
+    assert group.quorum_requested(numbered(1, 8), 11) == ()
+    (late,) = group.quorum_requested(numbered(0, 7), 10)
+    assert isinstance(late, RefuseWorker)
+    assert late.caller == 10
+    assert group.quorum_requested(numbered(0, 8), 12) == (asks(),)
+
+
+@pytest.mark.parametrize(
+    ("report", "question"),
+    [(PhaseReport(Phase.TRAINING, 5, answered=6), 7), (PhaseReport(Phase.IDLE, 5), 0)],
+    ids=["the last one", "of older workers, without numbers"],
+)
+def test_other_answers_of_the_manager_before_fail_no_question(
+    report: PhaseReport, question: int
+) -> None:
+    group = Group(2)
+    for rank in range(2):
+        group.attached(rank, f"w{rank}")
+    assert group.quorum_requested(numbered(1, question), 12) == ()
+    assert group.reported(0, report) == ()
+    assert group.quorum_requested(numbered(0, question), 13) == (asks(),)
+
+
+def test_an_answer_that_was_given_here_fails_no_question() -> None:
+    group = asked_in_time()
+    group.quorum_requested(numbered(0, 1), 10)
+    group.quorum_formed(1, QUORUM, "a")
+    assert group.reported(0, PhaseReport(Phase.TRAINING, 5, answered=1)) == ()
+    (again,) = group.quorum_requested(numbered(1, 1), 12)
+    assert isinstance(again, AnswerWorker)
 
 
 def test_missed_barriers_are_bounded() -> None:

@@ -8,6 +8,7 @@ import math
 import pytest
 from support.core.barriers import QUORUM, request, vote
 
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     OWNER_SILENCE_S,
@@ -137,15 +138,15 @@ def test_the_successor_of_a_silent_worker_is_let_in_after_a_while() -> None:
 
 def test_only_attached_workers_tell_what_the_group_does() -> None:
     made = manager(2, attached=1)
-    made.receive_phase(0, Phase.TRAINING, 3, 101.0)
-    made.receive_phase(1, Phase.VOTING, 3, 101.0)
+    made.receive_phase(0, PhaseReport(Phase.TRAINING, 3), 101.0)
+    made.receive_phase(1, PhaseReport(Phase.VOTING, 3), 101.0)
     assert made.beat(101.25) == Beat(Phase.TRAINING, 3, 0.25)
 
 
 def test_a_question_overtakes_the_phases_before_it_and_its_answer_is_training() -> None:
     made = manager(1, attached=1)
     made.ask(asks(0, step=4), 10.0, 100.0)
-    made.receive_phase(0, Phase.APPLYING, 3, 100.1)
+    made.receive_phase(0, PhaseReport(Phase.APPLYING, 3), 100.1)
     assert made.beat(100.5) == Beat(Phase.QUORUM, 4, 0.5)
     made.outcome(7, QUORUM, "a", 100.75)
     assert made.beat(101.0) == Beat(Phase.TRAINING, 4, 0.25)
@@ -153,7 +154,7 @@ def test_a_question_overtakes_the_phases_before_it_and_its_answer_is_training() 
 
 def test_a_pause_of_the_process_lasts_no_time() -> None:
     made = manager(1, attached=1)
-    made.receive_phase(0, Phase.TRAINING, 3, 100.0)
+    made.receive_phase(0, PhaseReport(Phase.TRAINING, 3), 100.0)
     assert made.beat(160.0).lasts_s == pytest.approx(made.look_s)
 
 

@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 
 from core.test_round import BEHIND, QUORUM, Part, meeting, training, worker
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.peers import LoseMember
 from torchft_svc.core.round import LISTEN_AFTER_S, Round, RoundRequest
 from torchft_svc.core.round_orders import AskDecision, Decide, LeaveMembers, MeetMembers
@@ -175,21 +176,48 @@ def test_one_of_several_goes_on_and_votes_no(why: str) -> None:
     assert (vote.step, vote.should_commit) == (4, False)
 
 
+def test_another_manager_learns_which_question_is_answered() -> None:
+    """A step that goes on has asked none."""
+    round_ = worker(is_steady=True, group_world_size=2)
+    number = round_.begin(REQUEST)
+    round_.ask(100.0)
+    assert round_.report().answered == 0
+    round_.answered(STEADY)
+    assert round_.report(Phase.QUORUM) == PhaseReport(Phase.QUORUM, 3, answered=number)
+    round_.entered()
+    round_.met(None)
+    assert round_.report() == PhaseReport(Phase.TRAINING, 3, answered=number)
+    end_step(round_, told=Fate.GOES_ON)
+    round_.begin(REQUEST)
+    assert round_.report() == PhaseReport(Phase.TRAINING, 4, went_on_to=4, answered=number)
+    end_step(round_, told=Fate.BREAKS_OFF)
+    assert round_.begin(REQUEST) == number + 2
+    assert round_.report().answered == number
+
+
+def test_another_manager_learns_which_question_was_given_up() -> None:
+    round_ = worker(group_world_size=2)
+    number = round_.begin(REQUEST)
+    round_.ask(100.0)
+    round_.failed(QuorumFailed("late"))
+    assert round_.report().answered == number
+
+
 def test_one_of_several_that_has_lost_an_update_is_in_the_step_of_the_others() -> None:
     round_ = training(worker(is_steady=True, group_world_size=2), STEADY)
     round_.summed(0.0)
-    assert round_.went_on_to == 0, "it has asked"
+    assert round_.report().went_on_to == 0, "it has asked"
     round_.vote(100.0, 10.0)
     round_.decide(Decide(True, fate=Fate.GOES_ON))
     round_.step.lose_update()
-    assert (round_.step.state.step, round_.went_on_to) == (3, 4)
+    assert (round_.step.state.step, round_.report().went_on_to) == (3, 4)
     round_.begin(REQUEST)
-    assert (round_.goes_on, round_.went_on_to) == (True, 4)
+    assert (round_.goes_on, round_.report().went_on_to) == (True, 4)
     round_.vote(100.0, 10.0)
-    assert round_.went_on_to == 4
+    assert round_.report().went_on_to == 4
     assert round_.ballot() == Vote(group_rank=0, step=4, should_commit=False, wish=Wish.SOME)
     round_.decide(Decide(False))
-    assert round_.went_on_to == 0, "the step is over"
+    assert round_.report().went_on_to == 0, "the step is over"
     round_.begin(REQUEST)
     asked = round_.question("", are_connections_broken=False)
     assert (round_.goes_on, asked.step, asked.agreed) == (False, 3, False)

@@ -17,6 +17,7 @@ from support.running import Line, attach, line_to, start_manager
 
 from torchft_svc.coordination import LighthouseServer, ManagerClient
 from torchft_svc.coordination.stream_votes import StreamVotes
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.commit_barrier import CommitBarrier
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, Wish
@@ -156,7 +157,7 @@ def test_a_worker_that_has_gone_on_shows_another_manager_what_the_last_one_decid
     a, b = workers
     a.client._calls.answered(quorum_id=1, num_groups=1, round_=7)
     vote = a.vote(8)
-    b.client.tell_phase(Phase.TRAINING, 8, 9)
+    b.client.tell_phase(PhaseReport(Phase.TRAINING, 8, went_on_to=9))
     assert decisions(vote) == [GOES_ON]
 
 

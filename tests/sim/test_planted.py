@@ -574,6 +574,10 @@ def nobody_goes_back_to_an_earlier_lighthouse(plant: pytest.MonkeyPatch) -> None
     )
 
 
+def who_has_no_answer_waits_for_those_that_have_one(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Group, "_refuse_answered", lambda self: [])
+
+
 # Each with the first seed of the search: near the first one that finds it soon, as fleets that try
 # again and again, or stand still until the end of a run, take seconds.
 PLANTS: dict[Plant, int] = {
@@ -646,6 +650,7 @@ PLANTS: dict[Plant, int] = {
     who_leaves_is_out_when_his_stream_has_ended: 15,
     who_gives_up_still_asks: 4,
     a_worker_that_is_gone_is_not_missed: 2,
+    who_has_no_answer_waits_for_those_that_have_one: 440,
 }
 
 

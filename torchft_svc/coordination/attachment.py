@@ -14,8 +14,8 @@ import grpc
 
 from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.coordination.stream_votes import StreamVotes
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.route import AttachEnd, AttachRetry, Reattach
-from torchft_svc.core.step import Phase
 from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import one_line
 from torchft_svc.proto import torchft_pb2 as pb
@@ -95,7 +95,7 @@ class Attachment:
         self._closing = threading.Event()
         self._outgoing = Outgoing(self._hello)
         self._votes = StreamVotes(self._outgoing.send)
-        self._phase: tuple[Phase, int, int] | None = None
+        self._report: PhaseReport | None = None
         self._is_over = False  # the manager has said that it ends for good
         self._streams = threading.Condition()
         self._awaits_next = False  # `listen` waits for the next stream that takes votes
@@ -103,10 +103,10 @@ class Attachment:
         self._thread = threading.Thread(target=self._run, name="torchft-news", daemon=True)
         self._thread.start()
 
-    def tell_phase(self, phase: Phase, step: int, went_on_to: int) -> None:
+    def tell_phase(self, report: PhaseReport) -> None:
         """Let the manager know what this worker does; only stores it."""
-        self._phase = phase, step, went_on_to  # first, for a stream that is being opened
-        self._outgoing.tell(phase, step, went_on_to)
+        self._report = report  # first, for a stream that is being opened
+        self._outgoing.tell(report)
 
     @property
     def takes_votes(self) -> bool:
@@ -173,10 +173,10 @@ class Attachment:
             if self._closing.is_set():  # looked at after that which `close` ends is there
                 return
             told = None
-            while (phase := self._phase) is not told:  # another thread may tell the next meanwhile
-                assert phase is not None
-                outgoing.tell(*phase)
-                told = phase
+            while (report := self._report) is not told:  # another thread may tell the next one
+                assert report is not None
+                outgoing.tell(report)
+                told = report
             how, reason = AttachEnd.CLOSED, ""
             try:
                 self._read(outgoing, votes, retry)

@@ -14,6 +14,7 @@ from torchft_svc.coordination.attachment import Attachment, Listeners
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.stream_votes import ACTION
 from torchft_svc.coordination.types import ManagerLocator, QuorumResult
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.round import WorkerCalls
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, Wish
@@ -79,15 +80,11 @@ class ManagerClient(Client):
             self._lost_contact,
         )
 
-    def tell_phase(self, phase: Phase, step: int, went_on_to: int = 0) -> None:
-        """Let the manager know what this worker does, if it is attached; only stores it.
-
-        ``went_on_to``: the step that the group is in, or begins next, if that is without a
-        question (0: it is not).
-        """
-        self._moved_at = None if phase is Phase.QUORUM else time.monotonic()
+    def tell_phase(self, report: PhaseReport) -> None:
+        """Let the manager know what this worker does, if it is attached; only stores it."""
+        self._moved_at = None if report.phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:
-            self._attachment.tell_phase(phase, step, went_on_to)
+            self._attachment.tell_phase(report)
 
     def stands_still(self) -> bool:
         """Whether this worker has been in one phase for long, or begun no step yet, and does not

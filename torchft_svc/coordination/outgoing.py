@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Iterator
 
-from torchft_svc.core.step import Phase
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import phase_to_wire
+from torchft_svc.rpc.codec import report_to_wire
 
 # A worker's phase is told at most so often: it is for people and for hang timeouts of seconds, and
 # a fast trainer would otherwise spend its time with it.
@@ -24,16 +24,16 @@ class Outgoing:
 
     def __init__(self, hello: pb.AttachHello) -> None:
         self._hello = hello
-        self._phase: tuple[Phase, int, int] | None = None
+        self._report: PhaseReport | None = None
         self._has_new_phase = False
         self._over = threading.Event()
         self._goodbye: pb.AttachDetach | None = None
         # Votes, of which a worker has one under way, and their withdrawals; None: look at the rest.
         self._queue: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
 
-    def tell(self, phase: Phase, step: int, went_on_to: int) -> None:
-        """Send ``phase`` soon; only the latest one counts."""
-        self._phase = phase, step, went_on_to
+    def tell(self, report: PhaseReport) -> None:
+        """Send ``report`` soon; only the latest one counts."""
+        self._report = report
         if not self._has_new_phase:
             self._has_new_phase = True
             self._queue.put(None)
@@ -59,10 +59,8 @@ class Outgoing:
                 message = self._queue.get(timeout=left_s)
             except queue.Empty:
                 self._has_new_phase = False  # before the look at the phase
-                assert self._phase is not None
-                phase, step, went_on_to = self._phase
-                told = pb.AttachPhase(phase=phase_to_wire(phase), step=step, went_on_to=went_on_to)
-                yield pb.AttachRequest(phase=told)
+                assert self._report is not None
+                yield pb.AttachRequest(phase=report_to_wire(self._report))
                 next_phase_at = time.monotonic() + PHASE_INTERVAL_S
             else:
                 if message is not None and not self._over.is_set():

@@ -42,6 +42,21 @@ class Activity:
         return self.step - (self.phase is Phase.IDLE)
 
 
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """What a worker tells its manager when its phase changes.
+
+    ``went_on_to``: the step that the group is in, or begins next, if that is without a question (0:
+    it is not). ``answered``: the number of the last question (`WorkerRequest.question`) that has an
+    answer or was given up (0: none).
+    """
+
+    phase: Phase
+    step: int
+    went_on_to: int = 0
+    answered: int = 0
+
+
 class WorkerActivities:
     """A group does what its worker does that has stood still for the longest time.
 

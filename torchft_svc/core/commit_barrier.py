@@ -30,7 +30,7 @@ class CommitBarrier:
     def __init__(self, world_size: int, first_round: int) -> None:
         self._world_size = world_size
         self._round = first_round - 1
-        self._is_inherited = True  # a vote may belong to a round of an earlier manager
+        self.is_inherited = True  # a vote may belong to a round of an earlier manager
         self._went_on_to: dict[int, int] = {}  # by group rank, without a question
         self._denied_from = math.inf  # no step from this one on is committed in the round
         self._is_held = False  # a yes of all is not enough yet
@@ -43,7 +43,7 @@ class CommitBarrier:
 
     def announce(self, round_: int) -> None:
         """The group asks for the quorum of ``round_``: no vote of an earlier manager counts now."""
-        self._round, self._is_inherited = round_, False
+        self._round, self.is_inherited = round_, False
 
     def open(self, steps: Iterable[int]) -> None:
         """The workers have received the quorum of the round, at one of these ``steps``."""
@@ -110,7 +110,7 @@ class CommitBarrier:
         manager that shows what this had decided about the step before: those that still vote on
         that learn the same. The worker may wait for them in a collective of the group before it
         votes."""
-        if not self._is_inherited:
+        if not self.is_inherited:
             return []
         self._went_on_to[group_rank] = step
         if self._decision is not None or step - 1 not in self._voted_steps():
@@ -161,7 +161,7 @@ class CommitBarrier:
     def end_inherited(self, asked: WorkerRequest) -> list[VoteOrder]:
         """A worker that asks had an answer to its vote in a round of an earlier manager; the others
         get the same."""
-        if not self._is_inherited or self._decision is not None:
+        if not self.is_inherited or self._decision is not None:
             return []
         votes, self._votes = self._votes, {}
         return [AnswerVote(who, _shows_commit(asked, vote)) for vote, who in votes.values()]
@@ -201,7 +201,7 @@ class CommitBarrier:
         """Whether nobody has committed the step that is voted on, and nobody can."""
         is_whole = len(self._votes) == self._world_size
         is_over = max(self._voted_steps(), default=-1) >= self._denied_from
-        return is_over and (is_whole or not self._is_inherited)
+        return is_over and (is_whole or not self.is_inherited)
 
     def _voted_steps(self) -> set[int]:
         return {vote.step for vote, _ in self._votes.values()}
@@ -244,15 +244,15 @@ class CommitBarrier:
         step, round_ = max((vote.step, vote.round) for vote, _ in self._votes.values())
         self._end()
         self._steps = frozenset({step + 1})
-        if self._is_inherited:  # all go on, and what came before is known
-            self._round, self._is_inherited = round_, False
+        if self.is_inherited:  # all go on, and what came before is known
+            self._round, self.is_inherited = round_, False
 
     def _end(self, reason: str = "") -> None:
         """The barrier is over; a late vote learns how it ended."""
         voted = [vote for vote, _ in self._votes.values()]
         steps = self._steps or frozenset(vote.step for vote in voted if self._decision)
         if steps:
-            round_ = voted[0].round if self._is_inherited and voted else self._round
+            round_ = voted[0].round if self.is_inherited and voted else self._round
             ended = EndedBarrier(round_, steps, self._decision, reason, self._fate)
             self._ended = (*self._ended[-1:], ended)
         self._votes, self._steps = {}, frozenset()
@@ -273,7 +273,7 @@ class CommitBarrier:
 
     def _is_of_earlier(self, vote: Vote) -> bool:
         """Whether it belongs to a round of an earlier manager."""
-        return self._is_inherited and vote.round > 0
+        return self.is_inherited and vote.round > 0
 
 
 def newer_call(group_rank: int) -> str:

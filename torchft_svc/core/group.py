@@ -16,6 +16,7 @@ owner is gone, which makes the other its successor, or gives a sign of life.
 
 from __future__ import annotations
 
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.assignment import assign
 from torchft_svc.core.commit_barrier import CommitBarrier, newer_call
 from torchft_svc.core.ended import EndedBarriers
@@ -59,6 +60,7 @@ class Group:
         self.commits = CommitBarrier(world_size, first_round)
         self._formed: tuple[Quorum, str] | None = None  # sent last, and the group's id in it
         self._over = EndedBarriers()
+        self._answered: dict[int, int] = {}  # by group rank: a question to an earlier manager
         self._workers: dict[int, str] = {}
         self._voters: dict[int, str] = {}  # the last ones; they may have asked an earlier manager
         self._lives: dict[int, tuple[str, int]] = {}  # each rank's worker, and the life it is of
@@ -107,6 +109,7 @@ class Group:
         if self._attached.get(group_rank) != worker_id:
             return ()
         del self._attached[group_rank]
+        self._answered.pop(group_rank, None)
         self._all_gone_since = not self._attached
         self._workers.setdefault(group_rank, worker_id)  # it may only have been frozen
         self._restarted = True
@@ -270,6 +273,7 @@ class Group:
             orders.append(StopAsking(self._round))
             self._asking = False
         self._meet(request)
+        orders += self._refuse_answered()
         if len(self._requests) < self.world_size:
             return (*orders, *self._end_the_rest())
         if self._drain_reason is not None:
@@ -317,6 +321,18 @@ class Group:
         if self._drain_reason is not None:
             return tuple(self._end_workers(self._drain_reason))
         return tuple(self._fail_barrier(error))
+
+    def reported(self, group_rank: int, report: PhaseReport) -> tuple[Order, ...]:
+        """A worker does something else. An earlier manager may have answered only some of the
+        workers before it died. The others ask again, and learn that their peers do not ask the same
+        any more, and may wait for them in a collective of the group."""
+        if not self.commits.is_inherited:
+            return ()
+        self._answered[group_rank] = report.answered
+        orders = self._refuse_answered()
+        if report.went_on_to:
+            orders += self.commits.went_on(group_rank, report.went_on_to)
+        return tuple(orders)
 
     def withdrawn(self, caller: int) -> tuple[Order, ...]:
         """A worker gave up waiting; the others must not wait for it."""
@@ -466,6 +482,27 @@ class Group:
         }  # a worker that was never there has begun no step
         self._over.failed([request for request, _ in self._requests.values()], absent, error)
         return self._refuse_requests(error)
+
+    def _refuse_answered(self) -> list[Order]:
+        """Let nobody wait for an answer that another worker has from an earlier manager."""
+        refused: list[Order] = []
+        for rank, (request, caller) in list(self._requests.items()):
+            ahead = self._has_answer_to(request)
+            if ahead is not None:
+                del self._requests[rank]
+                error = QuorumFailed(
+                    f"the manager died when only group rank {ahead} had its answer"
+                )
+                self._over.note([request], error)
+                refused.append(RefuseWorker(caller, error))
+        return refused
+
+    def _has_answer_to(self, request: WorkerRequest) -> int | None:
+        """The group rank of another worker to which an earlier manager has answered the same."""
+        if not self.commits.is_inherited or not request.question:
+            return None
+        others = self._answered.items() - {(request.group_rank, request.question)}
+        return next((rank for rank, number in others if number == request.question), None)
 
     def _answer_late_question(self, request: WorkerRequest, caller: int) -> Order | None:
         """The answer for a worker that comes to a barrier which is over; None if it is not."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchft_svc.core import group_orders
-from torchft_svc.core.activity import WorkerActivities
+from torchft_svc.core.activity import PhaseReport, WorkerActivities
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     OWNER_SILENCE_S,
@@ -244,16 +244,12 @@ class GroupManager:
                 self._gone[group_rank] = worker_id, OwnGroupLost(order.reason)
         return self._follow(orders, now)
 
-    def receive_phase(
-        self, group_rank: int, phase: Phase, step: int, now: float, *, went_on_to: int = 0
-    ) -> Orders:
-        """A worker does something else; ``went_on_to``: see `Round.went_on_to`."""
+    def receive_phase(self, group_rank: int, report: PhaseReport, now: float) -> Orders:
+        """A worker does something else."""
         if group_rank in self._num_asking:  # overtaken by the question, whose answer comes first
             return ()
-        self._note(group_rank, phase, step, now)
-        if not went_on_to:
-            return ()
-        return self._follow(self.group.commits.went_on(group_rank, went_on_to), now)
+        self._note(group_rank, report.phase, report.step, now)
+        return self._follow(self.group.reported(group_rank, report), now)
 
     def _note(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
         """Only of attached workers: others do not report the end of a phase."""

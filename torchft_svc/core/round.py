@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Generic
 
-from torchft_svc.core.activity import Activity
+from torchft_svc.core.activity import Activity, PhaseReport
 from torchft_svc.core.peers import LoseMember, Part, Peers
 from torchft_svc.core.round_orders import (
     AskDecision,
@@ -103,6 +103,7 @@ class Round(Generic[Part]):
         self._rules = rules
         self._request = RoundRequest(timeout_s=0.0)
         self._last_at = 0.0  # when it asked or voted last
+        self._answered = 0  # the last question that has an answer or was given up
         self._leaves_for: str | None = None  # why this worker has to end, if it has said so
         self._retries = CallRetry(0.0, 0.0)
         self._vote = False
@@ -273,7 +274,7 @@ class Round(Generic[Part]):
         return (AskManager(pause_s, self._retries.deadline),)
 
     def answered(self, quorum: Part) -> tuple[Order, ...]:
-        self.quorum = quorum
+        self.quorum, self._answered = quorum, self.step.state.epoch
         self.peers.answered(quorum)
         if self.peers.fits(quorum):
             return (MeetMembers(anew=False),)
@@ -356,7 +357,7 @@ class Round(Generic[Part]):
         """There is no quorum, or no heal, or the step cannot be committed."""
         phase = self.step.state.phase
         if phase is Phase.QUORUM:
-            self.error = error
+            self.error, self._answered = error, self.step.state.epoch
             self.step.fail_quorum(error)
         elif phase is Phase.HEALING:
             self.step.fail_heal(error)
@@ -530,10 +531,14 @@ class Round(Generic[Part]):
             return (AskDecision(pause_s, self._retries.deadline),)
         return (LoseDecision(error),) if self._vote else (Decide(False, error),)
 
+    def report(self, phase: Phase | None = None) -> PhaseReport:
+        """For the manager, or for the next one (`Group.reported`); ``phase``: if the worker waits
+        for others meanwhile."""
+        state = self.step.state
+        return PhaseReport(phase or state.phase, state.step, self._went_on_to, self._answered)
+
     @property
-    def went_on_to(self) -> int:
-        """The step that the group is in, or will be in next, if this worker begins it without a
-        question (0: it does not); see `CommitBarrier.went_on`."""
+    def _went_on_to(self) -> int:
         if self._fate is Fate.GOES_ON:  # between two steps
             return self._step_due
         in_step = self.step.state.phase in (Phase.TRAINING, Phase.VOTING)

@@ -34,7 +34,7 @@ from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
     decision_to_wire,
-    phase_from_wire,
+    report_from_wire,
     term_ends_from_wire,
     worker_answer,
 )
@@ -150,12 +150,9 @@ class ManagerDriver:
         """
         check_step(message.step)
         check_step(message.went_on_to)
-        phase = phase_from_wire(message.phase)
-        if phase is not None:
-            orders = self._core.receive_phase(
-                group_rank, phase, message.step, time.monotonic(), went_on_to=message.went_on_to
-            )
-            self._carry_out(orders)
+        report = report_from_wire(message)
+        if report is not None:
+            self._carry_out(self._core.receive_phase(group_rank, report, time.monotonic()))
         if self._core.is_whole:
             self._link.start()
 

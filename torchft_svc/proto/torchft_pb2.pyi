@@ -790,14 +790,16 @@ class AttachDetach(_message.Message):
     def __init__(self, failure: _Optional[str] = ...) -> None: ...
 
 class AttachPhase(_message.Message):
-    __slots__ = ("phase", "step", "went_on_to")
+    __slots__ = ("phase", "step", "went_on_to", "answered")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WENT_ON_TO_FIELD_NUMBER: _ClassVar[int]
+    ANSWERED_FIELD_NUMBER: _ClassVar[int]
     phase: Phase
     step: int
     went_on_to: int
-    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., went_on_to: _Optional[int] = ...) -> None: ...
+    answered: int
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., went_on_to: _Optional[int] = ..., answered: _Optional[int] = ...) -> None: ...
 
 class AttachVote(_message.Message):
     __slots__ = ("vote", "number", "timeout_ms")

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, TermEnds, Wish
@@ -146,6 +147,23 @@ def phase_from_wire(number: pb.Phase) -> Phase | None:
     """None: it was not told. One that a newer version has is none that could be called a hang, and
     the one before is over."""
     return _PHASES_OF_WIRE.get(number, Phase.IDLE if number else None)
+
+
+def report_to_wire(report: PhaseReport) -> pb.AttachPhase:
+    return pb.AttachPhase(
+        phase=phase_to_wire(report.phase),
+        step=report.step,
+        went_on_to=report.went_on_to,
+        answered=report.answered,
+    )
+
+
+def report_from_wire(message: pb.AttachPhase) -> PhaseReport | None:
+    """None: as `phase_from_wire`."""
+    phase = phase_from_wire(message.phase)
+    if phase is None:
+        return None
+    return PhaseReport(phase, message.step, message.went_on_to, message.answered)
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.session_messages import NewcomerWaits
 from torchft_svc.core.term import TermEnds
 from torchft_svc.sim.invariants import (
@@ -109,7 +110,8 @@ class Fleet:
             "crash": lambda site, fault: site.crash(fault.seconds),
             "crash_worker": lambda site, fault: site.crash_worker(fault.value, fault.seconds),
             "crash_manager": lambda site, fault: site.crash_manager(),
-            "lose_decision": self._lose_decision,
+            "lose_decision": lambda site, fault: self._die_telling(site, fault, AnswerVote),
+            "lose_quorum": lambda site, fault: self._die_telling(site, fault, AnswerWorker),
             "foreign_checkpoint": self._foreign_checkpoint,
             "restart_workers": lambda site, fault: site.restart_workers(),
             "leave": lambda site, fault: site.leave(fault.seconds),
@@ -236,13 +238,22 @@ class Fleet:
                 return True
         return False
 
-    def _lose_decision(self, site: Site, fault: Fault) -> None:
-        def crash() -> None:
-            if not self.shared.is_calm:
+    def _die_telling(self, site: Site, fault: Fault, what: type) -> None:
+        """The manager dies as soon as it has told ``what`` to one of its workers.
+
+        If that happens to two groups in one quorum, those that were told may be of different ranks,
+        and each waits for its peer in the other group until the timeout of the collective.
+        """
+
+        def told(answer: object) -> None:
+            if isinstance(answer, what) and not self.shared.is_calm:
+                if what is AnswerWorker:
+                    until = self.world.now + self._scenario.trainer.collective_s
+                    self.shared.companions.trouble(site.name, until, is_reachable=True)
                 site.crash_manager(fault.seconds)
 
         if site.manager is not None:
-            site.manager.on_yes = crash
+            site.manager.on_told = told
 
     def _foreign_checkpoint(self, site: Site, fault: Fault) -> None:
         site.begins_at = FOREIGN_STEP

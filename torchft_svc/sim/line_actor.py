@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.manager import WorkerNews
 from torchft_svc.core.round import Round, WorkerCalls
 from torchft_svc.core.route import AttachEnd, AttachRetry
-from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Vote, WorkerRequest
 from torchft_svc.errors import TorchFTError
 from torchft_svc.sim.call import Call, Enter
@@ -44,7 +44,7 @@ class LineActor:
         self._ends_at = -math.inf  # the end of the stream
         self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
-        self._phase: tuple[Phase, int, int] | None = None  # that was told last
+        self._report: PhaseReport | None = None  # that was told last
         self._retry = AttachRetry(process.world.chance(f"{process.name}/attach").random)
         self.lost_at = -math.inf  # when the last one has ended
         self._stream = 0  # the number of the one that is open, or being opened
@@ -86,9 +86,9 @@ class LineActor:
             self._on_cut()
         self._process.after(following.pause_s, self.attach)
 
-    def tell_phase(self, phase: Phase, step: int, went_on_to: int) -> None:
-        self._phase = phase, step, went_on_to
-        self._say(lambda manager: manager.receive_phase(self._group_rank, phase, step, went_on_to))
+    def tell_phase(self, report: PhaseReport) -> None:
+        self._report = report
+        self._say(lambda manager: manager.receive_phase(self._group_rank, report))
 
     def ask_to_drain(self, reason: str) -> None:
         self._say(lambda manager: manager.drain(reason))
@@ -181,8 +181,8 @@ class LineActor:
             self._process.after(0.0, self._ended, number, AttachEnd.REFUSED)
         else:
             self._process.after(0.0, self._retry.received)
-            if self._phase is not None:
-                manager.receive_phase(self._group_rank, *self._phase)
+            if self._report is not None:
+                manager.receive_phase(self._group_rank, self._report)
 
     def _receive(self, news: WorkerNews) -> None:
         self._process.after(self._network.latency(self._process), self._on_news, news)

@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.group import Group
 from torchft_svc.core.group_orders import (
     AnswerVote,
@@ -24,7 +25,6 @@ from torchft_svc.core.manager import (
     WorkerNews,
 )
 from torchft_svc.core.session_messages import Drain, Kill, Leave, Lost, NewcomerWaits
-from torchft_svc.core.step import Phase
 from torchft_svc.core.term import TermEnds
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
@@ -80,7 +80,8 @@ class ManagerActor:
         self._workers: dict[int, tuple[str, OnNews]] = {}  # by group rank
         self._formed: Quorum | None = None  # the last one
         self._timer = DeadlineTimer(process.after, self._tick)
-        self.on_yes: Callable[[], None] | None = None  # its end, when one worker was told yes
+        # Its end, when one worker was told yes, or has its quorum.
+        self.on_told: Callable[[AnswerVote | AnswerWorker], None] = lambda answer: None
         if config.resumed is not None:
             self.core.hold(now)
             self._carry_out(())
@@ -117,11 +118,8 @@ class ManagerActor:
         )
         must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
 
-    def receive_phase(self, group_rank: int, phase: Phase, step: int, went_on_to: int) -> None:
-        now = self.process.world.now
-        self._carry_out(
-            self.core.receive_phase(group_rank, phase, step, now, went_on_to=went_on_to)
-        )
+    def receive_phase(self, group_rank: int, report: PhaseReport) -> None:
+        self._carry_out(self.core.receive_phase(group_rank, report, self.process.world.now))
         if self.core.is_whole:
             self.link.begin()
 
@@ -168,13 +166,13 @@ class ManagerActor:
             size = self.core.group.world_size
             self._invariants.identity.decided(self._group, barrier, size)
         self._replies.pop(caller)(answer)
-        if is_yes and self.on_yes is not None:
-            self.on_yes()
+        if isinstance(answer, AnswerWorker) or (isinstance(answer, AnswerVote) and is_yes):
+            self.on_told(answer)
 
     # -- orders ----------------------------------------------------------------------------------
 
     def _carry_out(self, orders: Sequence[Order]) -> None:
-        # It may die while it tells a decision (`on_yes`).
+        # It may die while it tells a decision (`on_told`).
         for order in itertools.takewhile(lambda _: not self.process.is_dead, orders):
             if isinstance(order, AskLink):
                 self.link.ask(order.question, order.timeout_s)

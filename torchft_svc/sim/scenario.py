@@ -51,7 +51,7 @@ NUMS_OF_BROKEN_SESSIONS = (0, 0, 2, 10)
 # How often programs raise in an update, or put off what they have to heal.
 NUMS_OF_ODD_STEPS = (0, 0, 0, 4)
 # Of runs with groups of several workers; and of all.
-LOST_DECISION_RATE, FOREIGN_CHECKPOINT_RATE = 0.3, 0.1
+LOST_DECISION_RATE, LOST_QUORUM_RATE, FOREIGN_CHECKPOINT_RATE = 0.3, 0.15, 0.1
 ALONE_S = 5.0  # nothing else happens before
 LONG_RESTART_S = 7.0  # of a manager: longer than its workers wait for another one
 LIST_RATE = 0.35  # of runs with several lighthouses
@@ -107,7 +107,7 @@ class Fault:
     kind: str
     target: int
     seconds: float
-    value: float
+    value: float = 0.0
 
     @property
     def is_for_all(self) -> bool:
@@ -199,7 +199,6 @@ def _draw_lone_deaths_of_managers(seed: int, scenario: Scenario) -> Scenario:
             kind="crash_manager",
             target=chance.randrange(0, scenario.num_groups, 2),
             seconds=0.02,
-            value=0.0,
         )
         for number in range(chance.randint(1, 4))
     ]
@@ -229,7 +228,7 @@ def _draw_end_of_term(chance: random.Random, scenario: Scenario) -> list[Fault]:
     loss = chance.choice(["", "lighthouse_crash", "reset_worker", "crash_manager"])
     if loss:
         began_at, away_s = at + chance.uniform(-0.3, 0.3), chance.choice([0.02, 0.3])
-        faults.append(Fault(at=began_at, kind=loss, target=other, seconds=away_s, value=0.0))
+        faults.append(Fault(at=began_at, kind=loss, target=other, seconds=away_s))
     return faults
 
 
@@ -290,14 +289,12 @@ def draw_returns(seed: int, num_groups: int | None = None) -> Scenario:
     at, away_s = 4.0, chance.choice([0.3, 2.0, 5.0])
     lost_s = scenario.config.heartbeat_timeout_s + chance.uniform(2.0, 6.0)
     down_at = at + lost_s + chance.uniform(-0.6, 0.3) - away_s
-    kind = chance.choice(["freeze", "cut"])
     faults = [
-        Fault(at=at, kind=kind, target=lost, seconds=lost_s, value=0.0),
-        Fault(at=down_at, kind="lighthouse_crash", target=lost, seconds=away_s, value=0.0),
+        Fault(at=at, kind=chance.choice(["freeze", "cut"]), target=lost, seconds=lost_s),
+        Fault(at=down_at, kind="lighthouse_crash", target=lost, seconds=away_s),
     ]
     if chance.random() < 0.5:
-        crash = Fault(at=down_at + 0.1, kind="crash", target=other, seconds=5.0, value=0.0)
-        faults.append(crash)
+        faults.append(Fault(at=down_at + 0.1, kind="crash", target=other, seconds=5.0))
     return replace(scenario, faults=_in_order(faults))
 
 
@@ -319,13 +316,11 @@ def _draw_story(chance: random.Random, scenario: Scenario, at: float) -> list[Fa
     if loss == "lose_news":
         what = chance.random()
         for each in others[: chance.choice([1, len(others)])]:
-            deaf = Fault(at=at - 0.05, kind=loss, target=each, seconds=0.0, value=what)
-            faults.append(deaf)
+            faults.append(Fault(at=at - 0.05, kind=loss, target=each, seconds=0.0, value=what))
     elif loss == "lighthouse":
         kind = chance.choice(["lighthouse_crash", "lighthouse_lead"])
-        began_at = at + chance.uniform(-0.3, 0.3)
-        away_s = chance.choice([0.02, 0.3])
-        faults.append(Fault(at=began_at, kind=kind, target=target, seconds=away_s, value=0.0))
+        began_at, away_s = at + chance.uniform(-0.3, 0.3), chance.choice([0.02, 0.3])
+        faults.append(Fault(at=began_at, kind=kind, target=target, seconds=away_s))
     return faults
 
 
@@ -468,7 +463,7 @@ def _draw_moves(chance: random.Random, num_groups: int, is_elected: bool) -> lis
     kind = chance.choice(["lighthouse_crash", "lighthouse_crash", "lighthouse_freeze"])
     if is_elected and chance.random() < 0.5:
         kind = "change_leader"
-    faults = [Fault(at=at, kind=kind, target=0, seconds=away_s, value=0.0)]
+    faults = [Fault(at=at, kind=kind, target=0, seconds=away_s)]
     for target in chance.sample(range(num_groups), chance.choice([1, 1, max(1, num_groups // 2)])):
         kind = chance.choice(["freeze", "freeze", "cut", "cut_manager", "crash", "crash"])
         began_at = at + away_s + chance.uniform(-2.0, 0.5)
@@ -480,25 +475,33 @@ def _draw_moves(chance: random.Random, num_groups: int, is_elected: bool) -> lis
 
 
 def _draw_rare(chance: random.Random, scenario: Scenario) -> Scenario:
-    """What needs a moment of its own: a manager dies while it tells a decision, or a group begins
-    with the checkpoint of another run while the job is at step 0."""
+    """What needs a moment of its own: a manager dies while it tells a decision or a quorum, or a
+    group begins with the checkpoint of another run while the job is at step 0."""
     num_groups = scenario.num_groups
     more: list[Fault] = []
     if scenario.group_world_size > 1 and chance.random() < LOST_DECISION_RATE:
-        for _ in range(chance.randint(1, MAX_OCCASIONS)):
-            at, target = chance.uniform(0.0, FAULTS_END_S), chance.randrange(num_groups)
-            down_s = chance.choice([0.2, LONG_RESTART_S])
-            more.append(
-                Fault(at=at, kind="lose_decision", target=target, seconds=down_s, value=0.0)
-            )
+        more += _draw_deaths_telling(chance, num_groups, "lose_decision")
     if chance.random() < FOREIGN_CHECKPOINT_RATE:
         later = tuple(fault for fault in scenario.faults if fault.at > ALONE_S)
         scenario = replace(scenario, start_spread_s=0.0, faults=later)
         stranger = chance.randrange(num_groups)
         for target in range(num_groups):
             kind = "foreign_checkpoint" if target == stranger else "break_sum"
-            more.append(Fault(at=0.02, kind=kind, target=target, seconds=0.02, value=0.0))
+            more.append(Fault(at=0.02, kind=kind, target=target, seconds=0.02))
+    chance = random.Random(f"{scenario.seed}/quorums")  # noqa: S311 - it is to be repeated
+    if scenario.group_world_size > 1 and chance.random() < LOST_QUORUM_RATE:
+        more += _draw_deaths_telling(chance, num_groups, "lose_quorum")
     return replace(scenario, faults=_in_order((*scenario.faults, *more)))
+
+
+def _draw_deaths_telling(chance: random.Random, num_groups: int, kind: str) -> list[Fault]:
+    """Managers die when only one of their workers knows the decision, or has the quorum."""
+    faults = []
+    for _ in range(chance.randint(1, MAX_OCCASIONS)):
+        at, target = chance.uniform(0.0, FAULTS_END_S), chance.randrange(num_groups)
+        down_s = chance.choice([0.2, LONG_RESTART_S])
+        faults.append(Fault(at=at, kind=kind, target=target, seconds=down_s))
+    return faults
 
 
 def _draw_hangs(
@@ -514,7 +517,6 @@ def _draw_hangs(
             kind="hang",
             target=target,
             seconds=hang_timeout_s + chance.uniform(0.0, MAX_DOWN_S),
-            value=0.0,
         )
         for target in groups[:num_hung]
     ]
@@ -523,8 +525,7 @@ def _draw_hangs(
     lost_at = at + hang_timeout_s + chance.uniform(0.5, 3.0)
     if chance.random() < 0.5:  # a newcomer in their place
         away_s = hang_timeout_s + chance.uniform(1.0, 4.0)
-        early = Fault(at=at - 1.0, kind="crash", target=groups[-1], seconds=away_s, value=0.0)
-        faults.append(early)
+        faults.append(Fault(at=at - 1.0, kind="crash", target=groups[-1], seconds=away_s))
     for target in groups[num_hung:]:
         kind = chance.choice(["crash", "crash", "leave", "cut", "reset", "freeze"])
         seconds = chance.choice([0.3, 2.0, MAX_DOWN_S])
@@ -543,8 +544,7 @@ def _draw_odd_steps(chance: random.Random, num_groups: int) -> list[Fault]:
         Fault(at=at, kind=kind, target=target, seconds=seconds, value=value) for target in targets
     ]
     if kind == "put_off":  # one that has something to heal
-        crash = Fault(at=at - 0.1, kind="crash", target=targets[0], seconds=0.02, value=value)
-        faults.append(crash)
+        faults.append(Fault(at=at - 0.1, kind="crash", target=targets[0], seconds=0.02))
     return faults
 
 
@@ -567,7 +567,7 @@ def _draw_broken_heals(chance: random.Random, num_groups: int) -> list[Fault]:
     at, down_s = chance.uniform(1.0, FAULTS_END_S), chance.choice([0.02, 0.3])
     faults = []
     for target in chance.sample(range(num_groups), chance.randint(1, num_groups)):
-        faults.append(Fault(at=at, kind="crash", target=target, seconds=down_s, value=0.0))
+        faults.append(Fault(at=at, kind="crash", target=target, seconds=down_s))
         for _ in range(chance.randint(0, 3)):
             kind = chance.choice(["reset", "reset", "cut_manager", "lag"])
             reset_at = at + down_s + chance.uniform(0.2, 3.0)

@@ -217,8 +217,6 @@ class Site:
         if down_s is None:
             down_s = SPARE_MANAGER_S if in_term and self.group_world_size > 1 else NEW_MANAGER_S
         self._kill_manager()
-        if self.collective is not None and not in_term:
-            self.collective.excuse()
         for worker in self.workers:
             worker.line.end()
         self._launcher.after(down_s, self._replace_manager)

@@ -544,9 +544,9 @@ class WorkerActor:
         return Fetched(self._state(), state.batches_committed, state.quorum_id)
 
     def _tell_phase(self, phase: Phase | None = None) -> None:
-        if self._rules.tells_phases or self._rules.is_steady:
-            state = self.machine.state
-            self.line.tell_phase(phase or state.phase, state.step, self.round.went_on_to)
+        tells = self._rules.tells_phases or self._rules.is_steady
+        if tells or self.home.collective is not None:
+            self.line.tell_phase(self.round.report(phase))
 
     def _trouble(self, seconds: float = 0.0) -> None:
         until = self.process.world.now + seconds

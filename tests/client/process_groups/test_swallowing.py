@@ -34,6 +34,7 @@ from torchft_svc.client import (
     ProcessGroupGloo,
 )
 from torchft_svc.client.process_groups.wrappers import ProcessGroupWrapper
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.step import Phase
 from torchft_svc.testing import FakeProcessGroupWrapper
 
@@ -125,10 +126,10 @@ def waits(manager: Manager) -> threading.Event:
     long_wait = threading.Event()
     tell = manager._worker.on_phase
 
-    def note(phase: Phase, step: int, went_on_to: int) -> None:
-        if phase is Phase.QUORUM:
+    def note(report: PhaseReport) -> None:
+        if report.phase is Phase.QUORUM:
             long_wait.set()
-        tell(phase, step, went_on_to)
+        tell(report)
 
     manager._worker.on_phase = note
     return long_wait

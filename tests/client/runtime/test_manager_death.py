@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import psutil
 import pytest
@@ -16,7 +17,7 @@ from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, 
 
 from chaos.bounds import MANAGER_BACK_S
 from torchft_svc.core.route import MANAGER_PATIENCE_S
-from torchft_svc.errors import GivenUp, TorchFTError
+from torchft_svc.errors import GivenUp, QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.manager_server import liveness_pipe, supervisor
 
 from .test_workers import workers
@@ -182,6 +183,44 @@ def test_the_manager_dies_while_the_workers_vote(address: str, votes: tuple[bool
 
         decisions = together(first, second, kill)[:2]
         assert decisions == [all(votes)] * 2, "all get one decision"
+        goes_on(group, until=4)
+
+
+@pytest.mark.parametrize("meets_in_step", [True, False])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_manager_dies_when_only_one_worker_has_its_answer(
+    address: str, rank: int, meets_in_step: bool
+) -> None:
+    """The other one, here ``rank``, learns it from the next manager, and does not wait for what its
+    peer would ask next: they wait for each other in the step, or after it."""
+    with workers(address, "a", 2, in_process=False, steady_steps=False) as group:
+        together(*(worker.step for worker in group))
+        client = group[rank].manager._runtime.deps.client
+        ask, killed_at = client._ask_quorum, 0.0
+
+        def loses_answer(*args: Any) -> Any:
+            nonlocal killed_at
+            ask(*args)
+            client._ask_quorum = ask
+            killed_at = kill_manager("a")
+            raise Unreachable("manager", client._addr, "its answer was lost")
+
+        client._ask_quorum = loses_answer
+        meeting = threading.Barrier(2)
+
+        def steps(worker: Trainer) -> bool:
+            worker.optimizer.zero_grad()
+            with contextlib.suppress(QuorumFailed):
+                worker.manager.wait_quorum()
+            if meets_in_step:
+                meeting.wait(DEADLINE_S)
+            committed = finishes(worker)
+            if not meets_in_step:
+                meeting.wait(DEADLINE_S)
+            return committed
+
+        assert together(*(lambda worker=worker: steps(worker) for worker in group)) == [False] * 2
+        check("a manager has answered one worker", time.monotonic() - killed_at, MANAGER_BACK_S)
         goes_on(group, until=4)
 
 

@@ -25,6 +25,7 @@ from torchft_svc.client import (
 )
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.coordination.outgoing import Outgoing
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.round import WorkerRules
 from torchft_svc.core.step import Participation, Phase, StepMachine
 from torchft_svc.proto import torchft_pb2 as pb
@@ -133,7 +134,7 @@ def test_a_group_that_waits_to_join_is_counted_until_the_next_quorum() -> None:
 def test_every_change_of_phase_is_heard() -> None:
     worker = SharedRound(WorkerRules(), StepMachine(), ProcessGroupDummy())
     heard: list[tuple[Phase, int]] = []
-    worker.on_phase = lambda phase, number, _: heard.append((phase, number))
+    worker.on_phase = lambda report: heard.append((report.phase, report.step))
     with worker.changing() as round_:
         round_.step.start()
     with worker.changing() as round_:
@@ -148,14 +149,14 @@ def test_only_the_latest_phase_is_told_and_goodbye_is_the_last_word() -> None:
     messages = outgoing.messages()
     assert next(messages).hello.rank == 1
     for step in range(100):
-        outgoing.tell(Phase.TRAINING, step, step + 1)
+        outgoing.tell(PhaseReport(Phase.TRAINING, step, went_on_to=step + 1))
     told_first = next(messages).phase
     assert (told_first.step, told_first.went_on_to) == (99, 100)
     told: list[pb.AttachRequest] = []
     reader = threading.Thread(target=lambda: told.extend(messages))
     reader.start()
     for step in range(100):
-        outgoing.tell(Phase.VOTING, step, 0)
+        outgoing.tell(PhaseReport(Phase.VOTING, step))
     outgoing.end(pb.AttachDetach())
     outgoing.end()
     reader.join(10.0)

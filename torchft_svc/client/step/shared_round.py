@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.coordination import QuorumResult
+from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.peers import LoseMember
 from torchft_svc.core.round import Round, WorkerRules
 from torchft_svc.core.round_orders import Order
@@ -37,7 +38,7 @@ class SharedRound:
         pg: ProcessGroup,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.on_phase: Callable[[Phase, int, int], None] = lambda *_: None
+        self.on_phase: Callable[[PhaseReport], None] = lambda *_: None
         self.round: Round[QuorumResult] = Round(rules, step)
         self._pg = pg
         self._clock = clock
@@ -58,7 +59,7 @@ class SharedRound:
 
     def tell_phase(self, phase: Phase) -> None:
         """Report that this worker is in ``phase`` of its step."""
-        self.on_phase(phase, self.state.step, self.round.went_on_to)
+        self.on_phase(self.round.report(phase))
 
     @property
     def state(self) -> StepState:
