@@ -351,6 +351,19 @@ def test_e3_a_manager_that_continues_a_term_commits_nothing_before_it_knows_of_i
     assert answer == AnswerVote(again, True, Fate.ENDS)
 
 
+@pytest.mark.parametrize("is_resumed", [True, False])
+@pytest.mark.parametrize("last", [9, 0], ids=["as before", "restarted"])
+def test_a_worker_that_was_restarted_while_no_manager_lived(last: int, is_resumed: bool) -> None:
+    """The others would keep their connections to the incarnation that is continued (M9)."""
+    made = manager(2, attached=2)
+    if is_resumed:
+        made.hold(100.0)
+    assert made.ask(asks(0, last_quorum_id=9), 10.0, 100.1)[1] == ()
+    _, (ask,) = made.ask(asks(1, last_quorum_id=last), 10.0, 100.1)
+    assert isinstance(ask, AskLink)
+    assert ask.question.new_incarnation is (is_resumed and not last)
+
+
 def test_e3_what_is_denied_before_the_votes_are_released_is_not_committed() -> None:
     made = manager(2, attached=2)
     made.hold(100.0)

@@ -70,10 +70,17 @@ class Group:
         self._heirs: dict[int, tuple[WorkerRequest, int]] = {}  # questions held, by group rank
         self._suspects: dict[int, int] = {}  # group ranks whose owner may be dead, see `AwaitOwner`
         self._restarted = False
+        self._is_resumed = False  # in the term of a manager before, until the group asks
         self._drain_reason: str | None = None
         self._all_gone_since = False  # the drain; whoever comes then may be of the next life
         self._ended_workers: dict[int, tuple[str, str]] = {}  # told to end: worker id and why
         self._checkpoint_addresses: dict[int, str] = {}
+
+    def resume(self) -> None:
+        """A manager before had a quorum for the group, which continues in it: no step is committed
+        until it is known whether that is still in force (`CommitBarrier.release`)."""
+        self._is_resumed = True
+        self.commits.hold()
 
     # -- who is there ----------------------------------------------------------------------------
 
@@ -444,22 +451,25 @@ class Group:
         self._asking = True
         layouts = {request.group_rank: request.layout for request in requests}
         seen = max(requests, key=lambda request: request.last_quorum_id)
+        has_history = all(request.last_quorum_id for request in requests)
+        # A worker that is not in the quorum of the group was restarted while no manager lived.
+        is_new = self._restarted or (self._is_resumed and not has_history)
         ask = AskLighthouse(
             round=self._round,
             step=min(request.step for request in requests),
             shrink_only=any(request.shrink_only for request in requests),
             commit_failures=max(request.commit_failures for request in requests),
-            new_incarnation=self._restarted,
+            new_incarnation=is_new,
             unhealed=any(request.unhealed for request in requests),
             seen_quorum_id=seen.last_quorum_id,
             seen_num_groups=seen.last_num_groups,
-            has_history=all(request.last_quorum_id for request in requests),
+            has_history=has_history,
             layout=group_layout([layouts[rank] for rank in sorted(layouts)]),
             step_quorum_id=min(request.step_quorum_id for request in requests),
             steady=all(request.steady for request in requests),
             agreed=all(request.agreed for request in requests),
         )
-        self._restarted = False
+        self._restarted = self._is_resumed = False
         return ask
 
     def _give_up_barrier(self, group_rank: int) -> list[Order]:

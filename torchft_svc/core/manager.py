@@ -204,7 +204,7 @@ class GroupManager:
 
     def hold(self, now: float) -> None:
         """This manager continues a term: see `HOLD_S`."""
-        self.group.commits.hold()
+        self.group.resume()
         self._held_until = now + HOLD_S
 
     def link_changed(self, now: float, *, is_open: bool) -> Orders:
