@@ -524,66 +524,70 @@ def test_who_has_given_up_by_itself_has_missed_nothing() -> None:
     assert group.quorum_requested(numbered(1, 2), 13) == (asks(),)
 
 
+def attached(world_size: int) -> Group:
+    group = Group(world_size)
+    for rank in range(world_size):
+        group.attached(rank, f"w{rank}")
+    return group
+
+
+def after(round_: int, group_rank: int, question: int) -> WorkerRequest:
+    """The first question after this round."""
+    return numbered(group_rank, question, last_round=round_)
+
+
 @pytest.mark.parametrize("asked_first", [True, False])
 def test_an_answer_of_the_manager_before_fails_the_question_of_those_that_have_none(
     asked_first: bool,
 ) -> None:
-    """It died when only rank 1 of three had its answer; rank 1 may wait for the others."""
-    group = Group(3)
-    for rank in range(3):
-        group.attached(rank, f"w{rank}")
-    has_answer = PhaseReport(Phase.TRAINING, 5, answered=7)
-    lost = "the manager died when only group rank 1 had its answer"
-    answer = [refused(10, QuorumFailed(lost))]
+    """It died when only rank 1 of three had its answer; rank 1 may wait for the others. They have
+    asked as often as they were there."""
+    group = attached(3)
+    has_answer = PhaseReport(Phase.TRAINING, 5, round_before=100)
+    error = QuorumFailed("the manager died when only group rank 1 had its answer")
     if asked_first:
-        assert group.quorum_requested(numbered(0, 7), 10) == ()
-        assert plain(group.reported(1, has_answer)) == answer
+        assert group.quorum_requested(after(100, 0, 7), 10) == ()
+        assert plain(group.reported(1, has_answer)) == [refused(10, error)]
     else:
         assert group.reported(1, has_answer) == ()
-        assert plain(group.quorum_requested(numbered(0, 7), 10)) == answer
-    late = group.quorum_requested(numbered(2, 7), 12)
-    assert plain(late) == [refused(12, QuorumFailed(lost))]
-    again = group.quorum_requested(numbered(2, 7), 13)
-    assert plain(again) == [refused(13, QuorumFailed(lost))], "that was lost on its way"
-    for rank in range(2):
-        assert group.quorum_requested(numbered(rank, 8), 20 + rank) == ()
-    assert group.quorum_requested(numbered(2, 8), 22) == (asks(),)
+        assert plain(group.quorum_requested(after(100, 0, 7), 10)) == [refused(10, error)]
+    assert plain(group.quorum_requested(after(100, 2, 5), 12)) == [refused(12, error)]
+    assert plain(group.quorum_requested(after(100, 2, 5), 13)) == [refused(13, error)], "repeated"
+    assert group.quorum_requested(numbered(0, 8), 20) == ()
+    assert group.quorum_requested(after(101, 1, 8), 21) == ()
+    assert group.quorum_requested(numbered(2, 6), 22) == (asks(),)
 
 
 def test_who_has_an_answer_of_the_manager_before_may_ask_the_next_question_first() -> None:
-    group = Group(2)
-    for rank in range(2):
-        group.attached(rank, f"w{rank}")
-    group.reported(1, PhaseReport(Phase.IDLE, 5, answered=7))
-    assert group.quorum_requested(numbered(1, 8), 11) == ()
-    (late,) = group.quorum_requested(numbered(0, 7), 10)
+    group = attached(2)
+    group.reported(1, PhaseReport(Phase.IDLE, 5, round_before=100))
+    assert group.quorum_requested(after(101, 1, 8), 11) == ()
+    (late,) = group.quorum_requested(after(100, 0, 7), 10)
     assert isinstance(late, RefuseWorker)
     assert late.caller == 10
     assert group.quorum_requested(numbered(0, 8), 12) == (asks(),)
 
 
 @pytest.mark.parametrize(
-    ("report", "question"),
-    [(PhaseReport(Phase.TRAINING, 5, answered=6), 7), (PhaseReport(Phase.IDLE, 5), 0)],
-    ids=["the last one", "of older workers, without numbers"],
+    ("reported", "last"),
+    [(100, 101), (0, 0), (100, 0)],
+    ids=["both have it", "there was none", "one has given a question up"],
 )
-def test_other_answers_of_the_manager_before_fail_no_question(
-    report: PhaseReport, question: int
-) -> None:
-    group = Group(2)
-    for rank in range(2):
-        group.attached(rank, f"w{rank}")
-    assert group.quorum_requested(numbered(1, question), 12) == ()
-    assert group.reported(0, report) == ()
-    assert group.quorum_requested(numbered(0, question), 13) == (asks(),)
+def test_other_answers_of_the_manager_before_fail_no_question(reported: int, last: int) -> None:
+    """The numbers of questions say nothing: workers may have begun one after the other."""
+    group = attached(2)
+    assert group.quorum_requested(after(last, 1, 7), 12) == ()
+    assert group.reported(0, PhaseReport(Phase.TRAINING, 5, round_before=reported)) == ()
+    assert group.quorum_requested(after(last, 0, 8), 13) == (asks(),)
 
 
 def test_an_answer_that_was_given_here_fails_no_question() -> None:
-    group = asked_in_time()
-    group.quorum_requested(numbered(0, 1), 10)
+    group = attached(2)
+    group.quorum_requested(after(100, 1, 1), 11)
+    group.quorum_requested(after(100, 0, 1), 10)
     group.quorum_formed(1, QUORUM, "a")
-    assert group.reported(0, PhaseReport(Phase.TRAINING, 5, answered=1)) == ()
-    (again,) = group.quorum_requested(numbered(1, 1), 12)
+    assert group.reported(0, PhaseReport(Phase.TRAINING, 5, round_before=100)) == ()
+    (again,) = group.quorum_requested(after(100, 1, 1), 12)
     assert isinstance(again, AnswerWorker)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from torchft_svc.core.peers import LoseMember, Peers
-from torchft_svc.core.round import Round, RoundRequest, WorkerCalls, WorkerRules
+from torchft_svc.core.round import Round, RoundRequest, WorkerRules
 from torchft_svc.core.round_orders import (
     AskDecision,
     AskManager,
@@ -29,6 +29,7 @@ from torchft_svc.core.route import RETRY_S
 from torchft_svc.core.step import Participation, Phase, StepMachine
 from torchft_svc.core.term import Fate
 from torchft_svc.core.types import Resumed, Vote, WorkerRequest
+from torchft_svc.core.worker_calls import WorkerCalls
 from torchft_svc.errors import (
     CheckpointError,
     CommitFailed,

@@ -13,7 +13,8 @@ from torchft_svc.core.round import LISTEN_AFTER_S, Round, RoundRequest
 from torchft_svc.core.round_orders import AskDecision, Decide, LeaveMembers, MeetMembers
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, TermEnds, Wish
-from torchft_svc.core.types import Vote
+from torchft_svc.core.types import Vote, WorkerRequest
+from torchft_svc.core.worker_calls import WorkerCalls
 from torchft_svc.errors import QuorumFailed, RequestRefused
 
 STEADY = dataclasses.replace(QUORUM, steady=True)
@@ -176,31 +177,19 @@ def test_one_of_several_goes_on_and_votes_no(why: str) -> None:
     assert (vote.step, vote.should_commit) == (4, False)
 
 
-def test_another_manager_learns_which_question_is_answered() -> None:
-    """A step that goes on has asked none."""
-    round_ = worker(is_steady=True, group_world_size=2)
-    number = round_.begin(REQUEST)
-    round_.ask(100.0)
-    assert round_.report().answered == 0
-    round_.answered(STEADY)
-    assert round_.report(Phase.QUORUM) == PhaseReport(Phase.QUORUM, 3, answered=number)
-    round_.entered()
-    round_.met(None)
-    assert round_.report() == PhaseReport(Phase.TRAINING, 3, answered=number)
-    end_step(round_, told=Fate.GOES_ON)
-    round_.begin(REQUEST)
-    assert round_.report() == PhaseReport(Phase.TRAINING, 4, went_on_to=4, answered=number)
-    end_step(round_, told=Fate.BREAKS_OFF)
-    assert round_.begin(REQUEST) == number + 2
-    assert round_.report().answered == number
-
-
-def test_another_manager_learns_which_question_was_given_up() -> None:
-    round_ = worker(group_world_size=2)
-    number = round_.begin(REQUEST)
-    round_.ask(100.0)
-    round_.failed(QuorumFailed("late"))
-    assert round_.report().answered == number
+def test_another_manager_learns_after_which_quorum_a_worker_asks_and_what_it_got() -> None:
+    calls = WorkerCalls("w")
+    first, second = (WorkerRequest(group_rank=0, step=3, question=each) for each in (7, 8))
+    report = PhaseReport(Phase.TRAINING, 3)
+    assert (calls.question(first).last_round, calls.report(report)) == (0, report)
+    calls.answered(1, 2, round_=100)
+    assert calls.report(report) == report, "there was none before"
+    assert calls.question(second).last_round == 100
+    assert calls.question(second).last_round == 100, "it asks again"
+    calls.answered(1, 2, round_=101)
+    assert calls.report(report) == dataclasses.replace(report, round_before=100)
+    assert calls.question(first).last_round == 101
+    assert calls.question(second).last_round == 0, "it has given one up"
 
 
 def test_one_of_several_that_has_lost_an_update_is_in_the_step_of_the_others() -> None:

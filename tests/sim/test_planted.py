@@ -28,13 +28,14 @@ from torchft_svc.core.lighthouse_link import LinkMachine
 from torchft_svc.core.manager import GroupManager
 from torchft_svc.core.membership import GroupState, JobView, Membership
 from torchft_svc.core.pausable_clock import PausableClock
-from torchft_svc.core.round import Round, WorkerCalls
+from torchft_svc.core.round import Round
 from torchft_svc.core.round_orders import Decide
 from torchft_svc.core.route import AttachRetry, CallRetry
 from torchft_svc.core.session_orders import EndStream
 from torchft_svc.core.sessions import LighthouseSessions
 from torchft_svc.core.step import Phase, StepMachine
 from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.core.worker_calls import WorkerCalls
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import draw_asking
 

@@ -15,10 +15,10 @@ from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.stream_votes import ACTION
 from torchft_svc.coordination.types import ManagerLocator, QuorumResult
 from torchft_svc.core.activity import PhaseReport
-from torchft_svc.core.round import WorkerCalls
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, Wish
 from torchft_svc.core.types import DEFAULT_JOB, Vote, WorkerRequest, limited_s
+from torchft_svc.core.worker_calls import WorkerCalls
 from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import fate_from_wire
@@ -84,7 +84,7 @@ class ManagerClient(Client):
         """Let the manager know what this worker does, if it is attached; only stores it."""
         self._moved_at = None if report.phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:
-            self._attachment.tell_phase(report)
+            self._attachment.tell_phase(self._calls.report(report))
 
     def stands_still(self) -> bool:
         """Whether this worker has been in one phase for long, or begun no step yet, and does not
@@ -199,6 +199,7 @@ class ManagerClient(Client):
             unhealed=request.unhealed,
             last_quorum_id=request.last_quorum_id,
             last_num_groups=request.last_num_groups,
+            last_round=request.last_round,
             question=request.question,
             layout=request.layout,
             step_quorum_id=request.step_quorum_id,

@@ -47,14 +47,13 @@ class PhaseReport:
     """What a worker tells its manager when its phase changes.
 
     ``went_on_to``: the step that the group is in, or begins next, if that is without a question (0:
-    it is not). ``answered``: the number of the last question (`WorkerRequest.question`) that has an
-    answer or was given up (0: none).
+    it is not). ``round_before``: the round before that of the worker's last quorum (0: not known).
     """
 
     phase: Phase
     step: int
     went_on_to: int = 0
-    answered: int = 0
+    round_before: int = 0
 
 
 class WorkerActivities:

@@ -60,7 +60,7 @@ class Group:
         self.commits = CommitBarrier(world_size, first_round)
         self._formed: tuple[Quorum, str] | None = None  # sent last, and the group's id in it
         self._over = EndedBarriers()
-        self._answered: dict[int, int] = {}  # by group rank: a question to an earlier manager
+        self._rounds_before: dict[int, int] = {}  # by group rank, see `reported`
         self._workers: dict[int, str] = {}
         self._voters: dict[int, str] = {}  # the last ones; they may have asked an earlier manager
         self._lives: dict[int, tuple[str, int]] = {}  # each rank's worker, and the life it is of
@@ -116,7 +116,7 @@ class Group:
         if self._attached.get(group_rank) != worker_id:
             return ()
         del self._attached[group_rank]
-        self._answered.pop(group_rank, None)
+        self._rounds_before.pop(group_rank, None)
         self._all_gone_since = not self._attached
         self._workers.setdefault(group_rank, worker_id)  # it may only have been frozen
         self._restarted = True
@@ -332,10 +332,11 @@ class Group:
     def reported(self, group_rank: int, report: PhaseReport) -> tuple[Order, ...]:
         """A worker does something else. An earlier manager may have answered only some of the
         workers before it died. The others ask again, and learn that their peers do not ask the same
-        any more, and may wait for them in a collective of the group."""
+        any more, and may wait for them in a collective of the group. They are in the round before
+        the last one of these; the numbers of their questions may differ."""
         if not self.commits.is_inherited:
             return ()
-        self._answered[group_rank] = report.answered
+        self._rounds_before[group_rank] = report.round_before
         orders = self._refuse_answered()
         if report.went_on_to:
             orders += self.commits.went_on(group_rank, report.went_on_to)
@@ -509,10 +510,10 @@ class Group:
 
     def _has_answer_to(self, request: WorkerRequest) -> int | None:
         """The group rank of another worker to which an earlier manager has answered the same."""
-        if not self.commits.is_inherited or not request.question:
+        if not self.commits.is_inherited or not request.last_round:
             return None
-        others = self._answered.items() - {(request.group_rank, request.question)}
-        return next((rank for rank, number in others if number == request.question), None)
+        rounds = self._rounds_before.items()
+        return next((rank for rank, before in rounds if before == request.last_round), None)
 
     def _answer_late_question(self, request: WorkerRequest, caller: int) -> Order | None:
         """The answer for a worker that comes to a barrier which is over; None if it is not."""

@@ -10,7 +10,7 @@ there is no quorum, no heal, or no step that can be committed. Client and simula
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Generic
 
 from torchft_svc.core.activity import Activity, PhaseReport
@@ -103,7 +103,6 @@ class Round(Generic[Part]):
         self._rules = rules
         self._request = RoundRequest(timeout_s=0.0)
         self._last_at = 0.0  # when it asked or voted last
-        self._answered = 0  # the last question that has an answer or was given up
         self._leaves_for: str | None = None  # why this worker has to end, if it has said so
         self._retries = CallRetry(0.0, 0.0)
         self._vote = False
@@ -274,7 +273,7 @@ class Round(Generic[Part]):
         return (AskManager(pause_s, self._retries.deadline),)
 
     def answered(self, quorum: Part) -> tuple[Order, ...]:
-        self.quorum, self._answered = quorum, self.step.state.epoch
+        self.quorum = quorum
         self.peers.answered(quorum)
         if self.peers.fits(quorum):
             return (MeetMembers(anew=False),)
@@ -357,7 +356,7 @@ class Round(Generic[Part]):
         """There is no quorum, or no heal, or the step cannot be committed."""
         phase = self.step.state.phase
         if phase is Phase.QUORUM:
-            self.error, self._answered = error, self.step.state.epoch
+            self.error = error
             self.step.fail_quorum(error)
         elif phase is Phase.HEALING:
             self.step.fail_heal(error)
@@ -535,7 +534,7 @@ class Round(Generic[Part]):
         """For the manager, or for the next one (`Group.reported`); ``phase``: if the worker waits
         for others meanwhile."""
         state = self.step.state
-        return PhaseReport(phase or state.phase, state.step, self._went_on_to, self._answered)
+        return PhaseReport(phase or state.phase, state.step, self._went_on_to)
 
     @property
     def _went_on_to(self) -> int:
@@ -553,36 +552,6 @@ class Round(Generic[Part]):
         """See `StepMachine.decide`."""
         self._fate, self._step_due = decided.fate, self._number + 1
         self.step.decide(decided.committed, self.quorum.quorum_id if self.quorum else 0)
-
-
-class WorkerCalls:
-    """What a worker adds to its calls, so that a restarted manager knows it.
-
-    ``worker_id`` is new at every start of its process.
-    """
-
-    def __init__(self, worker_id: str) -> None:
-        self.worker_id = worker_id
-        self._round = 0  # of the last quorum
-        self._last_quorum_id = 0  # the highest, and the number of its groups
-        self._last_num_groups = 0
-
-    def question(self, request: WorkerRequest) -> WorkerRequest:
-        return replace(
-            request,
-            worker_id=self.worker_id,
-            last_quorum_id=self._last_quorum_id,
-            last_num_groups=self._last_num_groups,
-        )
-
-    def answered(self, quorum_id: int, num_groups: int, round_: int) -> None:
-        """A question has brought this quorum of ``num_groups``, to vote on in ``round_``."""
-        self._round = round_
-        if quorum_id >= self._last_quorum_id:
-            self._last_quorum_id, self._last_num_groups = quorum_id, num_groups
-
-    def ballot(self, vote: Vote) -> Vote:
-        return replace(vote, worker_id=self.worker_id, round=self._round)
 
 
 def _not_believed(step: int, max_step: int) -> str:

@@ -626,7 +626,7 @@ class LighthouseDrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id", "draining", "drain_reason", "unhealed", "last_quorum_id", "last_num_groups", "layout", "step_quorum_id", "steady", "agreed", "question")
+    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id", "draining", "drain_reason", "unhealed", "last_quorum_id", "last_num_groups", "layout", "step_quorum_id", "steady", "agreed", "last_round", "question")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_SERVER_ADDR_FIELD_NUMBER: _ClassVar[int]
@@ -643,6 +643,7 @@ class ManagerQuorumRequest(_message.Message):
     STEP_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     STEADY_FIELD_NUMBER: _ClassVar[int]
     AGREED_FIELD_NUMBER: _ClassVar[int]
+    LAST_ROUND_FIELD_NUMBER: _ClassVar[int]
     QUESTION_FIELD_NUMBER: _ClassVar[int]
     rank: int
     step: int
@@ -660,8 +661,9 @@ class ManagerQuorumRequest(_message.Message):
     step_quorum_id: int
     steady: bool
     agreed: bool
+    last_round: int
     question: int
-    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., unhealed: bool = ..., last_quorum_id: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., layout: _Optional[str] = ..., step_quorum_id: _Optional[int] = ..., steady: bool = ..., agreed: bool = ..., question: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., unhealed: bool = ..., last_quorum_id: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., layout: _Optional[str] = ..., step_quorum_id: _Optional[int] = ..., steady: bool = ..., agreed: bool = ..., last_round: _Optional[int] = ..., question: _Optional[int] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
     __slots__ = ("quorum_id", "recover_src_manager_address", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "recover_src_replica_rank", "recover_dst_replica_ranks", "commit_failures", "replica_ids", "round", "recover_extra_src_manager_addresses", "recover_extra_dst_replica_ranks", "steady")
@@ -790,16 +792,16 @@ class AttachDetach(_message.Message):
     def __init__(self, failure: _Optional[str] = ...) -> None: ...
 
 class AttachPhase(_message.Message):
-    __slots__ = ("phase", "step", "went_on_to", "answered")
+    __slots__ = ("phase", "step", "went_on_to", "round_before")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WENT_ON_TO_FIELD_NUMBER: _ClassVar[int]
-    ANSWERED_FIELD_NUMBER: _ClassVar[int]
+    ROUND_BEFORE_FIELD_NUMBER: _ClassVar[int]
     phase: Phase
     step: int
     went_on_to: int
-    answered: int
-    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., went_on_to: _Optional[int] = ..., answered: _Optional[int] = ...) -> None: ...
+    round_before: int
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., went_on_to: _Optional[int] = ..., round_before: _Optional[int] = ...) -> None: ...
 
 class AttachVote(_message.Message):
     __slots__ = ("vote", "number", "timeout_ms")

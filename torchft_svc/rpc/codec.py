@@ -154,7 +154,7 @@ def report_to_wire(report: PhaseReport) -> pb.AttachPhase:
         phase=phase_to_wire(report.phase),
         step=report.step,
         went_on_to=report.went_on_to,
-        answered=report.answered,
+        round_before=report.round_before,
     )
 
 
@@ -163,7 +163,7 @@ def report_from_wire(message: pb.AttachPhase) -> PhaseReport | None:
     phase = phase_from_wire(message.phase)
     if phase is None:
         return None
-    return PhaseReport(phase, message.step, message.went_on_to, message.answered)
+    return PhaseReport(phase, message.step, message.went_on_to, message.round_before)
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:
@@ -206,6 +206,7 @@ def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
         unhealed=message.unhealed,
         last_quorum_id=message.last_quorum_id,
         last_num_groups=message.last_num_groups,
+        last_round=message.last_round,
         layout=message.layout,
         step_quorum_id=message.step_quorum_id,
         steady=message.steady,

@@ -9,9 +9,10 @@ from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.assignment import Assignment
 from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.manager import WorkerNews
-from torchft_svc.core.round import Round, WorkerCalls
+from torchft_svc.core.round import Round
 from torchft_svc.core.route import AttachEnd, AttachRetry
 from torchft_svc.core.types import Vote, WorkerRequest
+from torchft_svc.core.worker_calls import WorkerCalls
 from torchft_svc.errors import TorchFTError
 from torchft_svc.sim.call import Call, Enter
 from torchft_svc.sim.manager_actor import ManagerActor, OnNews, Reply, WorkerAnswer
@@ -86,9 +87,13 @@ class LineActor:
             self._on_cut()
         self._process.after(following.pause_s, self.attach)
 
+    @property
+    def last_round(self) -> int:
+        return self._calls.last_round
+
     def tell_phase(self, report: PhaseReport) -> None:
-        self._report = report
-        self._say(lambda manager: manager.receive_phase(self._group_rank, report))
+        told = self._report = self._calls.report(report)
+        self._say(lambda manager: manager.receive_phase(self._group_rank, told))
 
     def ask_to_drain(self, reason: str) -> None:
         self._say(lambda manager: manager.drain(reason))
