@@ -21,6 +21,7 @@ from torchft_svc.client.runtime import bootstrap
 from torchft_svc.errors import (
     CheckpointError,
     ConfigError,
+    DeadlineExceeded,
     Drained,
     GivenUp,
     PeerError,
@@ -95,6 +96,38 @@ def test_each_worker_trains_with_its_own_kind() -> None:
             assert_identical([a[rank], b[rank]])
         assert a[0].manager.batches_committed() == 6
         assert not torch.equal(a[0].model[0].weight, a[1].model[0].weight)
+
+
+def test_a_worker_that_starts_late_is_not_taken_for_one_that_has_missed_an_answer(
+    address: str,
+) -> None:
+    """Its peer has asked one question more, for which no manager had an answer; they meet in each
+    step."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {"store_addr": "localhost", "store_port": store.port, "world_size": 2}
+    with Trainer(address, "a", 0, rank=0, **place, steady_steps=False) as early:
+        with pytest.raises(DeadlineExceeded):
+            early.manager.start_quorum(timeout=timedelta(seconds=0.5))
+        with Trainer(address, "a", 1, rank=1, **place, steady_steps=False) as late:
+            committed = meet_in_steps([early, late], 3)
+    assert committed == [[True] * 3] * 2
+    del store
+
+
+def meet_in_steps(group: list[Trainer], num: int) -> list[list[bool]]:
+    """Each worker's steps, in each of which all wait for one another."""
+    meeting = threading.Barrier(2)
+
+    def steps(worker: Trainer) -> list[bool]:
+        committed = []
+        for _ in range(num):
+            worker.optimizer.zero_grad()
+            meeting.wait(DEADLINE_S)
+            worker.loss().backward()
+            committed.append(worker.optimizer.step())
+        return committed
+
+    return together(*(lambda worker=worker: steps(worker) for worker in group))
 
 
 def test_a_group_votes_without_a_call(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
