@@ -205,9 +205,9 @@ class WorkerRequest:
     ``drain_reason``: why this worker has to end, so that its group leaves when all workers have
     asked (empty: it has not to). ``unhealed``: its last heal has failed. ``last_quorum_id``: the
     highest that it has received (0: none), maybe from an earlier manager, of ``last_num_groups``
-    (0: not known), in ``last_round`` (0: not known, or no question since has been the first).
-    ``question`` counts this worker's questions; a question is repeated with the
-    same number if its answer was lost (0: the worker does not count). ``layout``,
+    (0: not known). ``last_round`` is the round of the last one (0: not known, or this is not the
+    first question since). ``question`` counts this worker's questions; a question is repeated with
+    the same number if its answer was lost (0: the worker does not count). ``layout``,
     ``step_quorum_id``, ``steady``: see `Member`. ``agreed``: the other members of its last quorum
     know that they have to ask now, too (rule E4).
     """
