@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from support.trainer_workers import digest
+from support.trainer_workers import digest, job
 from torch import nn
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, MultiStepLR
 
+from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.held_state import HeldState, StepAbandoned
 from torchft_svc.trainer.messages import Position
+from torchft_svc.trainer.per_step import PerStepWorld
 
 
 class Training:
@@ -25,7 +28,7 @@ class Training:
         self.optimizers = [
             torch.optim.Adam(part.parameters(), lr=0.1) for part in parts or [self.model]
         ]
-        self.plans = [torch.optim.lr_scheduler.ExponentialLR(self.optimizers[0], gamma=0.5)]
+        self.plans: list[LRScheduler] = [ExponentialLR(self.optimizers[0], gamma=0.5)]
         self.held = HeldState()
         self.held.own([self.model], self.optimizers, self.plans)
 
@@ -240,3 +243,26 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
     other = Training()
     with pytest.raises(ConfigError, match="missing"):
         held.own([model], other.optimizers, other.plans)
+
+
+def test_a_worker_of_the_per_step_mode_heals_to_schedulers_that_go_on_alike() -> None:
+    """By way of the functions that `PerStepWorld` registers with its manager."""
+    groups = []
+    for seed in range(2):
+        training = Training(seed)
+        training.plans = [MultiStepLR(training.optimizers[0], [2, 5, 5], gamma=0.1)]
+        training.held = HeldState()
+        training.held.own([training.model], training.optimizers, training.plans)
+        world = PerStepWorld("a", job(), torch.device("cpu"), training.held)
+        groups.append((training, StateRegistry(world._take_over, world._hand_out)))
+    (ahead, its_state), (behind, registry) = groups
+    for _ in range(3):
+        ahead.step()
+    registry.load(its_state.collect({}, timeout_s=1.0))
+    rates = []
+    for _ in range(4):
+        for training in (ahead, behind):
+            training.step()
+        assert behind.plans[0].state_dict() == ahead.plans[0].state_dict()
+        rates.append([group[0].optimizers[0].param_groups[0]["lr"] for group in groups])
+    assert rates == [pytest.approx([rate, rate]) for rate in (0.01, 0.0001, 0.0001, 0.0001)]

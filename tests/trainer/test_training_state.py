@@ -68,6 +68,11 @@ def test_a_copy_does_not_change_while_training_goes_on() -> None:
     assert copy.parts["model"]["a"] is copy.parts["model"]["b"]
 
 
+def test_a_copy_has_all_parts_as_they_were() -> None:
+    state = trained_state(step=3)  # with a MultiStepLR, whose milestones are a Counter
+    assert same(copy_to_host(state), state)
+
+
 def test_a_state_of_another_model_is_refused_with_the_differences() -> None:
     model = torch.nn.Linear(2, 3)
     found = {"weight": torch.zeros(3, 4), "scale": torch.zeros(1)}

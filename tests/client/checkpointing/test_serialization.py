@@ -5,12 +5,13 @@ from __future__ import annotations
 import enum
 import json
 import math
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque
 from dataclasses import dataclass, field, fields, is_dataclass
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path, PurePosixPath, PureWindowsPath
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
 from uuid import UUID
 from zoneinfo import ZoneInfo
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 
 from torchft_svc.client.checkpointing.encoding import serialization, tree
 from torchft_svc.client.checkpointing.encoding.serialization import describe, parse
+from torchft_svc.client.checkpointing.encoding.tree import map_nodes
 from torchft_svc.client.checkpointing.encoding.values import DTYPES
 from torchft_svc.errors import CheckpointError, ConfigError
 
@@ -218,6 +220,7 @@ KNOWN: list[Any] = [
     OrderedDict(b=1, a=deque([OrderedDict(x=2)])),
     defaultdict(list, {1: [2]}),
     defaultdict(None, x=defaultdict(int, y=1)),
+    {"milestones": Counter({5: 1, 3: 2}), "others": Counter(a=0.5, b=-1, c=torch.ones(1))},
     [Color.RED, Color.GREEN, Level.LOW, Access.READ | Access.WRITE, Access(0)],
     Point(1, [Point(2, torch.arange(3))]),
     Record(3, {"a": Narrow([torch.ones(2), Color.RED])}),
@@ -238,6 +241,100 @@ KNOWN: list[Any] = [
 @pytest.mark.parametrize("number", range(len(KNOWN)))
 def test_known_types_come_back_as_they_were(number: int) -> None:
     assert same(KNOWN[number], there_and_back(KNOWN[number]))
+
+
+@pytest.mark.parametrize("number", range(len(KNOWN)))
+def test_a_mapped_state_has_the_same_values_in_containers_of_its_own(number: int) -> None:
+    state = KNOWN[number]
+    mapped = map_nodes(state, lambda value: value)
+    assert same(mapped, state)
+    if isinstance(state, dict | list | deque):
+        assert mapped is not state
+
+
+@FEW
+@given(states)
+def test_any_state_is_mapped_to_an_equal_one(state: object) -> None:
+    assert same(map_nodes(state, lambda value: value), state)
+
+
+def test_each_container_of_tensors_is_entered() -> None:
+    one = torch.ones(1)
+    layers: OrderedDict[str, Any] = OrderedDict(weight=one)
+    layers._metadata = {"": {"version": 2}}  # type: ignore[attr-defined]
+    state = {
+        "counter": Counter(a=one),
+        "defaults": defaultdict(list, a=[one]),
+        "queue": deque([one, one], maxlen=2),
+        "model": layers,
+        "point": Point(1, (one,)),
+        "record": Record(1, {"a": one}),
+        "narrow": [Narrow([one])],
+    }
+    mapped = map_nodes(state, lambda value: 2.0 if isinstance(value, torch.Tensor) else value)
+    narrow = Narrow([2.0])
+    narrow.value = [2.0, 0]
+    expected = {
+        "counter": Counter(a=2.0),
+        "defaults": defaultdict(list, a=[2.0]),
+        "queue": deque([2.0, 2.0], maxlen=2),
+        "model": OrderedDict(weight=2.0),
+        "point": Point(1, (2.0,)),
+        "record": Record(1, {"a": 2.0}),
+        "narrow": [narrow],
+    }
+    assert same(mapped, expected)
+    assert mapped["model"]._metadata == {"": {"version": 2}}
+    assert layers["weight"] is one, "the state itself is as it was"
+
+
+class Options(dict[str, Any]):
+    """A dict with a constructor of its own."""
+
+    def __init__(self, owner: str, **options: Any) -> None:
+        super().__init__(**options)
+        self.owner = owner
+
+
+class Steps(list[int]):
+    """A list with a constructor of its own."""
+
+    def __init__(self, first: int, last: int) -> None:
+        super().__init__(range(first, last))
+
+
+class Marked(Point):
+    """A namedtuple with an attribute beside its fields."""
+
+    note = ""
+
+
+class Corner(Point, enum.Enum):
+    TOP = (0, 1)
+
+
+def test_what_cannot_be_sent_is_mapped_as_one_node() -> None:
+    """So that nothing of it is lost before it is refused."""
+    marked = Marked(1, 2)
+    marked.note = "here"
+    state = [
+        Options("me", a=1),
+        Steps(1, 4),
+        marked,
+        Grown(1),
+        ChainMap({"a": 1}, {"b": 2}),
+        UserDict(a=1),
+        UserList([1]),
+        MappingProxyType({"a": 1}),
+        SimpleNamespace(a=1),
+    ]
+    mapped = map_nodes(state, lambda value: value)
+    for each, was in zip(mapped, state, strict=True):
+        assert each is was
+        with pytest.raises(ConfigError, match=r"state_dict\[0\]"):
+            describe([each])
+    assert map_nodes(Corner.TOP, lambda value: value) is Corner.TOP
+    assert there_and_back(Corner.TOP) is Corner.TOP
 
 
 @pytest.mark.parametrize(

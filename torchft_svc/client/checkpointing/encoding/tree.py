@@ -117,7 +117,7 @@ def decode(node: Json, tensors: Sequence[torch.Tensor], depth: int = 0) -> Any:
 def map_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with ``change`` applied to every node, top down; changed nodes are not entered.
 
-    Containers are copied, leaves are not; unknown types stay unchanged.
+    Containers are copied, leaves are not; types that cannot be sent stay unchanged.
     """
     changed = change(value)
     if changed is not value:
@@ -125,7 +125,8 @@ def map_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
     kind = type(value)
     if kind in _DICTS:
         result = defaultdict(value.default_factory) if kind is defaultdict else kind()
-        result.update((key, map_nodes(item, change)) for key, item in value.items())
+        for key, item in value.items():  # not with update(), which counts pairs in a Counter
+            result[key] = map_nodes(item, change)
         if kind is OrderedDict:
             vars(result).update(vars(value))
         return result
@@ -133,7 +134,7 @@ def map_nodes(value: Any, change: Callable[[Any], Any]) -> Any:
         return kind(map_nodes(item, change) for item in value)
     if kind is deque:
         return deque((map_nodes(item, change) for item in value), value.maxlen)
-    if _is_namedtuple(kind):
+    if _is_namedtuple(kind) and not _beside(value, ()):
         return tuple.__new__(kind, [map_nodes(item, change) for item in value])
     if dataclasses.is_dataclass(kind) and not _why_not_dataclass(value):
         names = [field.name for field in dataclasses.fields(kind)]
