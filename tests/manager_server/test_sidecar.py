@@ -220,6 +220,23 @@ def test_the_command_runs_as_a_sidecar_with_both_spellings_and_the_environment(
             line.leave("a:1")
 
 
+@pytest.mark.parametrize("address", [{}, {"TORCHFT_LIGHTHOUSE": ""}], ids=["alone", "beside"])
+def test_the_command_reads_the_papers_variable(
+    lighthouse: Process, address: dict[str, str]
+) -> None:
+    with (
+        FreshProcess(
+            "manager_server",
+            *("--replica-name=a", "--store-address=127.0.0.1:1", "--bind=:0"),
+            **address,
+            TORCH_LIGHTHOUSE=lighthouse.address,
+            TORCHFT_JOB_ID="papers-job",
+        ) as manager,
+        ManagerClient(f"127.0.0.1:{manager.port}", LONG) as client,
+    ):
+        assert client._quorum(0, 0, "", False, LONG).replica_ids[0].startswith("a:")
+
+
 def test_the_help_of_the_command_names_every_flag() -> None:
     told = command("manager_server", "--help").stdout
     for flag in ("--lighthouse", "--replica-name", "--group-world-size", "--store-address"):

@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from torchft_svc.client.data import DistributedSampler
     from torchft_svc.client.ddp import DistributedDataParallel
     from torchft_svc.client.device_mesh import ft_init_device_mesh
+    from torchft_svc.client.fault_tolerance_manager import FaultToleranceManager
     from torchft_svc.client.hsdp import replicate_across_groups, sharded_state_dict
     from torchft_svc.client.managed import ManagedProcessGroup
-    from torchft_svc.client.manager import FaultToleranceManager, Manager
+    from torchft_svc.client.manager import Manager
     from torchft_svc.client.optim import Optimizer, OptimizerWrapper
     from torchft_svc.client.process_groups.base import ProcessGroup
     from torchft_svc.client.process_groups.dummy import ProcessGroupDummy
@@ -63,7 +64,7 @@ __getattr__, __dir__ = lazy_names(
         "DistributedDataParallel": ".ddp",
         "DistributedSampler": ".data",
         "ErrorSwallowingProcessGroupWrapper": ".process_groups.wrappers",
-        "FaultToleranceManager": ".manager",
+        "FaultToleranceManager": ".fault_tolerance_manager",
         "HTTPTransport": ".checkpointing.http.transport",
         "ManagedProcessGroup": ".managed",
         "Manager": ".manager",

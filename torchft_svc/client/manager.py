@@ -247,6 +247,26 @@ class Manager:
         """
         return self._stepper.allreduce(tensor, should_quantize, reduce_op)
 
+    @uncompiled
+    def allreduce_grad(self, grad: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+        """Average ``grad`` in place over the groups that contribute; for a communication hook of
+        torch's own ``DistributedDataParallel``.
+
+        In a backward pass it returns at once, and the future is complete when the pass ends;
+        elsewhere it waits. The future always gets ``grad`` as its value: after an error of the step
+        the tensor stays unchanged, and the error is latched, never raised.
+
+        Torch changes the order of gradients in its buckets after its first backward pass. So the
+        first step of a group that joins is discarded on all groups, and it heals in the next one.
+        On devices that is not checked: give torch's wrapper ``find_unused_parameters=True`` there,
+        and it keeps its order. `torchft_svc.DistributedDataParallel` has neither cost.
+
+        Raises:
+            ConfigError: ``grad`` consists of whole numbers.
+            RequestRefused: no step is under way.
+        """
+        return self._stepper.bucket_hook.average(grad)
+
     def _average_gradients(self, tensor: torch.Tensor) -> dist.Work:
         """As `allreduce`, for a wrapper that has registered what it sums, in a fixed order."""
         return self._stepper.allreduce(tensor, False, ReduceOp.AVG, Kind.GRADIENTS)
@@ -497,22 +517,6 @@ class Manager:
 
     def __exit__(self, *_: object) -> None:
         self.shutdown()
-
-
-class FaultToleranceManager(Manager):
-    """A `Manager` that takes ``state_dict`` first; every other keyword is the manager's own."""
-
-    def __init__(
-        self,
-        save_state_dict: Callable[[], Any],
-        load_state_dict: Callable[[Any], None],
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(state_dict=save_state_dict, load_state_dict=load_state_dict, **kwargs)
-
-    def step(self) -> None:
-        """Begin a step: `Manager.start_quorum`."""
-        self.start_quorum()
 
 
 def _shortened(error: TorchFTError) -> TorchFTError:

@@ -32,7 +32,7 @@ from torchft_svc.rpc.security import Security
 @option(
     "--lighthouse",
     type=Addresses(),
-    envvar="TORCHFT_LIGHTHOUSE",
+    envvar=["TORCHFT_LIGHTHOUSE", "TORCH_LIGHTHOUSE"],
     required=True,
     help="Address of the lighthouse; of several, the first that answers.",
 )

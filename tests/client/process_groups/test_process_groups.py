@@ -370,6 +370,22 @@ def test_the_dummy_gives_back_what_it_got() -> None:
     assert [part.item() for part in (tensor, *gathered)] == [5.0] * 4
 
 
+def test_the_dummy_needs_no_members_to_be_used() -> None:
+    group = ProcessGroupDummy(2, 3)
+    assert (group.rank(), group.size(), group.errored()) == (2, 3, None)
+    tensor = torch.tensor([5.0])
+    assert group.allreduce([tensor]).wait()
+    gathered = [torch.zeros(1) for _ in range(3)]
+    group.allgather([gathered], [tensor]).wait()
+    assert [part.item() for part in (tensor, *gathered)] == [5.0] * 4
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [(-1, 1), (1, 1), (0, 0)])
+def test_a_dummys_rank_is_below_its_world_size(rank: int, world_size: int) -> None:
+    with pytest.raises(ConfigError, match=f"rank={rank}.*below world_size={world_size}"):
+        ProcessGroupDummy(rank, world_size)
+
+
 @pytest.mark.parametrize("timeout", [timedelta(0), timedelta(seconds=-1), timedelta.max])
 def test_no_time_is_refused_and_so_is_too_much(timeout: timedelta) -> None:
     with pytest.raises(ConfigError, match="timeout"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,14 +11,32 @@ from torch._C._distributed_c10d import Store
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import INTO_OUTPUT, CompletedWork, flat
+from torchft_svc.errors import ConfigError
 
 
 class ProcessGroupDummy(DelegatingProcessGroup):
     """Acts as the only member: every collective ends at once and returns its input.
 
-    It keeps the rank and the world size that it was configured with, so a program sees the
-    quorum's numbers, but exchanges no data.
+    It can be used at once, for example to keep the collectives of a wrapper inside this process,
+    and may be configured as any other: it keeps the rank and the world size that it was made or
+    configured with, so a program sees the quorum's numbers, but exchanges no data.
+
+    Args:
+        rank: this member's index among ``world_size`` members.
+
+    Raises:
+        ConfigError: the rank is not below the world size, or the timeout is not valid.
     """
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, timeout: timedelta = timedelta(seconds=60)
+    ) -> None:
+        if not 0 <= rank < world_size:
+            expected = f"it must be 0 or more, and below world_size={world_size}"
+            raise ConfigError("rank", rank, expected)
+        super().__init__(timeout)
+        self._backend = _Alone()
+        self._rank, self._world_size = rank, world_size
 
     @property
     def needs_all_members(self) -> bool:

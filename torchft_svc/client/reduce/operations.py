@@ -51,6 +51,16 @@ class Kind(enum.IntEnum):
     AVERAGE = 0  # the program, with `Manager.allreduce`
     GRADIENTS = 1  # a wrapper of a model
     END = 2  # the step has no more operations
+    FIRST_BUCKET = 3  # torch's wrapper, before it changes the order of gradients in its buckets
+    BUCKET = 4  # torch's wrapper, after that
+
+
+_LAUNCHED_BY = {
+    Kind.AVERAGE: "Manager.allreduce",
+    Kind.GRADIENTS: "gradients",
+    Kind.FIRST_BUCKET: "a bucket of torch's DistributedDataParallel in its first backward pass",
+    Kind.BUCKET: "a bucket of torch's DistributedDataParallel after its first backward pass",
+}
 
 
 class Operation(NamedTuple):
@@ -94,10 +104,9 @@ class Operation(NamedTuple):
             return f"number {self.position}, the backward pass of wrapper {self.wrapper}"
         name = _OP_NAMES[self.op] if 0 <= self.op < len(_OPS) else "operation"
         dtype = str(_DTYPES[self.dtype]) if 0 <= self.dtype < len(_DTYPES) else "another dtype"
-        whose = "Manager.allreduce" if self.kind is Kind.AVERAGE else "gradients"
         return (
-            f"number {self.position}, {whose}: {name} of {self.numel} elements of "
-            f"{dtype.removeprefix('torch.')}"
+            f"number {self.position}, {_LAUNCHED_BY[self.kind]}: {name} of {self.numel} elements "
+            f"of {dtype.removeprefix('torch.')}"
         )
 
 

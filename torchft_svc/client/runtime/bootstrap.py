@@ -19,7 +19,7 @@ from torchft_svc.client.process_groups.rendezvous import (
     call_store,
 )
 from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
-from torchft_svc.coordination import ManagerLocator
+from torchft_svc.coordination import ManagerLocator, ManagerServer
 from torchft_svc.core.route import MANAGER_PATIENCE_S
 from torchft_svc.core.types import Resumed, check_not_empty
 from torchft_svc.env import Environment
@@ -59,6 +59,7 @@ class GroupServices:
     """The manager's address, the group's name, and how to stop what was started here.
 
     ``resume_with`` takes what tells as which member of its quorum another manager continues.
+    ``manager``: the manager that was started here; None: this worker uses one that runs elsewhere.
     """
 
     manager_address: str
@@ -66,6 +67,7 @@ class GroupServices:
     replica_name: str
     close: Callable[[], None]
     resume_with: Callable[[Callable[[], Resumed | None]], None] = lambda _: None
+    manager: ManagerServer | ManagerSupervisor | None = None
 
 
 def open_store(
@@ -197,11 +199,13 @@ class StartingServices:
             server = coordination.ManagerServer.configured(self._config)
             address = str(parse_address(server.address()))
             here = ManagerLocator(lambda: address, MANAGER_PATIENCE_S)
-            return GroupServices(address, here, name, server.shutdown)
+            return GroupServices(address, here, name, server.shutdown, manager=server)
         first = supervisor.await_ready()
         log.debug("manager of %s at %s, process %d", name, first, supervisor.pid)
         kept = ManagerLocator(supervisor.find, MANAGER_PATIENCE_S)
-        return GroupServices(first, kept, name, supervisor.close, supervisor.resume_with)
+        return GroupServices(
+            first, kept, name, supervisor.close, supervisor.resume_with, manager=supervisor
+        )
 
 
 def _manager_config(

@@ -65,6 +65,7 @@ class Runtime:
     timer: Timer
     group_store: GroupStore | None
     services: GroupServices
+    lighthouse_address: str
     term_signal: TermSignal | None
     recorder: FlightRecorder | None
     closed: bool = False
@@ -159,6 +160,7 @@ def start_runtime(
             timer=Timer("torchft-timer"),
             group_store=store,
             services=services,
+            lighthouse_address=options.lighthouse_address,
             term_signal=TermSignal(worker.drain, client.drain) if given.heeds_term else None,
             recorder=recorder,
         )

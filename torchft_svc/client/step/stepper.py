@@ -16,6 +16,7 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client.process.background import BackgroundThread, Task
 from torchft_svc.client.process_groups.operations import CompletedWork
+from torchft_svc.client.reduce.bucket_hook import BucketHook
 from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives, check_arguments, uncompiled
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
@@ -81,6 +82,7 @@ class Stepper:
         self._reports = self._make_collectives(
             limit_s, self._latch_report_error, between_steps=True
         )
+        self.bucket_hook = BucketHook(self._allreduce_bucket)
         self._turn: weakref.ref[Launching] | None = None
         self._reducers: list[weakref.ref[Reducing]] = []
         self.weights_version = 0  # see `Manager.weights_version`
@@ -244,6 +246,13 @@ class Stepper:
         if not self._can_reduce():
             return CompletedWork(tensor)
         return self._collectives.allreduce(tensor, op, self.state.participation, kind)
+
+    def _allreduce_bucket(self, bucket: torch.Tensor, kind: Kind) -> dist.Work:
+        """See `Manager.allreduce_grad`; ``kind``: which pass of torch's wrapper it belongs to."""
+        check_arguments(bucket, False, ReduceOp.AVG)
+        if not self._can_reduce():
+            return CompletedWork(bucket)
+        return self._collectives.allreduce(bucket, ReduceOp.AVG, self.state.participation, kind)
 
     def _is_between_steps(self) -> bool:
         state = self.state
