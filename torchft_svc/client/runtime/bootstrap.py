@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
@@ -19,7 +20,7 @@ from torchft_svc.client.process_groups.rendezvous import (
     call_store,
 )
 from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
-from torchft_svc.coordination import ManagerLocator, ManagerServer
+from torchft_svc.coordination import ManagerLocator
 from torchft_svc.core.route import MANAGER_PATIENCE_S
 from torchft_svc.core.types import Resumed, check_not_empty
 from torchft_svc.env import Environment
@@ -35,6 +36,9 @@ from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.supervisor import ManagerSupervisor
 from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, split_addresses
 from torchft_svc.rpc.uninterruptible import nothing
+
+if TYPE_CHECKING:
+    from torchft_svc.coordination import ManagerServer
 
 log = logging.getLogger(__name__)
 
