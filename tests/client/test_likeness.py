@@ -97,6 +97,14 @@ def trainers(tmp_path: Path) -> Iterator[Callable[..., Trainers]]:
             "a bigger model",
             ("23554 elements of float32", "186 elements of float32"),
         ),
+        (
+            "heads",
+            "heads, swapped",
+            (
+                "The first difference is parameter 0: heads.b.weight in 'c:",
+                "heads.a.weight in '",
+            ),
+        ),
         ("", "channels last", ("float32, 2 not contiguous, in 1 parts", "float32, in 1 parts")),
         ("", "a synchronous quorum", ("use_async_quorum=False", "use_async_quorum=True")),
         ("", "another minimum", ("min_replica_size=2", "min_replica_size=1")),

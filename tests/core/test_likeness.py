@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.core.scenes import Scene, config, formed
 
-from torchft_svc.core.likeness import group_layout
+from torchft_svc.core.likeness import describe_layout, group_layout
 from torchft_svc.core.types import MAX_LAYOUT_LENGTH
 from torchft_svc.errors import RequestRefused
 
@@ -81,9 +81,10 @@ def test_a_newcomer_that_sums_something_else_is_refused_with_both_sides_named() 
     with pytest.raises(RequestRefused) as refused:
         asks(scene, BIG, "c:1")
     assert str(refused.value) == (
-        "'c:1' differs from 'a:1': all groups of a job need the same model, in the "
-        "same memory formats, wrapped in the same way, and the same settings; start this group "
-        f"like the others, or as another job. 'c:1': {BIG}. 'a:1': {SMALL}"
+        "'c:1' differs from 'a:1': all groups of a job need the same model, with the same names in "
+        "the same order, in the same memory formats, wrapped in the same way, and the same "
+        "settings; start this group like the others, or as another job. "
+        f"'c:1': {BIG}. 'a:1': {SMALL}"
     )
     asks(scene, SMALL, "a:1", "b:1", step=1)
     assert scene.take_quorums() == [(1, ["a:1", "b:1"])]
@@ -144,5 +145,75 @@ def test_the_workers_of_a_group_tell_one_layout(layouts: list[str], told: str) -
 
 def test_a_layout_that_is_cut_still_differs_where_one_worker_s_does() -> None:
     long = ["x" * MAX_LAYOUT_LENGTH]
-    assert len(group_layout([*long, "y"])) == MAX_LAYOUT_LENGTH
+    assert len(group_layout([*long, "y"])) <= MAX_LAYOUT_LENGTH
     assert group_layout([*long, "y"]) != group_layout([*long, "z"])
+
+
+NAMES = [f"layers.{i}.{part}.{kind}" for i in range(40) for part in "qkv" for kind in ("w", "b")]
+
+
+def refusal(theirs: str, mine: str) -> str:
+    """The reason for which a group with the layout ``mine`` cannot join."""
+    scene = Scene(config(min_replicas=2))
+    scene.ask("a:1", layout=theirs)
+    with pytest.raises(RequestRefused) as refused:
+        scene.ask("c:1", layout=mine)
+    return str(refused.value)
+
+
+def test_the_first_difference_of_two_large_models_is_named() -> None:
+    theirs = describe_layout(["digest 1"], "settings", NAMES)
+    mine = describe_layout(["digest 2"], "settings", [*NAMES[:200], "extra", *NAMES[200:]])
+    assert max(len(theirs), len(mine)) <= MAX_LAYOUT_LENGTH
+    assert (
+        "The first difference is parameter 200: extra in 'c:1', layers.33.k.w in 'a:1'. "
+        "'c:1': digest 2; settings. 'a:1': digest 1; settings"
+    ) in refusal(theirs, mine)
+    shorter = describe_layout(["digest 3"], "settings", NAMES[:-1])
+    assert "parameter 239: missing in 'c:1', layers.39.v.b in 'a:1'" in refusal(theirs, shorter)
+
+
+def test_groups_whose_names_are_packed_differently_are_alike() -> None:
+    """Another zlib may pack the same names into other bytes."""
+    one = describe_layout(["digest 1"], "settings", NAMES)
+    scene = Scene(config(min_replicas=2))
+    scene.ask("a:1", layout=one)
+    scene.ask("b:1", layout=one + "0")
+    scene.ask("c:1", layout="digest 1; settings")
+    assert [ids for _, ids in scene.take_quorums()] == [["a:1", "b:1"]]
+    assert group_layout([one, one + "0"]) == one
+
+
+@pytest.mark.parametrize("names", ["", "x", "0" * 400, "\u00e9"])
+def test_names_that_cannot_be_unpacked_explain_nothing(names: str) -> None:
+    theirs = describe_layout(["digest 1"], "settings", NAMES)
+    reason = refusal(theirs, f"digest 2; settings; names {names}")
+    assert "first difference" not in reason
+    assert reason.endswith("'c:1': digest 2; settings. 'a:1': digest 1; settings")
+
+
+def test_names_that_unpack_to_far_too_much_are_not_unpacked() -> None:
+    theirs = describe_layout(["digest 1"], "settings", NAMES)
+    mine = describe_layout(["digest 2"], "settings", ["x" * 500_000])
+    assert "; names " in mine
+    assert "first difference" not in refusal(theirs, mine)
+
+
+def test_a_layout_of_many_wrappers_differs_by_all_of_them() -> None:
+    """It is cut where it is too long, also in front of the settings."""
+    many = [f"{i} parameters with {i} elements of float32, digest 0123456789" for i in range(40)]
+    layouts = {
+        describe_layout([*many, last], settings, ["name"])
+        for last in "xy"
+        for settings in ("this", "that")
+    }
+    assert len(layouts) == 4
+    assert max(map(len, layouts)) <= MAX_LAYOUT_LENGTH
+
+
+def test_the_layout_of_a_group_keeps_the_names_of_its_first_worker() -> None:
+    first, second = (describe_layout([f"digest {i}"], "settings", NAMES[:5]) for i in range(2))
+    theirs = describe_layout(["digest 2"], "settings", NAMES[1:5])
+    reason = refusal(theirs, group_layout([first, second]))
+    assert "parameter 0: layers.0.q.w in 'c:1', layers.0.q.b in 'a:1'" in reason
+    assert "digest 0; settings; on all 2 workers " in reason

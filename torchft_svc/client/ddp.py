@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from torchft_svc.client.checkpointing.encoding.shards import is_sharded
-from torchft_svc.client.gradients.buckets import plan_buckets
+from torchft_svc.client.gradients.buckets import plain_names, plan_buckets
 from torchft_svc.client.gradients.reducer import SPARSE, Reducer
 from torchft_svc.errors import ConfigError
 
@@ -96,7 +96,7 @@ class DistributedDataParallel(nn.Module):
             manager,
             plan_buckets(parameters, bucket_cap_mb),
             hands_out=gradient_as_bucket_view,
-            names={id(parameter): name for name, parameter in module.named_parameters()},
+            names=plain_names(module),
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from torchft_svc.client.gradients.buckets import describe_tensors
+from torchft_svc.client.gradients.buckets import describe_tensors, plain_names
 from torchft_svc.client.gradients.reducer import check_running, watch_outputs
 from torchft_svc.errors import ConfigError, RequestRefused
 
@@ -50,7 +51,7 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
                 "its gradient would not be averaged: shard the module it belongs to",
             )
 
-    sums = _ShardedSums(manager, groups)
+    sums = _ShardedSums(manager, groups, plain_names(model))
     manager.register_reducer(sums)
     trainer = threading.current_thread()
     for group in groups:
@@ -62,14 +63,21 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
 
 
 class _ShardedSums:
-    """The sums of FSDP's parameter ``groups``, which keep it alive."""
+    """The sums of FSDP's parameter ``groups``, which keep it alive.
 
-    def __init__(self, manager: Manager, groups: list[Any]) -> None:
+    ``names`` are the parameters' names by id, in the model's order.
+    """
+
+    def __init__(self, manager: Manager, groups: list[Any], names: Mapping[int, str]) -> None:
         self._manager = manager
-        shards = [[_local(param.sharded_param) for param in group.fsdp_params] for group in groups]
+        sharded = [[param.sharded_param for param in group.fsdp_params] for group in groups]
+        shards = [[_local(param) for param in part] for part in sharded]
         # Empty: FSDP sums only parameters that are trained, so groups that differ would not match.
         self.parameters: list[nn.Parameter] = []
-        self.layout = f"sharded in {len(groups)} groups: {describe_tensors(shards)}"
+        named = [[names.get(id(param), "") for param in part] for part in sharded]
+        summed = {id(param) for part in sharded for param in part}
+        self.names = [name for key, name in names.items() if key in summed]
+        self.layout = f"sharded in {len(groups)} groups: {describe_tensors(shards, named)}"
 
     def average(self, reduced: torch.Tensor) -> None:
         """FSDP's hook: average ``reduced`` in place."""

@@ -41,6 +41,7 @@ class ManagedProcessGroup(ProcessGroup):
 
     layout = ""  # only torch's wrapper knows it
     parameters = ()  # likewise
+    names = ()
 
     def __init__(self, manager: Manager, *, averages_sums: bool = False) -> None:
         super().__init__()

@@ -23,8 +23,9 @@ MAX_NUMBERS_LENGTH = 92
 DEFAULT_QUORUM_BYTES = 4 << 20
 # The largest permitted setting: managers accept no longer answer.
 MAX_QUORUM_BYTES = 64 << 20
-# A few settings, a line for each of a few wrappers of a model, and digests of all the rest.
-MAX_LAYOUT_LENGTH = 1024
+# A few settings, a line for each of a few wrappers of a model, digests of all the rest, and the
+# packed names of about a thousand parameters. Only the lighthouse receives it.
+MAX_LAYOUT_LENGTH = 4096
 # A reason is shown in one log line.
 MAX_REASON_LENGTH = 1000
 # Steps and ids travel as int64.

@@ -20,6 +20,18 @@ from torchft_svc.errors import TorchFTError
 PACE_S = 0.02
 
 
+class Heads(nn.Module):
+    """Two parts with equal shapes, in the order of ``names``."""
+
+    def __init__(self, names: list[str]) -> None:
+        super().__init__()
+        self.heads = nn.ModuleDict({name: nn.Conv2d(3, 2, 3) for name in names})
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        averaged: torch.Tensor = self.heads["a"](inputs) - 2 * self.heads["b"](inputs)
+        return averaged
+
+
 def run(kind: str, file: Path) -> None:
     """Train until this process is ended; ``kind`` is what is special about it.
 
@@ -39,8 +51,10 @@ def _train(kind: str, file: Path) -> None:
         os.environ["TORCHFT_CHECK_COLLECTIVES"] = "1"
     width = 512 if kind == "a bigger model" else 4
     strides = torch.channels_last if kind == "channels last" else torch.contiguous_format
-    model = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, 2, 3))
+    model: nn.Module = nn.Sequential(nn.Conv2d(3, width, 3), nn.ReLU(), nn.Conv2d(width, 2, 3))
     model = model.to(memory_format=strides)
+    if "heads" in kind:
+        model = Heads(["a", "b"] if kind == "heads" else ["b", "a"])
     branch = nn.Conv2d(3, 4, 3)
     both = nn.ModuleList([model, branch])
     sgd = torch.optim.SGD(both.parameters(), lr=0.01)

@@ -20,6 +20,8 @@ FIRST_BUCKET_BYTES = 1024 * 1024
 _MEGABYTE = 1024 * 1024
 # glibc heeds blocks up to 32 MiB, with their own administration.
 _MAX_HEEDED_BYTES = 32 * _MEGABYTE - 64 * 1024
+# What torch.compile, checkpoint_wrapper, and FSDP insert into the names of parameters.
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
 
 class Bucket:
@@ -92,10 +94,19 @@ class Bucket:
                 parameter.grad = torch.zeros_like(parameter)
 
 
-def describe_tensors(parts: Sequence[Sequence[torch.Tensor]]) -> str:
-    """A sentence on what is summed, with a digest: see `Reducing.layout`."""
+def describe_tensors(
+    parts: Sequence[Sequence[torch.Tensor]], names: Sequence[Sequence[str]]
+) -> str:
+    """A sentence on what is summed, with a digest: see `Reducing.layout`.
+
+    ``names`` of the same parameters: two of them may have equal shapes, and are averaged by
+    position.
+    """
     tensors = [tensor for part in parts for tensor in part]
-    places = [[_place(tensor) for tensor in part] for part in parts]
+    places = [
+        [(name, *_place(tensor)) for name, tensor in zip(named, part, strict=True)]
+        for named, part in zip(names, parts, strict=True)
+    ]
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors})
     num_turned = sum(not tensor.is_contiguous() for tensor in tensors)
     turned = f", {num_turned} not contiguous" if num_turned else ""
@@ -113,6 +124,17 @@ def _place(tensor: torch.Tensor) -> tuple[str, list[int], list[int]]:
     strides = tensor.stride() if _is_dense(tensor) else torch.empty(sizes, device="meta").stride()
     pairs = zip(sizes, strides, strict=True)
     return str(tensor.dtype), sizes, [0 if size == 1 else step for size, step in pairs]
+
+
+def plain_names(module: nn.Module) -> dict[int, str]:
+    """The parameters' names by id, without the parts that wrappers such as torch.compile add.
+
+    So a group that compiles its model, or recomputes activations, fits to one that does not.
+    """
+    names = {}
+    for name, parameter in module.named_parameters():
+        names[id(parameter)] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+    return names
 
 
 def plan_buckets(

@@ -49,7 +49,7 @@ class Reducer:
     """Hooks the parameters' gradients, and sums full buckets, always in the same order.
 
     ``hands_out``: gradients become views of the buckets' memory instead of copies. ``names`` are
-    the parameters' names by id.
+    the parameters' names by id, in the model's order.
 
     A failed sum does not raise into the backward pass: the manager latches the error, and the other
     sums of the step are skipped. A pass that an exception ends stays open until `settle`, which the
@@ -68,7 +68,10 @@ class Reducer:
         self._buckets = buckets
         self._hands_out = hands_out
         self._names = names
-        self.layout = describe_tensors([bucket.parameters for bucket in buckets])
+        parts = [bucket.parameters for bucket in buckets]
+        self.layout = describe_tensors(
+            parts, [[names[id(each)] for each in part] for part in parts]
+        )
         self.enabled = True
         self._active = False
         self._failed = False
@@ -91,6 +94,11 @@ class Reducer:
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for bucket in self._buckets for parameter in bucket.parameters]
+
+    @property
+    def names(self) -> list[str]:
+        summed = {id(parameter) for parameter in self.parameters}
+        return [name for key, name in self._names.items() if key in summed]
 
     @uncompiled
     def prepare(self) -> None:

@@ -34,6 +34,14 @@ class Reducing(Protocol):
         Their ``requires_grad`` is part of the state that groups heal by.
         """
 
+    @property
+    def names(self) -> Sequence[str]:
+        """The names of the parameters that it sums, in the model's order.
+
+        Only for the error of a group that differs: ``layout`` has a digest of them. Empty: not
+        known.
+        """
+
     def settle(self) -> Exception | None:
         """End the step: abandon an unfinished backward pass, and return an error if there was one.
 

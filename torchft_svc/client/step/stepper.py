@@ -23,10 +23,10 @@ from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
+from torchft_svc.core.likeness import describe_layout
 from torchft_svc.core.round import UNDER_WAY, RoundRequest
 from torchft_svc.core.round_orders import Decide, LeaveMembers
 from torchft_svc.core.step import Phase, StepState
-from torchft_svc.core.types import MAX_LAYOUT_LENGTH
 from torchft_svc.errors import QuorumFailed, RequestRefused, TornState
 
 log = logging.getLogger(__name__)
@@ -85,6 +85,7 @@ class Stepper:
         self.bucket_hook = BucketHook(self._allreduce_bucket)
         self._turn: weakref.ref[Launching] | None = None
         self._reducers: list[weakref.ref[Reducing]] = []
+        self._layout: tuple[list[str], str] | None = None  # of these parts, see `layout`
         self.weights_version = 0  # see `Manager.weights_version`
         deps.registry.watch(lambda: [each for r in self.reducers() for each in r.parameters])
         self._thread_of_step: int | None = None
@@ -322,8 +323,12 @@ class Stepper:
 
     def layout(self) -> str:
         """What must be equal in all groups: the known layouts, and the common settings."""
-        layouts = [reducer.layout for reducer in self.reducers() if reducer.layout]
-        return "; ".join([*layouts, self._common])[:MAX_LAYOUT_LENGTH]
+        reducers = self.reducers()
+        parts = [reducer.layout for reducer in reducers if reducer.layout]
+        if self._layout is None or self._layout[0] != parts:
+            names = [name for reducer in reducers for name in reducer.names]
+            self._layout = parts, describe_layout(parts, self._common, names)
+        return self._layout[1]
 
     def shown_step(self) -> int:
         """See `Manager.current_step`: during a heal, on the training thread, the step of the healed
