@@ -9,60 +9,32 @@ from pathlib import Path
 import google.protobuf
 import grpc_tools
 import pytest
-from google.protobuf.descriptor import FieldDescriptor
-from google.protobuf.descriptor_pb2 import FieldDescriptorProto
+from google.protobuf import timestamp_pb2
+from google.protobuf.descriptor import FieldDescriptor, FileDescriptor
+from google.protobuf.descriptor_pb2 import FieldDescriptorProto, FileDescriptorSet
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_tools import protoc
 
 from torchft_svc.proto import torchft_pb2 as pb
 
 ROOT = Path(__file__).parents[1]
 GENERATED = ROOT / "torchft_svc" / "proto"
-# What the public release has: field numbers must never change.
-SHARED = {
+PAPER = ROOT / "tests" / "support" / "design_paper.proto"
+# Names that differ from the paper's; numbers and types never do.
+RENAMED = {
+    "ManagerQuorumResponse": {
+        "address": "recover_src_manager_address",
+        "max_rank": "max_replica_rank",
+    },
+}
+# What the public release has beside the paper's fields in the messages to a lighthouse.
+PUBLIC = {
     "QuorumMember": {
-        "replica_id": (1, "STRING"),
-        "address": (2, "STRING"),
-        "store_address": (3, "STRING"),
-        "step": (4, "INT64"),
-        "world_size": (5, "UINT64"),
         "shrink_only": (6, "BOOL"),
         "data": (7, "STRING"),
         "commit_failures": (8, "INT64"),
     },
-    "Quorum": {
-        "quorum_id": (1, "INT64"),
-        "participants": (2, "MESSAGE"),
-        "created": (3, "MESSAGE"),
-    },
-    "LighthouseQuorumRequest": {"requester": (1, "MESSAGE")},
-    "LighthouseQuorumResponse": {"quorum": (1, "MESSAGE")},
-    "LighthouseHeartbeatRequest": {"replica_id": (1, "STRING")},
-    "LighthouseHeartbeatResponse": {},
-    "ManagerQuorumRequest": {
-        "rank": (1, "INT64"),
-        "step": (2, "INT64"),
-        "checkpoint_server_addr": (3, "STRING"),
-    },
-    "ManagerQuorumResponse": {
-        "quorum_id": (1, "INT64"),
-        "recover_src_manager_address": (2, "STRING"),
-        "store_address": (3, "STRING"),
-        "max_step": (4, "INT64"),
-        "max_replica_rank": (5, "INT64"),
-        "max_world_size": (6, "INT64"),
-        "replica_rank": (7, "INT64"),
-        "replica_world_size": (8, "INT64"),
-        "heal": (9, "BOOL"),
-    },
-    "CheckpointAddressRequest": {"rank": (1, "INT64")},
-    "CheckpointAddressResponse": {"checkpoint_server_address": (1, "STRING")},
-    "ShouldCommitRequest": {
-        "should_commit": (1, "BOOL"),
-        "rank": (2, "INT64"),
-        "step": (3, "INT64"),
-    },
-    "ShouldCommitResponse": {"should_commit": (1, "BOOL")},
-    "KillRequest": {"msg": (1, "STRING")},
-    "KillResponse": {},
 }
 # (request, answer, request is a stream, answer is a stream)
 METHODS = {
@@ -123,15 +95,68 @@ def test_the_generated_code_is_fresh(name: str, tmp_path: Path) -> None:
     assert (tmp_path / name).read_text() == (GENERATED / name).read_text()
 
 
-@pytest.mark.parametrize("message", SHARED)
-def test_shared_fields_have_the_numbers_of_the_public_release(message: str) -> None:
-    fields = pb.DESCRIPTOR.message_types_by_name[message].fields
-    shared = {
-        field.name: (field.number, FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_"))
-        for field in fields
-        if field.number < FIRST_OWN_NUMBER
-    }
-    assert shared == SHARED[message]
+@pytest.fixture(scope="module")
+def paper(tmp_path_factory: pytest.TempPathFactory) -> FileDescriptor:
+    """The messages and services of the design paper, compiled from its own text."""
+    compiled = tmp_path_factory.mktemp("paper") / "paper.bin"
+    well_known = Path(grpc_tools.__file__).parent / "_proto"
+    arguments = ["", f"-I{PAPER.parent}", f"-I{well_known}", f"--descriptor_set_out={compiled}"]
+    assert protoc.main([*arguments, PAPER.name]) == 0
+    (file,) = FileDescriptorSet.FromString(compiled.read_bytes()).file
+    pool = DescriptorPool()
+    pool.AddSerializedFile(timestamp_pb2.DESCRIPTOR.serialized_pb)
+    return pool.AddSerializedFile(file.SerializeToString()) or pool.FindFileByName(file.name)
+
+
+def shape(field: FieldDescriptor) -> tuple[int, str, str, bool, bool]:
+    """Number, type, type of message, whether it is repeated, and whether it may be absent."""
+    kind = FieldDescriptorProto.Type.Name(field.type).removeprefix("TYPE_")
+    message = field.message_type.name if field.message_type is not None else ""
+    is_optional = not message and field.has_presence
+    return field.number, kind, message, field.is_repeated, is_optional
+
+
+def test_all_messages_of_the_paper_have_its_numbers_types_and_names(paper: FileDescriptor) -> None:
+    assert len(paper.message_types_by_name) == 14
+    for name, message in paper.message_types_by_name.items():
+        renamed = RENAMED.get(name, {})
+        theirs = {renamed.get(field.name, field.name): shape(field) for field in message.fields}
+        shared = {
+            field.name: shape(field)
+            for field in pb.DESCRIPTOR.message_types_by_name[name].fields
+            if field.number < FIRST_OWN_NUMBER and field.name not in PUBLIC.get(name, {})
+        }
+        assert shared == theirs, name
+
+
+def test_fields_of_the_public_release_have_its_numbers() -> None:
+    for name, fields in PUBLIC.items():
+        message = pb.DESCRIPTOR.message_types_by_name[name]
+        assert {each: shape(message.fields_by_name[each])[:2] for each in fields} == fields
+
+
+def test_all_services_of_the_paper_have_its_calls(paper: FileDescriptor) -> None:
+    assert len(paper.services_by_name) == 2
+    for name, service in paper.services_by_name.items():
+        for method in service.methods:
+            types = (method.input_type.name, method.output_type.name, False, False)
+            assert METHODS[name][method.name] == types
+
+
+def test_an_answer_of_the_paper_is_read_by_its_own_names(paper: FileDescriptor) -> None:
+    """And ours by the paper's: a name is not sent."""
+    theirs = GetMessageClass(paper.message_types_by_name["ManagerQuorumResponse"])
+    values = {"quorum_id": 7, "store_address": "b:2", "max_step": 5, "heal": True}
+    answer = pb.ManagerQuorumResponse(
+        **values, recover_src_manager_address="a:1", max_replica_rank=0, round=3
+    )
+    expected = theirs(**values, address="a:1", max_rank=0)
+    read = theirs.FromString(answer.SerializeToString())
+    read.DiscardUnknownFields()
+    assert read == expected
+    again = pb.ManagerQuorumResponse.FromString(expected.SerializeToString())
+    answer.ClearField("round")
+    assert again == answer
 
 
 def test_what_is_repeated_and_what_may_be_absent() -> None:
