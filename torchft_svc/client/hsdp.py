@@ -91,6 +91,10 @@ class _ShardedSums:
                 self._manager, outputs
             )  # after its end another manager may have replaced it
 
+    def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """None: FSDP owns the memory of the averages."""
+        return None
+
     def settle(self) -> Exception | None:
         """See `Reducing.settle`; the manager tracks passes that sum something."""
         return None

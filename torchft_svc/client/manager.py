@@ -370,8 +370,7 @@ class Manager:
         Raises:
             RequestRefused: the next step has begun already.
         """
-        with self._worker.changing() as round_:
-            round_.step.lose_update(repr(e))
+        self._stepper.report_spoiled(e)
 
     def errored(self) -> Exception | None:
         """The first error of this step, or None."""
@@ -440,6 +439,7 @@ class Manager:
         Raises:
             RequestRefused: the weights are not those of a step.
         """
+        self._stepper.find_lost_update()
         with self._worker.changing() as round_:
             round_.step.check_whole()
         return self._worker.state.counters()

@@ -111,6 +111,14 @@ class Reducer:
     def first(self) -> torch.Tensor:
         return self._buckets[0].memory
 
+    def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See `Reducing.average_of`."""
+        for bucket in self._buckets:
+            for each, view in zip(bucket.parameters, bucket.views, strict=True):
+                if each is parameter:
+                    return view
+        return None
+
     def settle(self) -> Exception | None:
         """See `Reducing.settle`; replaces memory that an operation may still write to."""
         if not self._active:

@@ -42,6 +42,9 @@ class Reducing(Protocol):
         known.
         """
 
+    def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The last average of the parameter's gradient, if the reducer still has it."""
+
     def settle(self) -> Exception | None:
         """End the step: abandon an unfinished backward pass, and return an error if there was one.
 

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,6 +180,25 @@ class StateRegistry:
     def updated_parameters(self) -> list[torch.Tensor]:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [parameter for group in groups for parameter in group["params"]]
+
+    def holds_any(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether one of ``tensors`` shares its memory with the state, which is saved to see that.
+
+        For the training thread, also while the gate is shut. False if a function fails.
+        """
+        places = {_storage(each) for each in take_apart(list(tensors)) if _may_be_owned(each)}
+        found: list[bool] = []
+
+        def note(value: Any) -> Any:
+            if _may_be_owned(value):
+                found.append(_storage(value) in places)
+            return value
+
+        try:
+            map_nodes(take_apart(self._save_all()), note)
+        except Exception:
+            log.debug("the state cannot be saved now", exc_info=True)
+        return any(found)
 
     def collect_copied(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
         """`collect`, with copies of everything that may change outside of an update."""

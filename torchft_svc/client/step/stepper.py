@@ -23,6 +23,7 @@ from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
+from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
 from torchft_svc.core.likeness import describe_layout
 from torchft_svc.core.round import UNDER_WAY, RoundRequest
 from torchft_svc.core.round_orders import Decide, LeaveMembers
@@ -94,6 +95,7 @@ class Stepper:
         self._runner = RoundRunner(deps, rules, worker)
         self._task: Task | None = None  # a round on the background thread
         self._ends_update = False  # whether the caller reports the outcome of an update
+        self._updates = UpdateWatch(self._updates_state, self._averaged_gradient)
 
     def _make_collectives(
         self,
@@ -359,17 +361,26 @@ class Stepper:
         """See `Manager.should_commit`.
 
         ``ends_update``: the caller reports the outcome of the update with `end_update` or
-        `lose_update`. Otherwise it counts as applied, unless `lose_update` is called.
+        `lose_update`. Otherwise the steps of the optimizers show it, or a call of `lose_update`.
         """
         self._ends_update = ends_update
         try:
-            return self._decide(timeout_s)
+            committed = self._decide(timeout_s)
+            if committed and not ends_update:
+                self._updates.open()
+            return committed
         except BaseException as error:
             self._interrupt(error)
             raise
 
     def end_update(self) -> None:
-        """The present update, if any, has been applied; the weights may be read again."""
+        """The present update, if any, has been applied, unless the steps of the optimizers show
+        otherwise; the weights may be read again."""
+        if self.state.phase is Phase.APPLYING:
+            loss = self._updates.end(self.weights_version)
+            if loss is not None:
+                self._lose_unnoticed(loss)
+                return
         with self._worker.changing() as round_:
             if self.state.phase is Phase.APPLYING:
                 round_.step.end_update()
@@ -382,8 +393,28 @@ class Stepper:
         else:
             self.end_update()
 
-    def lose_update(self, spoiled_by: str = "") -> None:
+    def find_lost_update(self) -> None:
+        """If an exception that the program has caught has ended the present update, it is lost."""
+        if self.state.phase is Phase.APPLYING:
+            loss = self._updates.find_failure()
+            if loss is not None:
+                self._lose_unnoticed(loss)
+
+    def _lose_unnoticed(self, loss: LostUpdate) -> None:
+        """The program goes on as if it had applied the update."""
+        self.lose_update(loss.reason if loss.is_spoiled else "", why=loss.reason)
+
+    def report_spoiled(self, error: BaseException) -> None:
+        """See `Manager.report_spoiled_update`."""
+        self._updates.close()
+        with self._worker.changing() as round_:
+            step = self.state.step
+            round_.step.lose_update(repr(error))
+        log.warning("the update to step %d was not applied: %r was reported", step, error)
+
+    def lose_update(self, spoiled_by: str = "", *, why: str = "interrupted") -> None:
         """The present update, if any, has not been applied; see `StepMachine`."""
+        self._updates.close()
         with self._worker.changing() as round_:
             step, phase = self.state.step, self.state.phase
             if phase is Phase.APPLYING:
@@ -391,10 +422,23 @@ class Stepper:
             else:
                 round_.step.interrupt()
         if phase is Phase.APPLYING:
-            log.warning(
-                "the update to step %d was not applied: %s", step, spoiled_by or "interrupted"
-            )
+            log.warning("the update to step %d was not applied: %s", step, spoiled_by or why)
         self._deps.registry.gate.open()
+
+    def _updates_state(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` updates what is averaged across groups, or what groups heal by."""
+        updated = [each for group in optimizer.param_groups for each in group["params"]]
+        summed = {id(each) for reducer in self.reducers() for each in reducer.parameters}
+        known = summed.union(map(id, self._deps.registry.updated_parameters()))
+        if any(id(each) in known for each in updated):
+            return True
+        return self._deps.registry.holds_any(updated)
+
+    def _averaged_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        if parameter.grad is not None:
+            return parameter.grad
+        averages = (reducer.average_of(parameter) for reducer in self.reducers())
+        return next((each for each in averages if each is not None), None)
 
     def _interrupt(self, error: BaseException) -> None:
         """An exception has ended the vote: its decision is lost, and no update is applied."""

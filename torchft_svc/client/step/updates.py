@@ -1,0 +1,226 @@
+"""Finds out whether a program that applies its updates itself has applied one completely (rule T6).
+
+`Manager.commit` and `Optimizer` see the end of an update. After `Manager.should_commit` the program
+steps its optimizers, and may catch what they raise. Torch's global hooks of ``Optimizer.step`` show
+which steps began and which came to their end.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+log = logging.getLogger(__name__)
+
+# So many updates in a row step the same optimizers before it counts that one of them is left out:
+# programs that step an optimizer every so often, or in turns with another one, do that by design.
+NUM_USUAL = 3
+# A program that steps more optimizers than this in one update is not watched.
+MAX_OPTIMIZERS = 64
+
+_Ref = weakref.ref[Optimizer]
+
+
+@dataclass(frozen=True, slots=True)
+class LostUpdate:
+    """Why an update is not in the weights; ``is_spoiled``: a part of it may be."""
+
+    reason: str
+    is_spoiled: bool
+
+
+@dataclass(slots=True)
+class _Window:
+    """The steps of optimizers on one thread between a vote and the end of its update."""
+
+    siblings: list[_Window]  # those of the thread, which the hooks read
+    owner: weakref.ref[UpdateWatch]
+    under_way: dict[_Ref, int] = field(default_factory=dict)  # steps that have no end
+    ended: set[_Ref] = field(default_factory=set)
+
+    def close(self) -> None:
+        if self in self.siblings:
+            self.siblings.remove(self)
+
+
+class UpdateWatch:
+    """Watches updates one after the other; its methods belong to the training thread.
+
+    ``is_ours``: whether an optimizer updates what this group trains; others are ignored, such as
+    those of an evaluation, or of another manager. ``gradient``: the averaged gradient of a
+    parameter, if it is still there.
+    """
+
+    def __init__(
+        self,
+        is_ours: Callable[[Optimizer], bool],
+        gradient: Callable[[torch.Tensor], torch.Tensor | None],
+    ) -> None:
+        self._is_ours = is_ours
+        self._gradient = gradient
+        self._window: _Window | None = None
+        self._history: deque[frozenset[_Ref]] = deque(maxlen=NUM_USUAL)
+        self._suspected_in: int | None = None  # the version of the weights that were suspected
+        self._omits_by_design = False
+        _register_hooks()
+
+    def open(self) -> None:
+        """The program of this thread is about to apply an update."""
+        self.close()
+        siblings = _windows.of_thread
+        siblings[:] = [window for window in siblings if window.owner() is not None]
+        self._window = _Window(siblings, weakref.ref(self))
+        siblings.append(self._window)
+
+    def close(self) -> None:
+        """What follows belongs to no update; idempotent."""
+        if self._window is not None:
+            self._window.close()
+            self._window = None
+
+    def find_failure(self) -> LostUpdate | None:
+        """What is wrong with the update so far: a step of an optimizer was left by an exception."""
+        window = self._window
+        if window is None or not window.under_way:
+            return None
+        begun = [optimizer for ref in window.under_way if (optimizer := ref()) is not None]
+        running = _running_steps() if window.siblings is _windows.of_thread else begun
+        for optimizer in begun:
+            if not any(optimizer is each for each in running) and self._is_ours(optimizer):
+                name = type(optimizer).__name__
+                return LostUpdate(f"an exception has ended {name}.step()", is_spoiled=True)
+        return None
+
+    def end(self, weights_version: int) -> LostUpdate | None:
+        """The update is over; None: nothing speaks against it.
+
+        ``weights_version`` changes when the weights are replaced by those of another group.
+        """
+        window = self._window
+        if window is None:
+            return None
+        loss = self.find_failure()
+        self.close()
+        if self._suspected_in is not None and loss is None:
+            if self._suspected_in == weights_version:
+                self._omits_by_design = True
+                log.info(
+                    "no other group was ahead after the update that was left out: from now on this "
+                    "is taken for the program's way"
+                )
+            self._suspected_in = None
+        ended = frozenset(window.ended)
+        if loss is None and ended != self._usual() and len(window.ended) <= MAX_OPTIMIZERS:
+            loss = self._find_omission(ended)
+            if loss is not None:
+                self._suspected_in = weights_version
+        self._history.append(ended)
+        return loss
+
+    def _usual(self) -> frozenset[_Ref]:
+        """The optimizers that each of the last updates has stepped; empty: they differ."""
+        history = self._history
+        is_usual = len(history) == NUM_USUAL and all(each == history[0] for each in history)
+        return history[0] if is_usual else frozenset()
+
+    def _find_omission(self, ended: frozenset[_Ref]) -> LostUpdate | None:
+        """Whether an optimizer was not stepped that always was, although it has something to do.
+
+        It has not if its gradients are infinite, as where a GradScaler leaves out the update, or
+        zero. That a part is missing is no certain sign, so the weights do not count as spoiled: the
+        group heals if another one is ahead of it, and goes on with them otherwise.
+        """
+        usual = self._usual()
+        if self._omits_by_design or not ended < usual:
+            return None
+        missing = [optimizer for ref in usual - ended if (optimizer := ref()) is not None]
+        omitted = [each for each in missing if self._is_ours(each) and self._has_gradients(each)]
+        if not omitted:
+            return None
+        names = ", ".join(sorted({type(each).__name__ for each in omitted}))
+        return LostUpdate(
+            f"{names}.step() was not called after should_commit(), as it was in the "
+            f"{NUM_USUAL} steps before: if an exception was caught there, apply the update in the "
+            "block of `with manager.commit()`",
+            is_spoiled=False,
+        )
+
+    def _has_gradients(self, optimizer: Optimizer) -> bool:
+        """Whether its averaged gradients are still there, all finite, and not all zero."""
+        found = [
+            getattr(gradient, "_local_tensor", gradient)
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and (gradient := self._gradient(parameter)) is not None
+        ]
+        return all(bool(each.isfinite().all()) for each in found) and any(
+            bool(each.any()) for each in found
+        )
+
+
+class _Windows(threading.local):
+    """The open windows of the present thread."""
+
+    def __init__(self) -> None:
+        self.of_thread: list[_Window] = []
+
+
+_windows = _Windows()
+_registering = threading.Lock()
+_is_registered = False
+
+
+def _register_hooks() -> None:
+    """Once, and for the life of the process: torch iterates over its hooks on any thread."""
+    global _is_registered
+    with _registering:
+        if not _is_registered:
+            register_optimizer_step_pre_hook(_begin_step)
+            register_optimizer_step_post_hook(_end_step)
+            _is_registered = True
+
+
+def _begin_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for window in _windows.of_thread:
+        if len(window.under_way) <= MAX_OPTIMIZERS:
+            ref = weakref.ref(optimizer)
+            window.under_way[ref] = window.under_way.get(ref, 0) + 1
+
+
+def _end_step(optimizer: Optimizer, _: Any, __: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    for window in _windows.of_thread:
+        ref = weakref.ref(optimizer)
+        num = window.under_way.pop(ref, 0)
+        if num > 1:
+            window.under_way[ref] = num - 1
+        if len(window.ended) <= MAX_OPTIMIZERS:
+            window.ended.add(ref)
+
+
+def _running_steps() -> list[Any]:
+    """The optimizers whose ``step`` this call is inside of, such as in one of their hooks."""
+    found = []
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper":  # of Optimizer.profile_hook_step
+            found.append(frame.f_locals.get("self"))
+        frame = frame.f_back
+    return found
