@@ -63,6 +63,51 @@ def test_steps_of_a_steady_quorum_ask_nobody() -> None:
     assert round_.step.state.batches_committed == 3 + 4 * 2
 
 
+def lose_a_peer(round_: Round[Part]) -> None:
+    round_.peers.lost("b:1", "it has left", STEADY.quorum_id)
+
+
+def test_a_step_that_lacks_a_member_is_summed_in_the_next_quorum() -> None:
+    round_ = in_term()
+    epoch = round_.begin(REQUEST)
+    assert not round_.may_sum_again(), "nobody has left"
+    lose_a_peer(round_)
+    assert round_.may_sum_again()
+    round_.broke(BROKEN, epoch)
+    assert round_.sum_again() == epoch + 1
+    assert (round_.goes_on, round_.quorum, round_.step.state.error) == (False, None, None)
+    assert not round_.question("", are_connections_broken=True).agreed
+    round_.ask(100.0)
+    alone = dataclasses.replace(QUORUM, quorum_id=QUORUM.quorum_id + 1, replica_ids=("a:1",))
+    round_.answered(alone)
+    round_.met(None)
+    assert not round_.may_sum_again(), "it is no step of a term any more"
+    end_step(round_)
+    assert round_.step.state.step == 5
+
+
+def test_a_term_that_is_over_is_as_good_as_a_member_that_left() -> None:
+    round_ = in_term()
+    round_.begin(REQUEST)
+    round_.term_ends(TermEnds(STEADY.quorum_id, 4, "another group asks"))
+    assert round_.may_sum_again()
+
+
+def test_who_cannot_sum_a_step_again() -> None:
+    """Others of its group may be in a collective; it is to end; the others go on without it."""
+    several, drained, out = in_term(size=2), in_term(), in_term()
+    for round_ in (several, drained, out):
+        round_.begin(REQUEST)
+        lose_a_peer(round_)
+    drained.drain("SIGTERM")
+    own = STEADY.replica_ids[STEADY.replica_rank]
+    out.peers.lost(own, "it was silent", STEADY.quorum_id)
+    assert not any(round_.may_sum_again() for round_ in (several, drained, out))
+    asks = training(worker(is_steady=True))
+    lose_a_peer(asks)
+    assert not asks.may_sum_again(), "its quorum was asked for"
+
+
 @pytest.mark.parametrize("wishes", [1.0, 0.5, None])
 def test_a_wish_or_a_step_without_a_sum_ends_the_term_and_all_know(wishes: float | None) -> None:
     round_ = in_term(wishes=wishes)

@@ -331,6 +331,12 @@ class Manager:
         """As `launch_sum`, for memory with a place for the wish to ask before the next step."""
         return self._stepper.launch_sum(memory, carrier)
 
+    def _sum_again(self, num_launched: int) -> bool:
+        """Whether all sums of this step are to be launched again, among the groups that are left
+        (rule E9): the caller has launched these ``num_launched``, none of which is over, and still
+        has what it has put into them. Waits for the quorum."""
+        return self._stepper.sum_again(num_launched)
+
     def register_reducer(self, reducer: Reducing) -> None:
         """Call ``reducer`` before each vote to check that its backward pass was finished.
 
@@ -468,14 +474,15 @@ class Manager:
         return self._worker.state.batches_committed
 
     def participating_rank(self) -> int | None:
-        """This group's index among those that contribute in this step; None: it does not."""
-        self._stepper.wait_until_ready()
-        return self._worker.state.participation.participating_rank
+        """This group's index among those that contribute in this step; None: it does not.
+
+        A step that has shown this to the program is discarded if a group leaves in it.
+        """
+        return self._stepper.show_participation().participating_rank
 
     def num_participants(self) -> int:
         """How many groups contribute in this step."""
-        self._stepper.wait_until_ready()
-        return self._worker.state.participation.num_participants
+        return self._stepper.show_participation().num_participants
 
     def is_participating(self) -> bool:
         """Whether this group contributes in this step."""
@@ -503,7 +510,12 @@ class Manager:
     # -- the end ---------------------------------------------------------------------------------
 
     def shutdown(self, wait: bool = True) -> None:
-        """Leave the quorum and end everything that was started; idempotent."""
+        """Leave the quorum and end everything that was started; idempotent.
+
+        Call it between two steps: then the other groups mostly lose no step, see "Preemption" in
+        docs/operations.md. Within a step they discard that. ``wait``: until the threads that serve
+        this group's state have ended.
+        """
         if not self._runtime.closed:
             _log_leaving(self.current_step(), self._rules.place.leads)
         self._finalizer.detach()

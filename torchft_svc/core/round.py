@@ -146,6 +146,35 @@ class Round(Generic[Part]):
         error = self.step.state.error
         return () if error is None else (LeaveMembers(error),)
 
+    def may_sum_again(self) -> bool:
+        """Whether the sums of the present step, none of which is over, may be made in another
+        quorum instead of being given up: a member of the term has left it (rule E9).
+
+        Not in a group of several workers, which may be in a collective of the group, nor if this
+        group is out itself.
+        """
+        is_alone = self._rules.group_world_size == 1
+        quorum, in_pass = self.quorum, self.step.state.phase is Phase.TRAINING
+        if quorum is None or not (is_alone and self.goes_on and in_pass and not self.drain_reason):
+            return False
+        try:
+            self.peers.check_own(quorum)
+        except QuorumFailed:
+            return False
+        return self._why_in_vain(quorum) is not None
+
+    def sum_again(self) -> int:
+        """The present step, which `may_sum_again`, needs another quorum, which is to be asked for;
+        returns its new epoch.
+
+        Raises: RequestRefused: see `StepMachine.start`.
+        """
+        epoch = self.step.start()
+        self.goes_on = self.has_connected = self._agreed = False
+        self.quorum = self.error = self._leaves_for = self._wishes = None
+        self._is_sum_shared, self._asked_for_in = True, 0
+        return epoch
+
     def _why_not_on(self, request: RoundRequest, broken: Exception | None) -> Exception | None:
         """Why this worker cannot take part in another step of its quorum.
 

@@ -71,6 +71,15 @@ class Bucket:
             else:
                 torch.mul(grad, factor, out=view)
 
+    @property
+    def can_fill_again(self) -> bool:
+        """Whether the parameters' gradients are as they were before `fill`: none of them is in this
+        memory, as after a step that did not set them to None."""
+        return not any(
+            parameter.grad is not None and _same_memory(parameter.grad, view)
+            for parameter, view in zip(self.parameters, self.views, strict=True)
+        )
+
     def hand_out(self) -> None:
         """Set the parameters' gradients to the averages, without a copy; skip frozen ones."""
         for parameter, view in zip(self.parameters, self.views, strict=True):

@@ -76,7 +76,7 @@ class Reducer:
         self._active = False
         self._failed = False
         self._missing: list[int] = []
-        self._next = 0
+        self._next = self._num_launched = 0  # of buckets, and of their sums
         self.graph = NO_GRAPH
         self._pass: weakref.ref[functools.partial[None]] | None = None
         self._is_nested = False
@@ -208,7 +208,7 @@ class Reducer:
         self._is_nested = False
         self._arrived = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
-        self._next = 0
+        self._next = self._num_launched = 0
         self._reductions = []
         running = functools.partial(self._finish)  # dropped by torch if the pass raises
         self._pass = weakref.ref(running)
@@ -241,6 +241,7 @@ class Reducer:
         # In a backward pass it is off already, unless the pass makes a graph.
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             bucket.fill(scale)
+        self._num_launched += 1
         reduction = self._manager._launch_gradients(bucket.memory, bucket.wish)
         if reduction is None:
             self._failed = True
@@ -257,6 +258,8 @@ class Reducer:
         if self._next == 0:
             self._manager._take_turn(self, is_last=True)
         self.launch_rest(self.graph)
+        if self._may_launch_again() and self._manager._sum_again(self._num_launched):
+            self._launch_again()
         for bucket, reduction in zip(self._buckets, self._reductions, strict=False):
             if not reduction.wait():
                 self._failed = True
@@ -275,6 +278,20 @@ class Reducer:
         # A callback that is queued now runs after those of other wrappers at the end of the pass.
         check = functools.partial(self._check_owned, self._versions())
         Variable._execution_engine.queue_callback(check)
+
+    def _may_launch_again(self) -> bool:
+        """Whether no sum has succeeded, and all gradients are as the pass has left them."""
+        if self._reductions and self._reductions[0].wait():
+            return False
+        return all(bucket.can_fill_again for bucket in self._buckets)
+
+    def _launch_again(self) -> None:
+        for bucket in self._buckets[: self._next]:
+            bucket.renew()
+        self._failed = False
+        self._reductions = []
+        self._next = self._num_launched = 0
+        self.launch_rest(self.graph)
 
     def _versions(self) -> list[Any]:
         """Version counters of the gradients; a write changes them."""

@@ -135,6 +135,11 @@ class Collectives:
         self._passes = set()
 
     @property
+    def num_launched(self) -> int:
+        """How many operations this step has launched, failed ones included."""
+        return self._num_launched
+
+    @property
     def has_any(self) -> bool:
         """Whether `allreduce` was called in this step."""
         return bool(self._works)

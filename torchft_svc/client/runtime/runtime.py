@@ -78,6 +78,7 @@ class Runtime:
         self.deps.pg.interrupt()
         endings: list[Callable[[], object]] = [
             *([] if self.term_signal is None else [self.term_signal.close]),
+            # Before the connections end: the others learn why they will (rule E9).
             functools.partial(self.deps.client.close, failure()),
             lambda: self.deps.transport.shutdown(wait),
             lambda: self.thread.close(_JOIN_S),

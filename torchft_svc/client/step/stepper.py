@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 
 import torch
@@ -27,8 +28,8 @@ from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
 from torchft_svc.core.likeness import describe_layout
 from torchft_svc.core.round import UNDER_WAY, RoundRequest
 from torchft_svc.core.round_orders import Decide, LeaveMembers
-from torchft_svc.core.step import Phase, StepState
-from torchft_svc.errors import QuorumFailed, RequestRefused, TornState
+from torchft_svc.core.step import Participation, Phase, StepState
+from torchft_svc.errors import OperationsDiffer, QuorumFailed, RequestRefused, TornState
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +41,8 @@ _BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
 # Between two steps a group may wait for one that waits for it in the next quorum. That wait must
 # end long before the lighthouse continues without the group.
 _BETWEEN_STEPS_S = 5.0
+# The news that a group has left are on their way for some milliseconds.
+_NEWS = timedelta(seconds=0.2)
 _NOTHING_REDUCED = (
     "no gradient was averaged across groups in this step: each group has to call backward() once "
     "outside of no_sync() before step(), also where it has nothing to learn from (a loss of zero)"
@@ -77,7 +80,7 @@ class Stepper:
         self._order = LaunchOrder(lambda: self.state.settled)
         timeout_s = rules.timeouts.collective_s
         wish = self._wants_question
-        self._collectives = self._make_collectives(timeout_s, self.latch_error, wish=wish)
+        self._collectives = self._make_collectives(timeout_s, self._latch_sum_error, wish=wish)
         # For reductions between two steps, whose errors fail no step.
         limit_s = min(timeout_s, _BETWEEN_STEPS_S)
         self._reports = self._make_collectives(
@@ -96,6 +99,9 @@ class Stepper:
         self._task: Task | None = None  # a round on the background thread
         self._ends_update = False  # whether the caller reports the outcome of an update
         self._updates = UpdateWatch(self._updates_state, self._averaged_gradient)
+        self._sum_error: Exception | None = None  # of a sum, or of the way to the members
+        self._has_shown_members = False  # in this step, to the program
+        self._allows_heal = True  # this step
 
     def _make_collectives(
         self,
@@ -127,6 +133,7 @@ class Stepper:
     def start(self, request: RoundRequest) -> None:
         """See `Manager.start_quorum`."""
         self._end_last_step()
+        self._allows_heal = request.allow_heal
         runner = self._runner
         runner.withhold_rest()
         is_first = self.state.epoch == 0
@@ -136,14 +143,14 @@ class Stepper:
         broken = self._deps.pg.errored()
         try:
             self._thread_of_step = threading.get_ident()
+            self._has_shown_members = False
             with self._worker.changing() as round_:
                 waits = round_.waits_for_quorum
                 epoch = round_.begin(request, broken)
                 orders = round_.go_on() if round_.goes_on else None
                 if orders is None:
                     runner.begin()
-            self._order.begin(lambda: self._worker.round.has_connected)
-            self._collectives.begin(epoch)
+            self._begin_sums(epoch)
             self._reports.begin(epoch)
             self._deps.registry.gate.open()
             if orders is not None:
@@ -158,6 +165,55 @@ class Stepper:
             if self._heals_first():
                 self._wait_for_task()
                 self._apply_heal()
+
+    def _begin_sums(self, epoch: int) -> None:
+        self._sum_error = None
+        self._order.begin(lambda: self._worker.round.has_connected)
+        self._collectives.begin(epoch)
+
+    def sum_again(self, num_launched: int) -> bool:
+        """See `Manager._sum_again`; ``num_launched``: the sums that the caller has launched."""
+        if num_launched != self._collectives.num_launched or not self._may_sum_again():
+            return False
+        log.info("step %d is summed in another quorum: %s", self.state.step, self._why_again())
+        self._collectives.give_up()
+        if self._deps.pg.errored() is None:
+            self._deps.leave_members(QuorumFailed("another quorum follows"))
+        runner = self._runner
+        try:
+            with self._worker.changing() as round_:
+                epoch = round_.sum_again()
+                runner.begin()
+            self._begin_sums(epoch)
+            self._submit(partial(runner.run, self._allows_heal))
+        except BaseException as error:
+            self._withdraw(QuorumFailed(f"the sums were not begun again ({error!r})"))
+            raise
+        self.wait_until_ready()
+        return True
+
+    def _may_sum_again(self) -> bool:
+        """Whether a member has left the term, which is the only error of this step; and the program
+        has seen nothing of the members that will be different."""
+        error, round_ = self.state.error, self._worker.round
+        is_of_sums = error is self._sum_error and not isinstance(error, OperationsDiffer)
+        if not (round_.goes_on and is_of_sums) or self._has_shown_members:
+            return False
+        if len(self.reducers()) > 1 or self._task is not None:
+            return False
+        if not round_.may_sum_again():  # its end may have come faster than the news of it
+            self._deps.client.listen(_NEWS)
+        with self._worker.changing() as round_:
+            return round_.may_sum_again()
+
+    def _why_again(self) -> str:
+        return self._worker.who_is_lost() or str(self.state.error)
+
+    def show_participation(self) -> Participation:
+        """Who contributes in this step; for the program, whose step may depend on it then."""
+        self.wait_until_ready()
+        self._has_shown_members = True
+        return self.state.participation
 
     def _heals_first(self) -> bool:
         return self._worker.round.heals_first
@@ -501,6 +557,12 @@ class Stepper:
             log.debug("step %d cannot be committed", state.step, exc_info=error)
         self._leave_members(orders)
 
+    def _latch_sum_error(self, error: Exception, epoch: int) -> None:
+        """As `latch_error`, for errors of the sums: not of the program."""
+        if epoch == self.state.epoch and self._sum_error is None:
+            self._sum_error = error
+        self.latch_error(error, epoch)
+
     def _why_not(self, vote: bool) -> str:
         """Why a step without an error is not committed."""
         if vote:
@@ -577,7 +639,7 @@ class Stepper:
         may_reduce = self._worker.round.may_reduce
         broken = self._deps.pg.errored() if may_reduce else None
         if broken is not None and self.state.error is None:
-            self.latch_error(broken, self.state.epoch)
+            self._latch_sum_error(broken, self.state.epoch)
         return may_reduce and broken is None
 
     def _protect_state(self) -> None:

@@ -1,0 +1,126 @@
+"""Tests that a group that leaves between two steps costs the others no step (rule E9)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from support.running import eventually
+from support.training import (
+    DEADLINE_S,
+    Trainer,
+    assert_identical,
+    in_step,
+    lighthouse,
+    together,
+    trainers,
+)
+
+
+@contextmanager
+def in_term(num: int) -> Iterator[list[Trainer]]:
+    """Groups at one step, all of which begin the next one without a question."""
+    with lighthouse() as address, trainers(address, num) as all_groups:
+        in_step(3, *all_groups)
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(each.manager._worker.round.goes_on for each in all_groups):
+            assert time.monotonic() < deadline, "the quorum never becomes a term"
+            together(*(each.step for each in all_groups))
+        yield all_groups
+
+
+def knows_of_a_loss(trainer: Trainer) -> None:
+    eventually(trainer.manager._stepper._worker.who_is_lost)
+
+
+@pytest.mark.parametrize("num_left", [1, 2])
+def test_a_group_that_shuts_down_between_two_steps_costs_the_others_none(num_left: int) -> None:
+    with in_term(num_left + 1) as (*others, leaver):
+        step = leaver.manager.current_step()
+        batches = leaver.manager.batches_committed()
+
+        def train(trainer: Trainer) -> Callable[[], list[bool]]:
+            return lambda: trainer.steps(4)
+
+        def leave() -> list[bool]:
+            leaver.manager.shutdown()
+            return []
+
+        *committed, _ = together(*map(train, others), leave)
+        assert committed == [[True] * 4] * num_left
+        for each in others:
+            assert each.manager.current_step() == step + 4
+            assert each.manager.batches_committed() == batches + 4 * num_left
+        assert_identical(others)
+
+
+def test_the_average_is_that_of_the_groups_that_are_left() -> None:
+    """The news come before the first sum, and the gradients are those of two passes."""
+    with in_term(3) as (a, b, c):
+        losses, sums = [], []
+        for each in (a, b):
+            inputs = [torch.randn(3, 4, generator=each.data) for _ in range(2)]
+            alone = [each.model(batch).square().mean() for batch in inputs]
+            sums.append(torch.autograd.grad(alone[0] + alone[1], list(each.model.parameters())))
+            each.optimizer.zero_grad()
+            with each.parallel.no_sync():
+                each.parallel(inputs[0]).square().mean().backward()
+            losses.append(each.parallel(inputs[1]).square().mean())
+        c.manager.shutdown()
+        for each in (a, b):
+            knows_of_a_loss(each)
+        together(*(loss.backward for loss in losses))
+        means = [(one + other) / 2 for one, other in zip(*sums, strict=True)]
+        for each in (a, b):
+            for parameter, mean in zip(each.model.parameters(), means, strict=True):
+                torch.testing.assert_close(parameter.grad, mean)
+        assert together(a.optimizer.step, b.optimizer.step) == [True, True]
+        assert_identical([a, b])
+
+
+def keeps_gradients_in_the_sums(trainer: Trainer) -> None:
+    trainer.inner.zero_grad(set_to_none=False)
+
+
+def chooses_by_the_number_of_groups(trainer: Trainer) -> None:
+    assert trainer.manager.num_participants() == 2
+
+
+def reduces_before(trainer: Trainer) -> None:
+    trainer.manager.allreduce(torch.ones(3))
+
+
+def fails(trainer: Trainer) -> None:
+    trainer.manager.report_error(RuntimeError("the program's own"))
+
+
+@pytest.mark.parametrize(
+    "act", [keeps_gradients_in_the_sums, chooses_by_the_number_of_groups, reduces_before, fails]
+)
+def test_a_step_that_depends_on_the_group_that_left_is_discarded(
+    act: Callable[[Trainer], None],
+) -> None:
+    """Its sums were written over, or what it computes may be for other members, or it is wrong."""
+    with in_term(2) as (a, b):
+        a.manager.start_quorum()
+        act(a)
+        if act is not keeps_gradients_in_the_sums:
+            for parameter in a.model.parameters():
+                parameter.grad = None
+        loss = a.loss()
+        b.manager.shutdown()
+        loss.backward()
+        assert not a.optimizer.step()
+        assert a.step()
+
+
+def test_groups_that_end_at_one_step_log_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    with in_term(3) as groups:
+        caplog.clear()
+        together(*(each.manager.shutdown for each in groups))
+    client = [each for each in caplog.records if each.name.startswith("torchft_svc.client")]
+    assert [each.getMessage() for each in client if each.levelno >= logging.WARNING] == []
