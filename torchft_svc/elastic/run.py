@@ -36,6 +36,7 @@ from torchft_svc.elastic.rendezvous.plugin import BACKEND
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.elastic.workers import check_program
 from torchft_svc.errors import ConfigError, PeerError, UsageError
+from torchft_svc.rpc.line_writer import READER_PATIENCE_S, unblocked_output
 from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
 
 _DEFAULT_MASTER_PORT = 29500  # torchrun's
@@ -259,19 +260,28 @@ def main(args: Sequence[str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _logging_to_stderr() -> Iterator[None]:
-    """As services log, unless the program around this has its own configuration."""
+    """Log as services do, unless the program around this has its own configuration.
+
+    Whoever stops reading the output does not stop the agent: torch's lines are queued, too.
+    """
     logger = logging.getLogger("torchft_svc")
     level = level_number(env.Environment().log_level or "info")
-    handler = LimitedLog()
-    handler.setFormatter(line_formatter("agent"))
-    logger.addHandler(handler)
-    before = logger.level
-    logger.setLevel(level)
-    try:
+    with contextlib.ExitStack() as stack:
+        original = sys.stderr
+        errors = stack.enter_context(unblocked_output(patience_s=READER_PATIENCE_S))
+        for name in ("torch", "torch.distributed"):
+            for handler in logging.getLogger(name).handlers:
+                if isinstance(handler, logging.StreamHandler) and handler.stream is original:
+                    handler.setStream(sys.stderr)
+                    stack.callback(handler.setStream, original)
+        ours = LimitedLog(errors)
+        ours.setFormatter(line_formatter("agent"))
+        stack.callback(logger.setLevel, logger.level)
+        stack.callback(ours.close)
+        stack.callback(logger.removeHandler, ours)
+        logger.addHandler(ours)
+        logger.setLevel(level)
         yield
-    finally:
-        logger.removeHandler(handler)
-        logger.setLevel(before)
 
 
 def _end(error: Exception, status: int) -> None:

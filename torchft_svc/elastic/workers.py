@@ -38,6 +38,7 @@ from torchft_svc import env
 from torchft_svc.elastic import parent_death
 from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.errors import ConfigError
+from torchft_svc.rpc.line_writer import READER_PATIENCE_S, LineStream, LineWriter
 
 log = logging.getLogger(__name__)
 
@@ -420,7 +421,10 @@ def _run(task: _Task, values: Connection) -> None:
 
 
 class _Tails:
-    """Copies a worker's redirected streams to the console, and its chosen lines to a file."""
+    """Copies a worker's redirected streams to the console, and its chosen lines to a file.
+
+    A console that nobody reads does not stop the agent; then lines of the copy are lost.
+    """
 
     def __init__(
         self,
@@ -432,12 +436,18 @@ class _Tails:
         prefixes = None if line_prefix is None else {rank: line_prefix(rank)}
         self._tails: list[TailLog] = []
         self._files: list[Any] = []
+        self._ends: list[Callable[[], object]] = []
         for sources, console, filters, path in (
             (logs.tee_stdouts, sys.stdout, spec.duplicate_stdout_filters, logs.filtered_stdout),
             (logs.tee_stderrs, sys.stderr, spec.duplicate_stderr_filters, logs.filtered_stderr),
         ):
             source = {rank: sources[rank]} if rank in sources else {}
-            self._tails.append(TailLog(spec.role, source, console, prefixes))
+            if source:
+                stream: Any = console
+                if not isinstance(console, LineStream):
+                    stream = LineStream(LineWriter(console), READER_PATIENCE_S)
+                    self._ends.append(stream.writer.close)
+                self._tails.append(TailLog(spec.role, source, stream, prefixes))
             if filters and source:
                 file = open(path, "a", errors="replace", buffering=1)  # noqa: SIM115 - by stop()
                 self._files.append(file)
@@ -453,6 +463,8 @@ class _Tails:
             tail.stop()
         for file in self._files:
             file.close()
+        for end in self._ends:
+            end()
 
 
 def _has_any(needles: tuple[str, ...], line: str) -> bool:

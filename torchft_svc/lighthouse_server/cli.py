@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +28,7 @@ from torchft_svc.rpc.cli import (
     telling_usage,
 )
 from torchft_svc.rpc.commands import ServiceCommand
-from torchft_svc.rpc.running import run, say
+from torchft_svc.rpc.running import run
 from torchft_svc.rpc.security import Security
 
 
@@ -186,14 +187,15 @@ def main(
     **settings: Any,
 ) -> None:
     """Decide for every step which replica groups train together."""
-    if quorum_tick_ms is not None:
-        say("note: --quorum-tick-ms is ignored: quorums form without polling", err=True)
     with telling_usage():
         config = QuorumConfig(**in_seconds(settings))
 
     async def serve(stop: asyncio.Event) -> int:
+        if quorum_tick_ms is not None:
+            note = "note: --quorum-tick-ms is ignored: quorums form without polling"
+            print(note, file=sys.stderr, flush=True)
         async with run_lighthouse(config, bind, security, election) as bound:
-            say(f"lighthouse listening on {bound}")
+            print(f"lighthouse listening on {bound}", flush=True)
             await stop.wait()
         return 0
 

@@ -9,7 +9,7 @@ from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.liveness_pipe import write_signs
 from torchft_svc.manager_server.parent_watch import STOP_SIGNAL, end_parent, watch_parent
-from torchft_svc.rpc.running import run, say
+from torchft_svc.rpc.running import run
 
 
 def run_as_process(
@@ -33,7 +33,7 @@ async def _serve(
         if liveness_descriptor is not None:
             stack.callback(asyncio.create_task(write_signs(liveness_descriptor)).cancel)
         async with run_manager(config) as manager:
-            say(f"manager listening on {manager.address}")
+            print(f"manager listening on {manager.address}", flush=True)
             ends = [asyncio.create_task(event.wait()) for event in (stop, manager.killed)]
             try:
                 await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)

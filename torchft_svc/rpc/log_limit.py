@@ -7,8 +7,13 @@ counted, and told before the next line that is written after the window, or at t
 from __future__ import annotations
 
 import logging
+import logging.handlers
+import sys
 import time
+import traceback
 from dataclasses import dataclass
+
+from torchft_svc.rpc.line_writer import LineWriter
 
 # Enough to see what goes on; a flood of a thousand lines a second would fill a disk in a day.
 MAX_LINES, WINDOW_S = 20, 10.0
@@ -70,31 +75,58 @@ class LineLimit:
         return [(kind, count) for kind, count in left_out if count > 0]
 
 
-class LimitedLog(logging.StreamHandler):  # type: ignore[type-arg,unused-ignore]  # for 3.10
-    """Writes to stderr, within a `LineLimit`."""
+class LimitedLog(logging.handlers.QueueHandler):
+    """Logs to stderr within a `LineLimit`; whoever logs does not wait for whoever reads.
 
-    def __init__(self) -> None:
-        super().__init__()
+    ``writer``: of the standard error (default: one of its own, for what that is now). Lines are
+    formatted where they are logged, and written by its thread.
+    """
+
+    queue: LineWriter  # type: ignore[assignment]
+
+    def __init__(self, writer: LineWriter | None = None) -> None:
+        super().__init__(LineWriter(sys.stderr) if writer is None else writer)  # type: ignore[arg-type]
+        self.queue.report = self._lost_line
         self._limit = LineLimit()
+
+    def prepare(self, record: logging.LogRecord) -> str:
+        return self.format(record) + "\n"
 
     def emit(self, record: logging.LogRecord) -> None:
         if _is_of_a_gone_client(record):
             return
         now = time.monotonic()
-        self._tell_left_out(now)
+        self._report_left_out(now)
         if self._limit.admit(f"{record.name}: {record.msg}", now):
             super().emit(record)
 
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - as logging calls it
+        """Log why ``record`` cannot be formatted; logging would write that to stderr itself."""
+        if logging.raiseExceptions:
+            kind = f"{record.name}: {record.msg!r}"
+            self.queue.put_nowait(f"cannot log {kind}:\n{traceback.format_exc()}")
+
+    def flush(self) -> None:
+        """Wait a moment until all lines are written."""
+        self.queue.flush()
+
     def close(self) -> None:
-        """Tell what was left out last; may be called twice."""
-        self._tell_left_out(float("inf"))
+        """Log what was left out last, and end the thread; may be called twice."""
+        self._report_left_out(float("inf"))
+        self.queue.close()
         super().close()
 
-    def _tell_left_out(self, now: float) -> None:
+    def _report_left_out(self, now: float) -> None:
         for kind, count in self._limit.ended(now):
-            text = "omitted %d more lines like %r"
-            level = logging.WARNING
-            super().emit(logging.LogRecord(__name__, level, "", 0, text, (count, kind), None))
+            super().emit(_warning("omitted %d more lines like %r", count, kind))
+
+    def _lost_line(self, num_lines: int) -> str:
+        text = "lost %d lines of this log, which nobody read in time"
+        return self.prepare(_warning(text, num_lines))
+
+
+def _warning(text: str, *args: object) -> logging.LogRecord:
+    return logging.LogRecord(__name__, logging.WARNING, "", 0, text, args, None)
 
 
 def _is_of_a_gone_client(record: logging.LogRecord) -> bool:

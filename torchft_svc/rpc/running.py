@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import uvloop
 
 from torchft_svc.errors import UsageError
+from torchft_svc.rpc.line_writer import unblocked_output
 from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
 from torchft_svc.rpc.upkeep import UPKEEP
 
@@ -40,26 +41,23 @@ def run(
     send them to a trainer's children too, and it is the trainer that decides when they stop.
     """
     _fill_closed_descriptors()
-    handler = LimitedLog()
-    handler.setFormatter(line_formatter(who))
-    logging.basicConfig(level=level_number(log_level), handlers=[handler])
-    UPKEEP.switch_on()
-    _allow_descriptors()
-    try:
-        status = uvloop.run(_until_stopped(service, stop_signal))
-    except UsageError as error:
-        say(f"Error: {error}", err=True)
-        status = 2
+    with unblocked_output(_log_unprinted) as errors:
+        handler = LimitedLog(errors)
+        handler.setFormatter(line_formatter(who))
+        logging.basicConfig(level=level_number(log_level), handlers=[handler])
+        UPKEEP.switch_on()
+        _allow_descriptors()
+        try:
+            status = uvloop.run(_until_stopped(service, stop_signal))
+        except UsageError as error:
+            print(f"Error: {error}", file=sys.stderr, flush=True)
+            status = 2
+        handler.close()
     sys.exit(status)
 
 
-def say(text: str, *, err: bool = False) -> None:
-    """Print what a service has to say; where nothing can be written it works without."""
-    try:
-        print(text, file=sys.stderr if err else sys.stdout, flush=True)
-    except OSError as error:
-        log.warning("%r could not be printed: %s", text, error.strerror)
-        drop_output(sys.__stderr__ if err else sys.__stdout__)
+def _log_unprinted(line: str, error: OSError) -> None:
+    log.warning("%r could not be printed: %s", line.rstrip(), error.strerror)
 
 
 def drop_output(stream: TextIO | None) -> None:

@@ -29,6 +29,7 @@ from torchft_svc.client.process.forks import drop_after_fork
 from torchft_svc.elastic import parent_death
 from torchft_svc.errors import ChannelClosed, CheckpointError
 from torchft_svc.rpc.fork_server import serve
+from torchft_svc.rpc.line_writer import flush_lines
 from torchft_svc.trainer.messages import Answer, Command, Position, StateHandle
 
 # The length of a message goes before it.
@@ -252,6 +253,7 @@ def main(descriptor: str, owner_pid: str, *scratch: str) -> None:
     run(link, start.worker, start.job)
     sys.stdout.flush()
     sys.stderr.flush()
+    flush_lines()
     os._exit(0)  # without waiting for what torch or the program have left running
 
 

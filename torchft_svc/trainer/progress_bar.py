@@ -6,8 +6,9 @@ import contextlib
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, TextIO
 
+from torchft_svc.rpc.line_writer import LineStream, LineWriter
 from torchft_svc.trainer.messages import Position
 
 # Without a terminal, a line is written this often at most.
@@ -29,9 +30,11 @@ class ProgressBar(Protocol):
 
 @contextlib.contextmanager
 def progress_bar(
-    title: str, first: int, last: int | None, shown: bool | None = None, out: IO[str] | None = None
+    title: str, first: int, last: int | None, shown: bool | None = None, out: TextIO | None = None
 ) -> Iterator[ProgressBar]:
     """A bar from step ``first`` to ``last`` (None: not known) until the end of the block.
+
+    A terminal that is frozen, or a pipe that nobody reads, does not stop the training.
 
     Args:
         shown: False: nothing is written; None: only if ``out`` is a terminal.
@@ -41,11 +44,14 @@ def progress_bar(
     is_terminal = stream.isatty()
     if shown is False or (shown is None and not is_terminal):
         yield _Silent()
-    elif is_terminal and importlib.util.find_spec("rich") is not None:
-        with _rich_bar(title, first, last, stream) as bar:
-            yield bar
-    else:
-        yield _Lines(title, last, stream)
+        return
+    with contextlib.closing(LineWriter(stream)) as writer:
+        lines: Any = LineStream(writer)
+        if is_terminal and importlib.util.find_spec("rich") is not None:
+            with _rich_bar(title, first, last, lines) as bar:
+                yield bar
+        else:
+            yield _Lines(title, last, lines)
 
 
 class _Silent:

@@ -12,8 +12,10 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
+from torchft_svc.client.runtime.trainer_log import speak_on_stderr
 from torchft_svc.core.retry_budget import RetryBudget
 from torchft_svc.core.retry_orders import KnownState, StateSource
+from torchft_svc.env import Environment
 from torchft_svc.errors import CheckpointError, ConfigError
 from torchft_svc.trainer.backend import Backend
 from torchft_svc.trainer.checkpoint import (
@@ -156,6 +158,7 @@ class Trainer:
         for name in ("config", "resources_per_worker", "ddp_args"):
             told[name] = {} if told[name] is None else told[name]
         self._config = TrainerConfig(**told)
+        speak_on_stderr(Environment().log_level or "warning", "")
         self._show_progress = show_progress
         self._store: CheckpointStore | None = None
         self._using = threading.Lock()  # one call at a time

@@ -8,6 +8,8 @@ import os
 import sys
 import threading
 
+from torchft_svc.rpc.line_writer import flush_lines
+
 log = logging.getLogger(__name__)
 
 # The status of an uncaught error: a launcher restarts the group.
@@ -47,5 +49,6 @@ def end_now(reason: str, *, hangs: bool = True) -> None:
 
 def _say(reason: str, hangs: bool) -> None:
     log.critical("this process is killed: %s", reason)
+    flush_lines()
     if hangs:
         faulthandler.dump_traceback(2)  # by number: the program may have replaced sys.stderr

@@ -47,6 +47,7 @@ from torchft_svc.client.process_groups.isolated.messages import (
 from torchft_svc.client.process_groups.isolated.segments import HostSegment
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
 from torchft_svc.rpc.fork_server import serve, watch
+from torchft_svc.rpc.line_writer import unblocked_output
 
 # By its own name also where it runs as a program.
 log = logging.getLogger(f"{__package__}.child")
@@ -235,7 +236,8 @@ def main() -> None:
         Child(Connection(connection)).run(trainer_pid)
         status = 0
     except Exception:  # noqa: BLE001 - the process exits and prints why
-        traceback.print_exc()
+        with unblocked_output():
+            traceback.print_exc()
     finally:
         os._exit(status)  # a hanging operation would block an ordinary exit
 
