@@ -11,7 +11,12 @@ import torch
 from torch import nn
 
 from torchft_svc.client.gradients.buckets import describe_tensors, plain_names
-from torchft_svc.client.gradients.reducer import check_running, watch_outputs
+from torchft_svc.client.gradients.reducer import (
+    check_running,
+    is_plain_backward,
+    make_check,
+    watch_outputs,
+)
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
@@ -86,10 +91,16 @@ class _ShardedSums:
 
     def watch(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         """A forward pass of a module has ended."""
-        if not torch.compiler.is_compiling() and not self._manager.has_ended():
-            watch_outputs(
-                self._manager, outputs
-            )  # after its end another manager may have replaced it
+        # After the manager's end another one may have replaced it.
+        if torch.compiler.is_compiling() or self._manager.has_ended():
+            return
+        check = make_check(self._manager)
+
+        def check_backward() -> None:
+            if is_plain_backward():
+                check()
+
+        watch_outputs(outputs, check_backward)
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """None: FSDP owns the memory of the averages."""

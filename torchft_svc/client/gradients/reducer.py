@@ -6,10 +6,12 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 
 # Called for each gradient: without the way through torch's modules.
 _present_graph = torch._C._current_graph_task_id
+_is_executed = torch._C._will_engine_execute_node
 _STRIDED = torch.strided
 _AS_IT_IS = contextlib.nullcontext()
 SPARSE = "sparse gradients cannot be averaged across groups; use sparse=False"
@@ -79,6 +82,7 @@ class Reducer:
         self._next = self._num_launched = 0  # of buckets, and of their sums
         self.graph = NO_GRAPH
         self._pass: weakref.ref[functools.partial[None]] | None = None
+        self._outer: _OuterPass | None = None
         self._is_nested = False
         self._arrived: set[int] = set()
         self._reductions: list[Reduction] = []
@@ -139,11 +143,12 @@ class Reducer:
 
     @uncompiled
     def watch(self, outputs: Any) -> None:
-        """Begin a pass when ``outputs`` get their gradients; it ends with that graph.
+        """Begin a pass when ``outputs`` get their gradients in a pass that will accumulate into a
+        parameter; it ends with that graph.
 
         A reentrant checkpoint runs a nested pass, whose end is not the end of the whole pass.
         """
-        watch_outputs(self._manager, outputs, self._make_output_hook())
+        watch_outputs(outputs, self._make_output_hook(make_check(self._manager)))
 
     def _make_hook(self, index: int) -> Callable[[nn.Parameter], None]:
         # Python's garbage collector does not see the hooks of a parameter: with a strong reference
@@ -158,17 +163,53 @@ class Reducer:
 
         return hook
 
-    def _make_output_hook(self) -> Callable[[], None]:
+    def _make_output_hook(self, check: Callable[[], None]) -> Callable[[], None]:
         reducer = weakref.ref(self)
 
         def hook() -> None:
             listener = reducer()
-            if listener is not None and listener.enabled:
-                listener._give_up_broken()
-                if not listener._active:
-                    listener._begin()
+            if listener is not None:
+                listener._reach_outputs(check)
 
         return hook
+
+    def _reach_outputs(self, check: Callable[[], None]) -> None:
+        """A pass has reached the outputs of the module; ``check`` raises if its graph is stale.
+
+        Only one that will accumulate into a parameter counts: torch.autograd.grad, or
+        ``backward(inputs=...)`` for other tensors, leave the gradients alone.
+        """
+        if self.enabled:
+            self._give_up_broken()
+        if self._active or self._will_accumulate():
+            check()
+            if self.enabled and not self._active:
+                self._begin(_present_graph())
+        elif self.enabled and (self._outer is None or self._outer.is_over()):
+            # All parameters may be inside reentrant checkpoints: then they are in nested graphs,
+            # and their first gradient shows that this is a backward pass.
+            running = self._queue_end()
+            self._outer = _OuterPass(_present_graph(), weakref.ref(running), check)
+
+    def _will_accumulate(self) -> bool:
+        """Whether the present pass will accumulate into one of the parameters.
+
+        Nearly always the first one that is asked decides.
+        """
+        with torch.enable_grad():
+            for bucket in self._buckets:
+                for parameter in bucket.parameters:
+                    node = parameter.view_as(parameter).grad_fn
+                    if node is None:  # frozen
+                        continue
+                    accumulation = node.next_functions[0][0]
+                    assert accumulation is not None
+                    try:
+                        if _is_executed(accumulation):
+                            return True
+                    except RuntimeError:  # torch.autograd.grad returns this parameter's gradient
+                        return False
+        return False
 
     def _count_down(self, index: int, parameter: nn.Parameter) -> None:
         graph = _present_graph()
@@ -197,22 +238,42 @@ class Reducer:
         if graph != self.graph:
             self._give_up_broken()
         if not self._active:
-            self._begin()
-        elif graph != self.graph:
+            outer, self._outer = self._outer, None
+            if outer is None or outer.is_over():
+                self._begin(graph)
+            else:
+                outer.check()
+                self._begin(outer.graph, outer.running)
+        if graph != self.graph:
             self._is_nested = True  # a parameter may get several gradients: sum at the end
 
-    def _begin(self) -> None:
+    def _begin(
+        self, graph: int, running: weakref.ref[functools.partial[None]] | None = None
+    ) -> None:
+        """Begin the pass of ``graph``; ``running``: what torch calls at its end, if it is queued
+        already, or else at the end of the present graph."""
         self._active = True
         self._failed = False
-        self.graph = _present_graph()
+        self.graph = graph
         self._is_nested = False
         self._arrived = set()
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._next = self._num_launched = 0
         self._reductions = []
-        running = functools.partial(self._finish)  # dropped by torch if the pass raises
-        self._pass = weakref.ref(running)
+        self._pass = weakref.ref(self._queue_end()) if running is None else running
+
+    def _queue_end(self) -> functools.partial[None]:
+        """Have torch call `_end_graph` at the end of the present graph; it drops the returned
+        function if the pass raises."""
+        running = functools.partial(self._end_graph, _present_graph())
         Variable._execution_engine.queue_callback(running)
+        return running
+
+    def _end_graph(self, graph: int) -> None:
+        if self._outer is not None and self._outer.graph == graph:
+            self._outer = None
+        if self._active and self.graph == graph:
+            self._finish()
 
     def _launch_full(self) -> None:
         """Launch full buckets, in the order that all groups keep."""
@@ -309,31 +370,68 @@ class Reducer:
             self._manager.report_error(ConfigError("module", "wrapped twice", _OVERWRITTEN))
 
 
-def watch_outputs(
-    manager: Manager, outputs: Any, on_backward: Callable[[], None] | None = None
-) -> None:
-    """Call ``on_backward`` when a backward pass reaches a tensor in ``outputs``.
+@dataclass(frozen=True, slots=True)
+class _OuterPass:
+    """A pass through the module's outputs that may turn out to be a backward pass.
 
-    The pass raises `RequestRefused` if the manager has loaded other weights since the forward pass:
+    Torch drops ``running`` at the end of the pass; ``check`` raises if the graph is stale.
+    """
+
+    graph: int
+    running: weakref.ref[functools.partial[None]]
+    check: Callable[[], None]
+
+    def is_over(self) -> bool:
+        return self.running() is None
+
+
+def watch_outputs(outputs: Any, on_pass: Callable[[], None]) -> None:
+    """Call ``on_pass`` when a pass of autograd reaches a tensor in ``outputs``.
+
+    Inside torch.func's transformations, which run passes of their own, that is a pass of the
+    program around them.
+    """
+
+    @uncompiled
+    def hook(_: torch.Tensor) -> None:
+        on_pass()
+
+    # Mostly one tensor, for which pytree would take as long as for a large tree.
+    leaves = [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
+    for output in leaves:
+        if not isinstance(output, torch.Tensor):
+            continue
+        tensor = output
+        while is_functorch_wrapped_tensor(tensor):
+            tensor = get_unwrapped(tensor)
+        if tensor.grad_fn is not None:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+
+
+def is_plain_backward() -> bool:
+    """Whether the present pass accumulates into all parameters that it reaches.
+
+    torch.autograd.grad does not, nor does ``backward`` with ``inputs``.
+    """
+    return bool(Variable._execution_engine.is_checkpoint_valid())
+
+
+def make_check(manager: Manager) -> Callable[[], None]:
+    """A function for the backward passes of a forward pass that has just run.
+
+    It raises `RequestRefused` if the manager was shut down, or has loaded other weights since:
     torch would report an unrelated tensor, or, for gathered weights, nothing.
     """
     version = manager.weights_version()
     known = weakref.ref(manager)
 
-    @uncompiled
-    def hook(_: torch.Tensor) -> None:
+    def check() -> None:
         manager = known()
         if manager is not None and manager.weights_version() != version:
             raise RequestRefused(_STALE)
         check_running(manager)
-        if on_backward is not None:
-            on_backward()
 
-    # Mostly one tensor, for which pytree would take as long as for a large tree.
-    leaves = [outputs] if isinstance(outputs, torch.Tensor) else tree_leaves(outputs)
-    for output in leaves:
-        if isinstance(output, torch.Tensor) and output.grad_fn is not None:
-            output.register_hook(hook)  # type: ignore[no-untyped-call]
+    return check
 
 
 def check_running(manager: Manager | None) -> None:
