@@ -96,6 +96,7 @@ class DistributedDataParallel(nn.Module):
             manager,
             plan_buckets(parameters, bucket_cap_mb),
             hands_out=gradient_as_bucket_view,
+            module=module,
             names=plain_names(module),
         )
 

@@ -80,6 +80,11 @@ class _ShardedSums:
         # Empty: FSDP sums only parameters that are trained, so groups that differ would not match.
         self.parameters: list[nn.Parameter] = []
         named = [[names.get(id(param), "") for param in part] for part in sharded]
+        self._summed = [
+            (name, param, param.sharded_param)
+            for part, group in zip(named, groups, strict=True)
+            for name, param in zip(part, group.fsdp_params, strict=True)
+        ]
         summed = {id(param) for part in sharded for param in part}
         self.names = [name for key, name in names.items() if key in summed]
         self.layout = f"sharded in {len(groups)} groups: {describe_tensors(shards, named)}"
@@ -101,6 +106,10 @@ class _ShardedSums:
                 check()
 
         watch_outputs(outputs, check_backward)
+
+    def replaced(self) -> list[str]:
+        """See `Reducing.replaced`."""
+        return [name for name, param, was in self._summed if param.sharded_param is not was]
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """None: FSDP owns the memory of the averages."""

@@ -65,6 +65,10 @@ class ManagedProcessGroup(ProcessGroup):
         """The first error of the manager's step."""
         return self._manager.errored()
 
+    def replaced(self) -> list[str]:
+        """None that is known."""
+        return []
+
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """None: the program owns the memory of the averages."""
         return None

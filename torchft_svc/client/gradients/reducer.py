@@ -51,8 +51,8 @@ _OVERWRITTEN = (
 class Reducer:
     """Hooks the parameters' gradients, and sums full buckets, always in the same order.
 
-    ``hands_out``: gradients become views of the buckets' memory instead of copies. ``names`` are
-    the parameters' names by id, in the model's order.
+    ``hands_out``: gradients become views of the buckets' memory instead of copies. ``module`` has
+    the parameters in ``buckets``; ``names`` are their names by id, in the model's order.
 
     A failed sum does not raise into the backward pass: the manager latches the error, and the other
     sums of the step are skipped. A pass that an exception ends stays open until `settle`, which the
@@ -65,9 +65,11 @@ class Reducer:
         buckets: list[Bucket],
         *,
         hands_out: bool,
+        module: nn.Module,
         names: Mapping[int, str],
     ) -> None:
         self._manager = manager
+        self._module = module
         self._buckets = buckets
         self._hands_out = hands_out
         self._names = names
@@ -114,6 +116,11 @@ class Reducer:
     @property
     def first(self) -> torch.Tensor:
         return self._buckets[0].memory
+
+    def replaced(self) -> list[str]:
+        """See `Reducing.replaced`."""
+        gone = {id(each) for each in self.parameters} - set(map(id, self._module.parameters()))
+        return [name for key, name in self._names.items() if key in gone]
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See `Reducing.average_of`."""

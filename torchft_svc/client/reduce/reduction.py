@@ -42,6 +42,9 @@ class Reducing(Protocol):
         known.
         """
 
+    def replaced(self) -> list[str]:
+        """Names of the parameters that it sums, and in whose place the model has others now."""
+
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The last average of the parameter's gradient, if the reducer still has it."""
 

@@ -29,6 +29,11 @@ EARLY_KEY = "torchft.early"
 _EARLY_MARK = "torchft.early_tensor"
 _TRAINED = "trained"  # a 1 or a 0 for each parameter
 _SOURCE = "the group healed from"
+_KEEP = (
+    "the optimizer and the wrapper of the model still use the former parameters, so this group "
+    "would train nothing any more: copy the state into the parameters, with load_state_dict() and "
+    "without assign=True"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +117,7 @@ class StateRegistry:
         self._optimizers: list[torch.optim.Optimizer] = []
         self._check: Callable[[object], None] | None = None
         self._watched: Callable[[], list[nn.Parameter]] = list
+        self._replaced: Callable[[], list[str]] = list
         self.gate = ReadGate()
         if load is not None or save is not None:
             self.register(DEFAULT_KEY, load, save)
@@ -166,9 +172,14 @@ class StateRegistry:
         mine = {**counters, _TRAINED: trained} if trained else counters
         return {USER_KEY: pieces, MANAGER_KEY: mine}
 
-    def watch(self, parameters: Callable[[], list[nn.Parameter]]) -> None:
-        """Make ``requires_grad`` of ``parameters()`` a part of the state."""
-        self._watched = parameters
+    def watch(
+        self, parameters: Callable[[], list[nn.Parameter]], replaced: Callable[[], list[str]]
+    ) -> None:
+        """Make ``requires_grad`` of ``parameters()`` a part of the state.
+
+        ``replaced()``: the names of those that are not the model's any more.
+        """
+        self._watched, self._replaced = parameters, replaced
 
     def _save_all(self) -> dict[str, Any]:
         return {key: piece.save() for key, piece in self._pieces.items()}
@@ -182,23 +193,8 @@ class StateRegistry:
         return [parameter for group in groups for parameter in group["params"]]
 
     def holds_any(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether one of ``tensors`` shares its memory with the state, which is saved to see that.
-
-        For the training thread, also while the gate is shut. False if a function fails.
-        """
-        places = {_storage(each) for each in take_apart(list(tensors)) if _may_be_owned(each)}
-        found: list[bool] = []
-
-        def note(value: Any) -> Any:
-            if _may_be_owned(value):
-                found.append(_storage(value) in places)
-            return value
-
-        try:
-            map_nodes(take_apart(self._save_all()), note)
-        except Exception:
-            log.debug("the state cannot be saved now", exc_info=True)
-        return any(found)
+        """Whether one of ``tensors`` shares its memory with the state."""
+        return bool(self._held_storages() & _storages(list(tensors)))
 
     def collect_copied(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
         """`collect`, with copies of everything that may change outside of an update."""
@@ -246,15 +242,7 @@ class StateRegistry:
         held: list[Any] = self.updated_parameters()
         for optimizer in self._optimizers:
             held += list(optimizer.state.values())
-        owned: set[int] = set()
-
-        def note(value: Any) -> Any:
-            if _may_be_owned(value):
-                owned.add(_storage(value))
-            return value
-
-        map_nodes(take_apart(held), note)
-        return owned - {0}
+        return _storages(held)
 
     def check(self, state: Any, source: str) -> dict[str, int]:
         """The counters in a ``state`` that was fetched from ``source``.
@@ -285,15 +273,52 @@ class StateRegistry:
 
         Raises:
             CheckpointError: it is sharded differently from this worker's; nothing was loaded.
+            ConfigError: a load function has replaced parameters, so that this group would not
+                train any more; the state is loaded.
             TornState: a load function raised; torch's functions may have loaded a part then.
         """
         pieces = put_together(state[USER_KEY], self._save_all, _SOURCE)
+        replaced, apart = self._replaced(), self._kept_apart()
         for key, piece in self._pieces.items():
             try:
                 piece.load(pieces[key])
             except Exception as error:
                 raise TornState(_SOURCE, f"{key!r} cannot be loaded: {error!r}") from error
+        gone = [name for name in self._replaced() if name not in replaced]
+        held = self._held_storages() if apart else set()
+        if held:
+            gone += [each for each, tensors in apart if not held.issuperset(_storages(tensors))]
+        if gone:
+            more = f" and {len(gone) - 1} more" if len(gone) > 1 else ""
+            raise ConfigError("load_state_dict", f"a function that replaced {gone[0]}{more}", _KEEP)
         return self._train(state[MANAGER_KEY].get(_TRAINED, ""))
+
+    def _kept_apart(self) -> list[tuple[str, list[torch.Tensor]]]:
+        """Parameters of registered optimizers that no wrapper sums, if they are in the state: for
+        each group of an optimizer its name and the parameters."""
+        watched = set(map(id, self._watched()))
+        groups = [
+            (f"parameters of {type(optimizer).__name__}", group["params"])
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+        ]
+        apart = [(name, [p for p in params if id(p) not in watched]) for name, params in groups]
+        if not any(params for _, params in apart):
+            return []
+        held = self._held_storages()
+        inside = [(name, [p for p in params if held & _storages([p])]) for name, params in apart]
+        return [(name, params) for name, params in inside if params]
+
+    def _held_storages(self) -> set[int]:
+        """The memory of the state, which is saved to see that; nothing if a function fails.
+
+        For the training thread, also while the gate is shut.
+        """
+        try:
+            return _storages(self._save_all())
+        except Exception:
+            log.debug("the state cannot be saved now", exc_info=True)
+            return set()
 
     def _train(self, flags: str) -> bool:
         """Train exactly the parameters whose flag is 1; whether that is a change."""
@@ -337,6 +362,19 @@ def join(early: Any, rest: Any, source: str) -> Any:
 
 def _may_be_owned(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided
+
+
+def _storages(state: Any) -> set[int]:
+    """The memory of the tensors in ``state``."""
+    found: set[int] = set()
+
+    def note(value: Any) -> Any:
+        if _may_be_owned(value):
+            found.add(_storage(value))
+        return value
+
+    map_nodes(take_apart(state), note)
+    return found - {0}
 
 
 def _storage(tensor: torch.Tensor) -> int:

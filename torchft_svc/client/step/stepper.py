@@ -29,7 +29,13 @@ from torchft_svc.core.likeness import describe_layout
 from torchft_svc.core.round import UNDER_WAY, RoundRequest
 from torchft_svc.core.round_orders import Decide, LeaveMembers
 from torchft_svc.core.step import Participation, Phase, StepState
-from torchft_svc.errors import OperationsDiffer, QuorumFailed, RequestRefused, TornState
+from torchft_svc.errors import (
+    ConfigError,
+    OperationsDiffer,
+    QuorumFailed,
+    RequestRefused,
+    TornState,
+)
 
 log = logging.getLogger(__name__)
 
@@ -91,7 +97,10 @@ class Stepper:
         self._reducers: list[weakref.ref[Reducing]] = []
         self._layout: tuple[list[str], str] | None = None  # of these parts, see `layout`
         self.weights_version = 0  # see `Manager.weights_version`
-        deps.registry.watch(lambda: [each for r in self.reducers() for each in r.parameters])
+        deps.registry.watch(
+            lambda: [each for reducer in self.reducers() for each in reducer.parameters],
+            lambda: [name for reducer in self.reducers() for name in reducer.replaced()],
+        )
         self._thread_of_step: int | None = None
         self._has_warned = False  # about gradients that are not summed
         self._loads = False  # a healed state is being loaded
@@ -672,6 +681,10 @@ class Stepper:
             log.info("healed to step %d from %s", self.state.step, runner.healed_from)
             if trains_others and not self._heals_first():
                 self.latch_error(RequestRefused(_OTHER_PARAMETERS), self.state.epoch)
+        except ConfigError as error:  # it would be so again with the next heal
+            self._fail_heal(TornState("the group healed from", str(error)))
+            self.latch_error(error, self.state.epoch)
+            raise
         except Exception as error:
             log.exception("the healed state cannot be loaded")
             self._fail_heal(error)
