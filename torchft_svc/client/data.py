@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.utils.data import Dataset, distributed
 
@@ -47,6 +49,10 @@ class DistributedSampler(distributed.DistributedSampler[Any]):
         super().__init__(
             dataset, rank=self.global_rank, num_replicas=self.global_world_size, **kwargs
         )
+
+    def __iter__(self) -> Iterator[Any]:
+        with torch.device("cpu"):  # torch's class shuffles with a generator of the host
+            return super().__iter__()
 
 
 def _check_rank(name: str, value: int, size_name: str, size: int) -> None:

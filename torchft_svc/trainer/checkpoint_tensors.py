@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Write host tensors by their names, and everything of it to the disk."""
     writer = FileSystemWriter(folder, thread_count=1)
-    with _of_torch():
+    with _of_torch(), torch.device("cpu"):  # whatever the program's default device is
         state_dict_saver.save(dict(tensors), storage_writer=writer, no_dist=True)
 
 
@@ -30,11 +30,11 @@ def read_tensors(folder: Path) -> dict[str, Any]:
     """What `write_tensors` wrote; raises whatever torch raises."""
     reader = FileSystemReader(folder)
     tensors: dict[str, Any] = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
         for name, entry in reader.read_metadata().state_dict_metadata.items()
         if isinstance(entry, TensorStorageMetadata)
     }
-    with _of_torch():
+    with _of_torch(), torch.device("cpu"):
         state_dict_loader.load(tensors, storage_reader=reader, no_dist=True)
     return tensors
 

@@ -7,6 +7,7 @@ is divided as evenly as possible; if it is fewer samples than workers, some use 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -95,9 +96,9 @@ class Permuted:
     size: int
 
     def of(self, seed: int) -> list[int]:
-        generator = torch.Generator().manual_seed(seed)
-        order: list[int] = torch.randperm(self.size, generator=generator).tolist()
-        return order
+        generator = torch.Generator("cpu").manual_seed(seed)
+        order = torch.randperm(self.size, generator=generator, device="cpu")
+        return list(order.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,9 @@ class Sampled:
         generator = getattr(self.sampler, "generator", None)
         if isinstance(generator, torch.Generator):
             generator.manual_seed(seed)
-        return list(self.sampler)
+        is_torchs = type(self.sampler).__module__.startswith("torch.utils.data.")
+        with _on_host(generator) if is_torchs else contextlib.nullcontext():
+            return list(self.sampler)
 
 
 Order = Permuted | Sampled | Sequence[int]
@@ -185,7 +188,7 @@ class IndexedData:
             return None
         if self._expected != (epoch, num_samples, turn) or self._batches is None:
             self._batches = None  # ends the processes of the one before
-            self._batches = iter(self._run_ahead(epoch, num_samples, turn))
+            self._batches = _begin_loading(self._run_ahead(epoch, num_samples, turn))
         batch = next(self._batches)
         self._expected = (epoch, end, turn)
         return batch, end
@@ -206,7 +209,7 @@ class IndexedData:
         return DataLoader(
             _SeededDataset(loader.dataset, seed),
             batch_sampler=_Cuts(self._indices, num_samples, turn, self._batch_size),
-            generator=torch.Generator().manual_seed(seed),
+            generator=torch.Generator("cpu").manual_seed(seed),
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
             pin_memory=loader.pin_memory,
@@ -295,7 +298,7 @@ class IteratedData:
         if self._epoch != epoch or self._num_read > num_samples:
             self._random = RandomStream(self._seed, _ORDER, epoch)
             with self._random.going_on():
-                self._batches, self._ahead = iter(_without_memory(self._source)), []
+                self._batches, self._ahead = _begin_loading(_without_memory(self._source)), []
             self._epoch, self._num_read = epoch, 0
         dropped = num_samples - self._num_read
         self._num_read = num_samples
@@ -310,6 +313,25 @@ class IteratedData:
         if num_samples == 0 and not self._ahead:
             reason = "it yields no batch (an iterator can be gone through only once)"
             raise ConfigError("data", type(self._source).__name__, reason)
+
+
+def _begin_loading(batches: Iterable[Any]) -> Iterator[Any]:
+    """``iter(batches)``; a loader draws the seed of its processes where its generator is."""
+    if not isinstance(batches, DataLoader):
+        return iter(batches)
+    with _on_host(batches.generator):
+        return iter(batches)
+
+
+def _on_host(generator: torch.Generator | None) -> contextlib.AbstractContextManager[Any]:
+    """Inside, torch makes tensors on the host, whatever the program's default device is.
+
+    Torch's samplers and loaders draw their numbers into a tensor of the default device, with a
+    generator of the host unless the program gives one; that fails if these differ.
+    """
+    if generator is not None and generator.device.type != "cpu":
+        return contextlib.nullcontext()
+    return torch.device("cpu")
 
 
 def _without_memory(batches: Iterable[Any]) -> Iterable[Any]:

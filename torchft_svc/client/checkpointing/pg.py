@@ -377,7 +377,7 @@ def _spec_of(tensor: torch.Tensor) -> Spec:
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of a contiguous tensor, as a view."""
     if not tensor.numel():
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return tensor.reshape(-1).view(torch.uint8)
 
 

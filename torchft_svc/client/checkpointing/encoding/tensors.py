@@ -226,7 +226,7 @@ def _are_counts(value: Any) -> bool:
 def make_tensor(spec: TensorSpec, blobs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The tensor that ``spec`` describes, as a view of its blob."""
     if spec.blob == NO_BLOB or 0 in spec.shape:
-        return torch.empty(spec.shape, dtype=spec.dtype)
+        return torch.empty(spec.shape, dtype=spec.dtype, device="cpu")
     start = spec.offset // spec.dtype.itemsize
-    empty = torch.empty(0, dtype=spec.dtype)
+    empty = torch.empty(0, dtype=spec.dtype, device=blobs[spec.blob].device)
     return empty.set_(blobs[spec.blob].untyped_storage(), start, spec.shape, spec.strides)
