@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Iterator
 
@@ -74,6 +75,32 @@ def test_gradients_that_nothing_averages_are_warned_of_once(
     told = [each.message for each in caplog.records if "nothing averages" in each.message]
     assert len(told) == int(not is_averaged)
     assert all("2 parameters (the first one's shape is (1, 2))" in each for each in told)
+
+
+def test_a_wrapper_leaves_no_hooks_behind(alone: Manager) -> None:
+    """Also where the parameters have hooks of the program."""
+    model = mlp()
+    first, *_ = model.parameters()
+    calls: list[object] = []
+    first.register_post_accumulate_grad_hook(calls.append)  # type: ignore[no-untyped-call]
+
+    def num_hooks() -> list[int]:
+        return [len(each._post_accumulate_grad_hooks or ()) for each in model.parameters()]  # type: ignore[attr-defined]
+
+    parallel = DistributedDataParallel(alone, model)
+    once = num_hooks()
+    assert min(once) >= 1
+    for _ in range(3):
+        parallel = DistributedDataParallel(alone, model)
+        gc.collect()
+        assert num_hooks() == once
+    alone.start_quorum()
+    parallel(ONE).sum().backward()
+    assert alone.should_commit()
+    assert calls == [first]
+    del parallel
+    gc.collect()
+    assert num_hooks() == [1, *[0] * (len(once) - 1)]
 
 
 class Lookup(nn.Module):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from torchft_svc.client.gradients.buckets import describe_tensors, plain_names
+from torchft_svc.client.gradients.early_updates import guard_updates, raise_early_update
 from torchft_svc.client.gradients.reducer import (
     check_running,
     is_plain_backward,
@@ -39,6 +44,8 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
     the forward pass runs. FSDP's own ``state_dict()`` would reshard the weights during it: use
     `sharded_state_dict`.
 
+    For another manager call it again: its hooks replace those of the manager before.
+
     Raises:
         ConfigError: there is no FSDP module, or a parameter belongs to none of them.
     """
@@ -57,14 +64,26 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
             )
 
     sums = _ShardedSums(manager, groups, plain_names(model))
+    guard_updates(sums)
     manager.register_reducer(sums)
     trainer = threading.current_thread()
     for group in groups:
         group._all_reduce_hook = sums.average
     for module in _fsdp_modules(model):
+        assert isinstance(module, nn.Module)
+        for handle in _hooks.get(module, ()):  # of the manager before
+            handle.remove()
         # Before FSDP's own hook, which cannot continue after an error in a pass.
-        module.register_forward_hook(sums.watch, prepend=True)  # type: ignore[attr-defined]
-        module.register_state_dict_pre_hook(_guard(trainer))  # type: ignore[attr-defined]
+        _hooks[module] = (
+            module.register_forward_hook(sums.watch, prepend=True),
+            module.register_state_dict_pre_hook(_guard(trainer)),  # type: ignore[no-untyped-call]
+        )
+
+
+# Those of `replicate_across_groups`, which replaces them when a model gets another manager.
+_hooks: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, RemovableHandle]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class _ShardedSums:
@@ -79,6 +98,7 @@ class _ShardedSums:
         shards = [[_local(param) for param in part] for part in sharded]
         # Empty: FSDP sums only parameters that are trained, so groups that differ would not match.
         self.parameters: list[nn.Parameter] = []
+        self._pass: weakref.ref[functools.partial[None]] | None = None
         named = [[names.get(id(param), "") for param in part] for part in sharded]
         self._summed = [
             (name, param, param.sharded_param)
@@ -101,11 +121,39 @@ class _ShardedSums:
             return
         check = make_check(self._manager)
 
-        def check_backward() -> None:
+        def begin_backward() -> None:
             if is_plain_backward():
                 check()
+                self._begin_pass()
 
-        watch_outputs(outputs, check_backward)
+        watch_outputs(outputs, begin_backward)
+
+    def _begin_pass(self) -> None:
+        """Note the versions of the sharded parameters, which only an update changes."""
+        if self._pass is not None and self._pass() is not None:
+            return
+        versions = [parameter._version for _, _, parameter in self._summed]
+        running = functools.partial(self._check_unchanged, versions)
+        # FSDP's own callback at the end of the pass may sum the last gradients; after it.
+        queue = Variable._execution_engine.queue_callback
+        self._pass = weakref.ref(running)
+        queue(functools.partial(queue, running))
+
+    def _check_unchanged(self, versions: list[int]) -> None:
+        """Raise `ConfigError` if an optimizer has stepped in the pass: FSDP runs the parameters'
+        hooks when their gradients are averaged, which is before the vote."""
+        for (name, _, parameter), version in zip(self._summed, versions, strict=True):
+            if parameter._version != version:
+                self.refuse_update(name)
+
+    def guarded_names(self) -> Mapping[int, str]:
+        """See `Guarded`."""
+        summed = [] if self._manager.has_ended() else self._summed
+        return {id(parameter): name for name, _, parameter in summed}
+
+    def refuse_update(self, name: str) -> NoReturn:
+        """See `Guarded`."""
+        raise_early_update(self._manager, name)
 
     def replaced(self) -> list[str]:
         """See `Reducing.replaced`."""

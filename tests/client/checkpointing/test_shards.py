@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import threading
+import weakref
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -110,6 +112,31 @@ def on_another_thread(action: Any) -> Any:
     thread.start()
     thread.join()
     return outcome[0]
+
+
+def test_another_manager_s_hooks_replace_those_of_the_one_before(mesh: DeviceMesh) -> None:
+    model = tied(mesh)
+    managers = [Averages() for _ in range(3)]
+    gone = [weakref.ref(manager) for manager in managers]
+
+    def num_hooks() -> list[int]:
+        return [
+            len(module._forward_hooks) + len(module._state_dict_pre_hooks)
+            for module in model.modules()
+        ]
+
+    before = num_hooks()
+    replicate_across_groups(managers[0], model)  # type: ignore[arg-type]
+    once = num_hooks()
+    assert sum(once) > sum(before)
+    for manager in managers[1:]:
+        replicate_across_groups(manager, model)  # type: ignore[arg-type]
+        assert num_hooks() == once
+    model(torch.ones(1, 3)).sum().backward()
+    assert [manager.num_calls for manager in managers] == [0, 0, 2]
+    del manager, managers
+    gc.collect()
+    assert [ref() is None for ref in gone] == [True, True, False], "the model keeps the last one"
 
 
 def test_the_state_is_that_of_torch_s_own_function(mesh: DeviceMesh) -> None:

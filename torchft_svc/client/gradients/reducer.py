@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from torchft_svc.client.gradients.buckets import Bucket, describe_tensors
+from torchft_svc.client.gradients.early_updates import guard_updates, raise_early_update
 from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled, unfinished_pass
 from torchft_svc.client.reduce.reduction import Reduction
 from torchft_svc.errors import ConfigError, RequestRefused
@@ -86,15 +88,17 @@ class Reducer:
         self._pass: weakref.ref[functools.partial[None]] | None = None
         self._outer: _OuterPass | None = None
         self._is_nested = False
-        self._arrived: set[int] = set()
+        self._arrived: dict[int, int] = {}  # versions of the parameters whose gradients are there
+        self._versions_before: dict[int, int] = {}  # see `_record_version`
         self._reductions: list[Reduction] = []
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                self._make_hook(index)
-            )
+        hooks = [
+            handle
             for index, bucket in enumerate(buckets)
             for parameter in bucket.parameters
+            for handle in self._register_hooks(index, parameter)
         ]
+        weakref.finalize(self, _remove_hooks, hooks).atexit = False
+        guard_updates(self)
         manager.register_reducer(self)
 
     @property
@@ -156,6 +160,23 @@ class Reducer:
         A reentrant checkpoint runs a nested pass, whose end is not the end of the whole pass.
         """
         watch_outputs(outputs, self._make_output_hook(make_check(self._manager)))
+
+    def _register_hooks(self, index: int, parameter: nn.Parameter) -> Iterator[RemovableHandle]:
+        """The hooks of ``parameter``; after those of the program, which may change its gradient."""
+        hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+        if any(getattr(hook, "__module__", "") != __name__ for hook in hooks.values()):
+            reducer = weakref.ref(self)
+
+            @uncompiled
+            def record(parameter: nn.Parameter) -> None:
+                listener = reducer()
+                if listener is not None:
+                    listener._versions_before[id(parameter)] = parameter._version
+
+            yield _register_first(parameter, record)
+        yield parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+            self._make_hook(index)
+        )
 
     def _make_hook(self, index: int) -> Callable[[nn.Parameter], None]:
         # Python's garbage collector does not see the hooks of a parameter: with a strong reference
@@ -233,7 +254,7 @@ class Reducer:
         grad = parameter.grad
         if grad is not None and grad.layout is not _STRIDED:
             raise ConfigError(self._names[key], str(grad.layout), SPARSE)
-        arrived.add(key)
+        arrived[key] = self._versions_before.get(key, parameter._version)
         missing = self._missing
         missing[index] -= 1
         if not missing[index] and not self._is_nested:
@@ -263,7 +284,7 @@ class Reducer:
         self._failed = False
         self.graph = graph
         self._is_nested = False
-        self._arrived = set()
+        self._arrived = {}
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._next = self._num_launched = 0
         self._reductions = []
@@ -323,6 +344,7 @@ class Reducer:
 
         An interrupt in this function leaves the pass open, like one in the pass.
         """
+        self._check_unchanged()
         if self._next == 0:
             self._manager._take_turn(self, is_last=True)
         self.launch_rest(self.graph)
@@ -346,6 +368,32 @@ class Reducer:
         # A callback that is queued now runs after those of other wrappers at the end of the pass.
         check = functools.partial(self._check_owned, self._versions())
         Variable._execution_engine.queue_callback(check)
+
+    def guarded_names(self) -> Mapping[int, str]:
+        """See `Guarded`."""
+        return (
+            {}
+            if self._manager.has_ended()
+            else {id(p): self._names[id(p)] for p in self.parameters}
+        )
+
+    def refuse_update(self, name: str) -> NoReturn:
+        """See `Guarded`."""
+        raise_early_update(self._manager, name)
+
+    def _check_unchanged(self) -> None:
+        """Raise `ConfigError` if a parameter has changed since its gradient arrived.
+
+        The step cannot be committed: the weights are not those of the others any more. A forward
+        pass may change them in place, also one that a checkpoint repeats in this pass, but that is
+        before the gradient arrives.
+        """
+        arrived = self._arrived
+        for bucket in self._buckets:
+            for parameter in bucket.parameters:
+                version = parameter._version
+                if arrived.get(id(parameter), version) != version:
+                    self.refuse_update(self._names[id(parameter)])
 
     def _may_launch_again(self) -> bool:
         """Whether no sum has succeeded, and all gradients are as the pass has left them."""
@@ -375,6 +423,23 @@ class Reducer:
         replaced = self._hands_out and not all(b.holds_gradients() for b in self._buckets)
         if replaced or self._versions() != versions:
             self._manager.report_error(ConfigError("module", "wrapped twice", _OVERWRITTEN))
+
+
+def _register_first(
+    parameter: nn.Parameter, hook: Callable[[nn.Parameter], None]
+) -> RemovableHandle:
+    """Register ``hook`` so that it is called before those that are there."""
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+    hooks = parameter._post_accumulate_grad_hooks
+    *before, last = hooks.items()
+    hooks.clear()
+    hooks.update([last, *before])
+    return handle
+
+
+def _remove_hooks(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,87 @@
+"""Refuses updates of wrapped parameters in a backward pass, which is before the vote (rule T3).
+
+Gradients are not averaged then, or not voted on: each group would train alone, without a word. A
+step of an optimizer is refused before it changes anything. Other updates, such as a program's own
+in a hook, are found at the end of the pass, by the versions of the parameters.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import torch
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from torchft_svc.client.reduce.collectives import NO_GRAPH
+from torchft_svc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchft_svc.client.manager import Manager
+
+_present_graph = torch._C._current_graph_task_id
+_STEPPED = (
+    "a backward pass has to leave the parameters alone until the gradients are averaged and the "
+    "step is voted on: an optimizer steps in a hook, such as register_post_accumulate_grad_hook, "
+    "or is fused into the backward pass. Remove the hook, and step the optimizer after the vote: "
+    "Optimizer(manager, optimizers).step()"
+)
+
+
+class Guarded(Protocol):
+    """Sums the gradients of parameters."""
+
+    def guarded_names(self) -> Mapping[int, str]:
+        """The names of the parameters by id; empty if it sums nothing any more."""
+
+    def refuse_update(self, name: str) -> NoReturn:
+        """Call `raise_early_update` for the parameter ``name``."""
+
+
+class _Guard:
+    """Torch's global hook, and who is asked by it; registered once, for the life of the process."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
+        self._is_registered = False
+
+    def add(self, guarded: Guarded) -> None:
+        with self._lock:
+            self._guarded.add(guarded)
+            if not self._is_registered:
+                register_optimizer_step_pre_hook(self._check)
+                self._is_registered = True
+
+    def _check(self, optimizer: Optimizer, _: Any, __: Any) -> None:
+        """Before each step of any optimizer."""
+        if torch.compiler.is_compiling() or _present_graph() == NO_GRAPH:
+            return
+        with self._lock:
+            everybody = list(self._guarded)
+        for guarded in everybody:
+            names = guarded.guarded_names()
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) in names:
+                        guarded.refuse_update(names[id(parameter)])
+
+
+_guard = _Guard()
+
+
+def guard_updates(guarded: Guarded) -> None:
+    """Refuse steps of optimizers in a backward pass from now on, while ``guarded`` lives."""
+    _guard.add(guarded)
+
+
+def raise_early_update(manager: Manager, name: str) -> NoReturn:
+    """Raise the `ConfigError` of a parameter that is updated in a backward pass.
+
+    It is the error of the step, too, in case that the program catches it.
+    """
+    error = ConfigError(name, "updated in a backward pass", _STEPPED)
+    manager.report_error(error)
+    raise error
