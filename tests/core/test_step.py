@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from torchft_svc.core.step import (
+    FIRST_STEPS,
     MAX_FAILED_LOADS,
     MAX_MISFITS,
     TRANSITIONS,
@@ -57,7 +58,13 @@ def test_a_committed_step() -> None:
     machine.decide(True)
     machine.end_update()
     assert machine.state == StepState(
-        phase=Phase.IDLE, epoch=1, step=1, batches_committed=2, participation=TWO, settled=True
+        phase=Phase.IDLE,
+        epoch=1,
+        step=1,
+        batches_committed=2,
+        participation=TWO,
+        settled=True,
+        num_commits=1,
     )
 
 
@@ -243,14 +250,41 @@ def test_a_group_that_does_not_fit_ends_after_a_few_steps() -> None:
         machine.start()
 
 
-def test_a_commit_clears_the_steps_in_which_a_group_did_not_fit() -> None:
-    machine = training()
-    machine.latch(MISFIT)
-    machine.decide(machine.begin_vote())
+def commit(machine: StepMachine, error: Exception | None = None) -> None:
+    """A step, which ``error`` spoils."""
     machine.start()
     machine.form(TWO)
-    assert machine.state.misfits == 1
-    machine.decide(machine.begin_vote())
+    if error is not None:
+        machine.latch(error)
+    committed = machine.begin_vote()
+    machine.decide(committed)
+    if committed:
+        machine.end_update()
+
+
+def test_a_group_that_does_not_fit_now_and_then_ends_in_its_first_steps() -> None:
+    machine = StepMachine()
+    for _ in range(MAX_MISFITS - 1):
+        commit(machine, MISFIT)
+        commit(machine)
+    machine.note_misfit("other operations in step 7")  # noticed in the step after
+    for begin in (machine.start, machine.go_on):
+        with pytest.raises(RequestRefused, match=r"3 steps beside the 2 .*: other operations in"):
+            begin()
+    assert machine.state.phase is Phase.IDLE
+
+
+def test_what_a_group_has_lost_in_its_first_steps_is_forgotten() -> None:
+    machine = StepMachine()
+    for num in range(FIRST_STEPS):
+        assert machine.state.num_commits == num
+        if num == 0:
+            commit(machine, MISFIT)
+        assert machine.state.misfits == 1
+        commit(machine)
+    assert machine.state.misfits == 0
+    commit(machine, MISFIT)
+    commit(machine)
     assert machine.state.misfits == 0
 
 

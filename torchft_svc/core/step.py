@@ -30,6 +30,8 @@ from torchft_svc.errors import (
 # those of the others, a healed state that cannot be loaded. The others may lose each of them, too.
 MAX_MISFITS = 3
 MAX_FAILED_LOADS = 3
+# A group with fewer commits is new: what it loses in these steps is counted together.
+FIRST_STEPS = 100
 
 
 class Phase(enum.Enum):
@@ -134,8 +136,10 @@ class StepState(NamedTuple):
     worker that is to heal may continue with them. ``quorum_id``: in which ``step`` was committed
     (0: not known); two groups at one step that was committed in one quorum have one state.
     ``settled``: it has committed a step since it came, or was last behind, so that it does in a
-    step what the others do. ``misfits``: steps since the last commit in which it did not;
-    ``failed_loads``: healed states in a row that arrived and could not be loaded.
+    step what the others do. ``num_commits``: steps that this worker has committed since it came.
+    ``misfits``: steps that were lost because it did not do what the others did, in its
+    `FIRST_STEPS`, and later since the last commit; ``misfit``: the last reason. ``failed_loads``:
+    healed states in a row that arrived and could not be loaded.
     """
 
     phase: Phase = Phase.IDLE
@@ -150,7 +154,9 @@ class StepState(NamedTuple):
     spoiled: str = ""
     unhealed: bool = False
     settled: bool = False
+    num_commits: int = 0
     misfits: int = 0
+    misfit: str = ""
     failed_loads: int = 0
 
     def counters(self) -> dict[str, int]:
@@ -194,7 +200,11 @@ class StepMachine:
 
     def go_on(self) -> int:
         """A step begins in the quorum of the one before, without a question; returns the new epoch.
-        The group participates as before."""
+        The group participates as before.
+
+        Raises: RequestRefused: as `start`; nothing has changed.
+        """
+        self._check_hope()
         return self._move(
             StepEvent.WENT_ON, epoch=self.state.epoch + 1, error=None, pending_heal=None
         ).epoch
@@ -322,12 +332,13 @@ class StepMachine:
                 quorum_id=quorum_id,
                 failures=0,
                 settled=True,
-                misfits=0,
+                num_commits=state.num_commits + 1,
+                misfits=state.misfits if state.num_commits + 1 < FIRST_STEPS else 0,
             )
             return
-        misfit = isinstance(state.error, OperationsDiffer) and state.error.is_misfit
-        changes = {"failures": state.failures + 1, "misfits": state.misfits + misfit}
-        failures = self._move(StepEvent.DISCARDED, **changes).failures
+        failures = self._move(StepEvent.DISCARDED, failures=state.failures + 1).failures
+        if isinstance(state.error, OperationsDiffer) and state.error.is_misfit:
+            self.note_misfit(str(state.error))
         self._check_hope()
         if self._max_retries is not None and failures > self._max_retries:
             raise CommitFailed(
@@ -335,13 +346,21 @@ class StepMachine:
                 f"the last reason: {self._why_discarded()}"
             )
 
+    def note_misfit(self, reason: str) -> None:
+        """This group has cost the others a step, for ``reason``: it did not do what they did."""
+        self.state = self.state._replace(misfits=self.state.misfits + 1, misfit=reason)
+
     def _check_hope(self) -> None:
         """Raise `RequestRefused` if this worker would only delay the others."""
         state = self.state
         if state.misfits >= MAX_MISFITS:
+            in_a_row = state.failures >= state.misfits
+            when = (
+                "in a row" if in_a_row else f"beside the {state.num_commits} that it has committed"
+            )
             raise RequestRefused(
                 f"this group does not match the others, which has cost all groups "
-                f"{state.misfits} steps in a row: {self._why_discarded()}. If steps take turns, "
+                f"{state.misfits} steps {when}: {state.misfit}. If steps take turns, "
                 "such as a discriminator's and a generator's, choose the turn by "
                 "manager.current_step() with use_async_quorum=False, or make both updates in one "
                 "step with Optimizer(manager, [first, second]). Then restart this group"
@@ -370,6 +389,7 @@ class StepMachine:
             num = state.participation.num_participants
             batches = state.batches_committed - num
             changes.update(step=state.step - 1, batches_committed=batches, quorum_id=0)
+            changes["num_commits"] = state.num_commits - 1
         if spoiled_by:
             spoiled = f"the update to step {state.step} was not applied completely ({spoiled_by})"
             changes.update(spoiled=spoiled, unhealed=True)

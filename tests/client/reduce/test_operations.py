@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from torch.distributed import ReduceOp
@@ -14,7 +16,9 @@ from torchft_svc.client.reduce.operations import (
     Kind,
     LaunchOrder,
     Operation,
+    Stuck,
 )
+from torchft_svc.core.step import FIRST_STEPS
 
 CPU = torch.device("cpu")
 
@@ -116,11 +120,17 @@ def test_what_is_remembered_is_bounded() -> None:
 
 
 def test_a_header_comes_back_as_it_was_sent() -> None:
-    header = Header(of(7, position=3), is_settled=True, pattern=2**63 - 1)
-    sent = header.encode(CPU)
-    assert sent.shape == (HEADER_LENGTH,)
-    assert Header.decode(sent.tolist()) == header
-    assert "number 3" in str(Header.decode([3, 99, -9, 4, 77, 88, 5, 0]).operation)
+    header = Header(of(7, position=3), is_settled=True, pattern=2**63 - 1, num_commits=9)
+    stuck = dataclasses.replace(header, stuck=Stuck(4, Operation.end(2)))
+    for each in (header, stuck):
+        sent = each.encode(CPU)
+        assert sent.shape == (HEADER_LENGTH,)
+        assert Header.decode(sent.tolist()) == each
+    odd = [3, 99, -9, 4, 77, 88]
+    lies = Header.decode([*odd, 5, 0, 0, 6, *odd])
+    assert "number 3" in str(lies.operation)
+    assert lies.stuck is not None
+    assert "number 3" in str(lies.stuck.operation)
 
 
 @pytest.mark.parametrize(
@@ -146,3 +156,97 @@ def test_who_does_not_fit(
 ) -> None:
     headers = [Header(operation, is_settled, 0) for operation, is_settled in groups]
     assert [mine.unlike(headers) for mine in headers] == expected
+
+
+OLD = 4 * FIRST_STEPS
+
+
+@pytest.mark.parametrize(
+    ("groups", "misfits"),
+    [
+        # Each group's operation, and how many steps it has committed; which do not fit.
+        ([(of(4), OLD), (of(5), 7)], [False, True]),
+        ([(of(4), 8), (of(5), 7)], [False, True]),
+        ([(of(4), 7), (of(5), 7)], [False, False]),  # nobody knows
+        ([(of(4), OLD), (of(5), FIRST_STEPS)], [False, False]),  # not new any more
+        ([(of(4), OLD), (of(4), OLD), (of(5), 7)], [False, False, True]),
+        ([(of(4), OLD), (of(4), 7), (of(5), 7)], [False, False, True]),
+        ([(of(4), OLD), (of(5), 7), (of(5), 7)], [False, False, False]),  # most are like that
+        ([(of(4), OLD), (of(5), 7), (of(6), 8)], [False, True, True]),
+    ],
+)
+def test_who_is_new_among_those_that_train(
+    groups: list[tuple[Operation, int]], misfits: list[bool]
+) -> None:
+    headers = [Header(operation, True, 0, num_commits) for operation, num_commits in groups]
+    assert [mine.unlike(headers)[1] for mine in headers] == misfits
+
+
+def in_steps(*steps: tuple[int, list[Operation]], stuck: Operation | None = None) -> LaunchOrder:
+    """What a group has launched in its last steps; it got ``stuck`` in the last one."""
+    order = LaunchOrder(lambda: True)
+    for step_number, operations in steps:
+        order.begin(bool, step_number)
+        for operation in operations:
+            order.launched(operation)
+    if stuck is not None:
+        order.got_stuck(stuck)
+    order.begin(lambda: True, steps[-1][0] + (stuck is None))
+    return order
+
+
+def test_a_group_learns_afterwards_at_which_operation_another_one_was() -> None:
+    """That one has compared an operation, and this one was at the end of the step, which counts."""
+    end = step(1, 2)[-1]
+    mine = in_steps((4, step(1, 2)), (5, step(1, 2)), (6, [of(1)]), stuck=of(1))
+    theirs = in_steps((4, step(1, 2)), (5, step(1, 2)[:-1]), stuck=of(9, position=3))
+    headers = [order.header(of(1)) for order in (mine, theirs)]
+    found = mine.compared(headers[0], headers)
+    assert found is not None
+    assert (found.step, found.mine, found.theirs, found.member) == (5, end, of(9, position=3), 1)
+    assert theirs.compared(headers[1], headers) is None, "it was in no step 6"
+    again = [order.header(of(2, position=2)) for order in (mine, theirs)]
+    assert [each.stuck for each in again] == [None, None], "it was sent"
+    assert mine.compared(again[0], again) is None
+
+
+def test_groups_that_were_stuck_at_one_operation_do_not_differ() -> None:
+    """A third one has left; or the step is too long ago, or was not launched so far."""
+    mine = in_steps((5, step(1, 2)), (6, [of(1), of(2, position=2)]), stuck=of(1))
+    stuck = {
+        "the same": Stuck(6, of(2, position=2)),
+        "further": Stuck(6, of(3, position=3)),
+        "long ago": Stuck(1, of(3, position=2)),
+        "a lie": Stuck(6, of(3, position=-2)),
+    }
+    for what, each in stuck.items():
+        header = mine.header(of(1))
+        other = Header(of(1), True, 0, OLD, each)
+        assert header.differed([header, other], mine._launched_in) is None, what
+
+
+def test_an_operation_that_was_compared_and_not_launched_counts() -> None:
+    mine = in_steps((5, [of(1)]), stuck=of(7, position=2))
+    other = Header(of(1), True, 0, OLD, Stuck(5, of(2, position=2)))
+    found = mine.compared(mine.header(of(1)), [mine.header(of(1)), other])
+    assert found is not None
+    assert (found.mine, found.is_misfit) == (of(7, position=2), True)
+
+
+def test_a_group_that_launches_something_else_than_all_are_known_to_differs() -> None:
+    """The others need not have been stuck: they have ended the step."""
+    order = LaunchOrder(lambda: True)
+    go(order, step(1, 2))
+    order.begin(bool, 6)
+    for operation in step(1, 2)[:-1]:
+        assert order.expects(operation)
+        order.launched(operation)
+    other = of(7, position=3)
+    order.got_stuck(other)
+    order.begin(lambda: True, 6)
+    mine, alike = order.header(of(1)), Header(of(1), True, 0, OLD, Stuck(6, other))
+    ended = Header(of(1), True, 0, OLD)
+    found = order.compared(mine, [alike, mine, ended])
+    assert found is not None
+    assert (found.mine, found.theirs, found.member) == (other, step(1, 2)[-1], 2)
+    assert not found.is_misfit, "most are like this one"

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from support.training import (
     Trainer,
     assert_identical,
     bits,
+    in_step,
     lighthouse,
     make_manager,
     together,
@@ -25,6 +28,7 @@ from support.training import (
 from torch import nn
 
 from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
+from torchft_svc.core.step import MAX_MISFITS
 from torchft_svc.errors import RequestRefused
 
 # What such a step may cost; without a comparison it takes the timeout of a collective.
@@ -160,6 +164,61 @@ def test_a_group_that_sums_less_is_found_at_the_end_of_the_step() -> None:
         assert "Here: number 2, Manager.allreduce" in str(a.errored())
         assert "Here: number 2, the end of the step, after 1 operation" in str(b.errored())
         assert together(lambda: sums(a, 2), lambda: sums(b, 2)) == [True, True]
+
+
+EXTRA = "number {}, Manager.allreduce: average of 7 elements of float32"
+
+
+@pytest.mark.parametrize(
+    ("extra_first", "num_others"), [(True, 2), (False, 2), (False, 1)], ids=["first", "last", "two"]
+)
+def test_a_group_whose_calls_differ_now_and_then_ends_and_the_others_go_on(
+    extra_first: bool, num_others: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It counts its own passes, and reduces more in each fifth one: all wait for one another."""
+    options = {"timeout": timedelta(seconds=1)}
+    is_over = threading.Event()
+
+    def train(trainer: Trainer, extra_every: int = 0) -> None:
+        for num in itertools.count(1):
+            if is_over.is_set():
+                return
+            time.sleep(0.01)
+            has_extra = extra_every > 0 and num % extra_every == 0
+            trainer.optimizer.zero_grad()
+            loss = trainer.loss()
+            if has_extra and extra_first:
+                trainer.manager.allreduce(torch.ones(7)).wait()
+            loss.backward()
+            if has_extra and not extra_first:
+                trainer.manager.allreduce(torch.ones(7)).wait()
+            trainer.optimizer.step()
+
+    def joins(trainer: Trainer) -> str:
+        try:
+            with pytest.raises(RequestRefused) as caught:
+                train(trainer, extra_every=5)
+            trainer.manager.shutdown()
+            return str(caught.value)
+        finally:
+            is_over.set()
+
+    with lighthouse() as address, trainers(address, num_others, **options) as others:
+        in_step(3, *others)
+        together(*(lambda each=each: each.steps(7) for each in others))
+        with Trainer(address, "late", 9, **options) as late:
+            ends = [lambda each=each: train(each) for each in others]
+            reason, *_ = together(lambda: joins(late), *ends)
+    assert "does not match the others" in reason
+    assert f"{MAX_MISFITS} steps" in reason
+    place = 1 if extra_first else 3
+    own = "gradients: sum of" if extra_first else "the end of the step, after 2 operations"
+    here, _, there = reason.partition("In group ")
+    assert EXTRA.format(place) in here
+    assert there.startswith("a: ")
+    assert f"number {place}, {own}" in there
+    assert late.manager._worker.state.num_commits > 0
+    assert any("groups were at different operations" in each.message for each in caplog.records)
 
 
 class Launches:

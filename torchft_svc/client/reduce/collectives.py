@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import CompletedWork
-from torchft_svc.client.reduce.operations import Header, Kind, LaunchOrder, Operation
+from torchft_svc.client.reduce.operations import Difference, Header, Kind, LaunchOrder, Operation
 from torchft_svc.client.reduce.reduction import ManagedWork, Reduction
 from torchft_svc.core.step import Participation
 from torchft_svc.errors import (
@@ -80,9 +80,10 @@ class Collectives:
     wait becomes long (True), and at its end (False). ``order`` holds the operations that all groups
     are known to launch; ``checks_all``: compare every operation nevertheless. ``between_steps``:
     the operations follow the end of a step; another group may have begun the next one, so what it
-    launches is not known. ``wish`` tells whether this group wants a question before the next step,
-    and is summed with the first operation of each step whose groups may go on without one (rule
-    E2).
+    launches is not known. ``on_difference`` is called when a comparison shows that this group
+    differed from another one in an earlier step. ``wish`` tells whether this group wants a question
+    before the next step, and is summed with the first operation of each step whose groups may go on
+    without one (rule E2).
     """
 
     def __init__(
@@ -97,8 +98,10 @@ class Collectives:
         checks_all: bool = False,
         between_steps: bool = False,
         wish: Callable[[], bool] | None = None,
+        on_difference: Callable[[Difference], None] = lambda _: None,
     ) -> None:
         self._order = order
+        self._on_difference = on_difference
         self._between_steps = between_steps
         self._wish = wish
         self._carriers: list[torch.Tensor] = []  # of the wishes in this step
@@ -197,6 +200,7 @@ class Collectives:
         self._num_launched += 1
         if self._device is None or self._device != _CPU:
             self._device = tensor.device
+        operation = None
         if self._num_agreed < self._num_launched:
             operation = Operation.of(self._num_launched, tensor, called or op, kind)
             if not self._admit(operation, tensor.device):
@@ -204,7 +208,7 @@ class Collectives:
         if self._wish is not None and not self._carry(tensor.device, carrier):
             return None
         options = _SUM if op is ReduceOp.SUM else _options(op)
-        return self._launch(tensor, self._pg.allreduce, [tensor], options)
+        return self._launch(tensor, self._pg.allreduce, [tensor], options, operation=operation)
 
     def _carry(self, device: torch.device, carrier: torch.Tensor | None) -> bool:
         """Have the wish summed with the next operation, if that is the first one or has a place for
@@ -304,7 +308,9 @@ class Collectives:
         header = self._order.header(mine)
         row = header.encode(device)
         rows = row.new_empty(self._pg.size(), len(row))
-        reduction = self._launch(rows, self._pg.allgather, [list(rows.unbind())], [row])
+        reduction = self._launch(
+            rows, self._pg.allgather, [list(rows.unbind())], [row], operation=mine
+        )
         return None if reduction is None else _Comparison(header, rows, reduction)
 
     def _end_comparison(self, comparison: _Comparison) -> bool:
@@ -326,6 +332,9 @@ class Collectives:
         """All groups' headers; None if their operations differ, and the error was latched."""
         mine = comparison.mine
         headers = [Header.decode(numbers) for numbers in comparison.rows.tolist()]
+        difference = self._order.compared(mine, headers)
+        if difference is not None:
+            self._on_difference(difference)
         theirs, is_misfit = mine.unlike(headers)
         if theirs is None:
             return headers
@@ -342,8 +351,10 @@ class Collectives:
             self._epoch,
         )
 
-    def _fail(self, error: Exception, epoch: int) -> None:
-        """An operation has failed: latch a known difference between the groups, too, if any."""
+    def _fail(self, error: Exception, epoch: int, operation: Operation | None) -> None:
+        """``operation`` has failed: latch a known difference between the groups, too, if any."""
+        if operation is not None and epoch == self._epoch:
+            self._order.got_stuck(operation)
         unread, self._unread = self._unread, []
         if epoch == self._epoch:
             for comparison in unread:
@@ -352,7 +363,11 @@ class Collectives:
         self._latch(error, epoch)
 
     def _launch(
-        self, tensor: torch.Tensor, begin: Callable[..., Any], *arguments: Any
+        self,
+        tensor: torch.Tensor,
+        begin: Callable[..., Any],
+        *arguments: Any,
+        operation: Operation | None = None,
     ) -> Reduction | None:
         epoch = self._epoch
         self._note_pass()
@@ -366,7 +381,7 @@ class Collectives:
             work,
             self._timeout_s,
             pg=self._pg,
-            on_error=lambda error: self._fail(error, epoch),
+            on_error=lambda error: self._fail(error, epoch, operation),
             on_wait=self._on_wait,
             watchdog=self._watchdog,
         )

@@ -20,6 +20,8 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ReduceOp
 
+from torchft_svc.core.step import FIRST_STEPS
+
 _OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN)
 _OP_NAMES = ("sum", "average", "product", "maximum", "minimum")
 _DTYPES = (
@@ -39,10 +41,13 @@ _DTYPES = (
 _OTHER = -1
 # Steps that are remembered as patterns, for programs that alternate, or log from time to time.
 MAX_PATTERNS = 8
+# A group that differs may commit one step more than the others before it waits for them.
+STEPS_TO_LOOK_BACK = 3
 # Operations of a step beyond this number are always compared.
 MAX_PLACES = 4096
-# A header has the numbers of an operation, whether its group is settled, and its pattern.
-HEADER_LENGTH = 8
+# A header has the numbers of an operation, whether its group is settled, its pattern, how long its
+# group is there, and at which step and operation it was stuck.
+HEADER_LENGTH = 16
 
 
 class Kind(enum.IntEnum):
@@ -110,42 +115,116 @@ class Operation(NamedTuple):
         )
 
 
+class Stuck(NamedTuple):
+    """An operation that has failed in ``step``; maybe because other groups were at another one."""
+
+    step: int
+    operation: Operation
+
+
+# Of a group whose last step did not fail.
+_NOT_STUCK = (-1,) + (0,) * len(Operation._fields)
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """In ``step``, the group with index ``member`` was at ``theirs`` when this one was at ``mine``.
+    ``is_misfit``: see `Header.unlike`."""
+
+    step: int
+    mine: Operation
+    theirs: Operation
+    member: int
+    is_misfit: bool
+
+
 @dataclass(frozen=True, slots=True)
 class Header:
     """What a group sends when operations are compared.
 
-    ``is_settled``: see `StepState`. ``pattern``: a digest of the remembered step that began like
-    this one up to ``operation``; 0: there is none.
+    ``is_settled``, ``num_commits``: see `StepState`. ``pattern``: a digest of the remembered step
+    that began like this one up to ``operation``; 0: there is none. ``stuck``: where its last step
+    has failed, if others have not received that yet.
     """
 
     operation: Operation
     is_settled: bool
     pattern: int
+    num_commits: int = 0
+    stuck: Stuck | None = None
 
     def encode(self, device: torch.device) -> torch.Tensor:
         """As `HEADER_LENGTH` numbers."""
-        numbers = [*map(int, self.operation), int(self.is_settled), self.pattern]
+        stuck = self.stuck
+        numbers = [
+            *map(int, self.operation),
+            int(self.is_settled),
+            self.pattern,
+            self.num_commits,
+            *(_NOT_STUCK if stuck is None else (stuck.step, *map(int, stuck.operation))),
+        ]
         return torch.tensor(numbers, dtype=torch.int64, device=device)
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> Header:
         """The header of another group; its numbers are not trusted."""
-        position, kind, wrapper, numel, dtype, op, is_settled, pattern = numbers
-        known = Kind(kind) if kind in tuple(Kind) else Kind.AVERAGE
-        operation = Operation(position, known, wrapper, numel, dtype, op)
-        return cls(operation, bool(is_settled), pattern)
+        operation, rest = numbers[:6], numbers[6:]
+        is_settled, pattern, num_commits, stuck_step, *stuck_at = rest
+        stuck = Stuck(stuck_step, _decode(stuck_at)) if stuck_step >= 0 else None
+        return cls(_decode(operation), bool(is_settled), pattern, num_commits, stuck)
 
     def unlike(self, headers: Sequence[Header]) -> tuple[Operation | None, bool]:
         """A different operation of another group (None: all are equal), and whether this group is
-        the misfit: it is not settled, and differs from those that are, if any are."""
+        the misfit: it is not settled, and differs from those that are, if any are; or it is new
+        among those that it differs from."""
         others = [each for each in headers if each.operation != self.operation]
         if not others:
             return None, False
         settled = [each for each in others if each.is_settled]
         first = (settled or others)[0].operation
         if self.is_settled:
-            return others[0].operation, False
+            return others[0].operation, self._is_new_among(others, len(headers))
         return first, bool(settled) or not any(each.is_settled for each in headers)
+
+    def differed(
+        self,
+        headers: Sequence[Header],
+        launched: Callable[[int, int], Operation | None],
+        instead: Operation | None = None,
+    ) -> Difference | None:
+        """Whether this group and another one were at different operations when one was stuck.
+
+        ``launched``: what this group has launched in a step, at a position (None: not known).
+        ``instead``: what all groups were known to launch where this one was stuck at another
+        operation; those that were not stuck there, too, have launched it.
+        """
+        found: list[tuple[int, int, Operation, Operation]] = []
+        for member, header in enumerate(headers):
+            stuck = header.stuck
+            mine = None if stuck is None else launched(stuck.step, stuck.operation.position)
+            if stuck is not None and mine is not None and mine != stuck.operation:
+                found.append((member, stuck.step, mine, stuck.operation))
+            elif self.stuck is not None and instead is not None and stuck != self.stuck:
+                found.append((member, self.stuck.step, self.stuck.operation, instead))
+        if not found:
+            return None
+        member, step, mine, theirs = found[0]
+        others = [headers[member] for member, *_ in found]
+        return Difference(step, mine, theirs, member, self._is_new_among(others, len(headers)))
+
+    def _is_new_among(self, others: Sequence[Header], num_groups: int) -> bool:
+        """Whether this group is new, and one of ``others`` has been there for longer; not if most
+        of the ``num_groups`` are like this one."""
+        is_new = self.num_commits < FIRST_STEPS
+        is_newer = self.num_commits < max(each.num_commits for each in others)
+        return is_new and is_newer and 2 * len(others) >= num_groups
+
+
+def _decode(numbers: Sequence[int]) -> Operation:
+    """An operation of another group; its numbers are not trusted."""
+    position, kind, wrapper, numel, dtype, op = numbers
+    known = Kind(kind) if kind in tuple(Kind) else Kind.AVERAGE
+    return Operation(position, known, wrapper, numel, dtype, op)
 
 
 class LaunchOrder:
@@ -159,9 +238,16 @@ class LaunchOrder:
     there on; if all send the same one, it is in force.
     """
 
-    def __init__(self, is_settled: Callable[[], bool]) -> None:
-        """``is_settled``: see `StepState`."""
+    def __init__(
+        self, is_settled: Callable[[], bool], num_commits: Callable[[], int] = int
+    ) -> None:
+        """``is_settled``, ``num_commits``: see `StepState`."""
         self._is_settled = is_settled
+        self._num_commits = num_commits
+        self._step = 0
+        self._stuck: Stuck | None = None
+        self._instead_of_it: Operation | None = None
+        self._by_step: dict[int, tuple[Operation, ...]] = {}  # the last steps that have begun
         self._patterns: list[
             tuple[Operation, ...]
         ] = []  # the steps that are remembered, newest first
@@ -170,9 +256,11 @@ class LaunchOrder:
         self._launched: list[Operation] = []
         self._is_first_step: Callable[[], bool] = bool
 
-    def begin(self, is_first_step: Callable[[], bool]) -> None:
-        """Begin a new step; ``is_first_step``, valid once its members are known: whether it is
-        their first one."""
+    def begin(self, is_first_step: Callable[[], bool], step: int = 0) -> None:
+        """Begin ``step``; ``is_first_step``, valid once its members are known: whether it is their
+        first one."""
+        self._keep_last_step()
+        self._step = step
         if self._launched:
             self._last = tuple(self._launched)
             others = [pattern for pattern in self._patterns if pattern != self._last]
@@ -182,6 +270,35 @@ class LaunchOrder:
         self._is_first_step = is_first_step
         self._launched = []
         self._in_force = ()
+
+    def _keep_last_step(self) -> None:
+        """For a group that differed in it, and comes to say so in one of the next steps."""
+        launched, stuck = self._launched, self._stuck
+        if stuck is not None and stuck.operation.position == len(launched) + 1:
+            launched = [*launched, stuck.operation]  # compared, and never launched
+        if launched:
+            self._by_step.pop(self._step, None)
+            self._by_step[self._step] = tuple(launched)
+        while len(self._by_step) > STEPS_TO_LOOK_BACK:
+            del self._by_step[next(iter(self._by_step))]
+
+    def got_stuck(self, operation: Operation) -> None:
+        """``operation`` has failed; the first one of a step counts, until it was sent."""
+        if self._stuck is None or self._stuck.step != self._step:
+            self._stuck = Stuck(self._step, operation)
+            self._instead_of_it = self.instead(operation)
+
+    def compared(self, mine: Header, headers: Sequence[Header]) -> Difference | None:
+        """All groups have sent these headers: whether they show that this group differed from
+        another one in one of the last steps."""
+        instead = self._instead_of_it
+        if self._stuck is mine.stuck:
+            self._stuck = self._instead_of_it = None
+        return mine.differed(headers, self._launched_in, instead)
+
+    def _launched_in(self, step: int, position: int) -> Operation | None:
+        launched = self._by_step.get(step, ())
+        return launched[position - 1] if 0 < position <= len(launched) else None
 
     def expects(self, operation: Operation) -> bool:
         """Whether all groups are known to launch ``operation`` next."""
@@ -199,7 +316,7 @@ class LaunchOrder:
     def header(self, operation: Operation) -> Header:
         """The header of ``operation``; without a pattern if all groups know what follows."""
         pattern = 0 if self.expects(operation) else self._pattern(operation)
-        return Header(operation, self._is_settled(), pattern)
+        return Header(operation, self._is_settled(), pattern, self._num_commits(), self._stuck)
 
     def _pattern(self, operation: Operation) -> int:
         pattern = self._find(operation)

@@ -19,13 +19,14 @@ from torchft_svc.client.process.background import BackgroundThread, Task
 from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.bucket_hook import BucketHook
 from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives, check_arguments, uncompiled
-from torchft_svc.client.reduce.operations import Kind, LaunchOrder
+from torchft_svc.client.reduce.operations import Difference, Kind, LaunchOrder
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
 from torchft_svc.core.likeness import describe_layout
+from torchft_svc.core.names import stable_name
 from torchft_svc.core.round import UNDER_WAY, RoundRequest
 from torchft_svc.core.round_orders import Decide, LeaveMembers
 from torchft_svc.core.step import Participation, Phase, StepState
@@ -83,7 +84,7 @@ class Stepper:
         self._worker = worker
         worker.on_phase = deps.client.tell_phase
         self._thread = thread
-        self._order = LaunchOrder(lambda: self.state.settled)
+        self._order = LaunchOrder(lambda: self.state.settled, lambda: self.state.num_commits)
         timeout_s = rules.timeouts.collective_s
         wish = self._wants_question
         self._collectives = self._make_collectives(timeout_s, self._latch_sum_error, wish=wish)
@@ -130,7 +131,22 @@ class Stepper:
             checks_all=self._rules.checks_collectives,
             between_steps=between_steps,
             wish=wish,
+            on_difference=self._note_difference,
         )
+
+    def _note_difference(self, found: Difference) -> None:
+        """The operations of two groups differed in an earlier step, which was discarded."""
+        quorum = self._worker.round.quorum
+        names = [] if quorum is None else quorum.replica_ids
+        other = stable_name(names[found.member]) if found.member < len(names) else "another group"
+        reason = (
+            f"in step {found.step} the groups were at different operations. Here: {found.mine}. "
+            f"In group {other}: {found.theirs}"
+        )
+        log.warning("%s. Call them in the same order and with the same sizes everywhere", reason)
+        if found.is_misfit:
+            with self._worker.changing() as round_:
+                round_.step.note_misfit(reason)
 
     @property
     def state(self) -> StepState:
@@ -177,7 +193,7 @@ class Stepper:
 
     def _begin_sums(self, epoch: int) -> None:
         self._sum_error = None
-        self._order.begin(lambda: self._worker.round.has_connected)
+        self._order.begin(lambda: self._worker.round.has_connected, self.state.step)
         self._collectives.begin(epoch)
 
     def sum_again(self, num_launched: int) -> bool:
