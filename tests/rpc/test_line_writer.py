@@ -169,11 +169,12 @@ def test_a_forked_child_writes_its_own_lines_and_never_waits(is_stuck: bool) -> 
 
 
 def log_in_child(descriptor: int) -> None:
-    with open(descriptor, "w", closefd=False) as stream:
-        handler = LimitedLog(LineWriter(stream))
-        logging.getLogger("torchft_svc.child").addHandler(handler)
-        for number in range(100):
-            logging.getLogger("torchft_svc.child").error(f"number {number}")
+    stream = open(descriptor, "w")  # noqa: SIM115 - the handler keeps it
+    handler = LimitedLog(LineWriter(stream))
+    log = logging.getLogger("torchft_svc.child")
+    log.addHandler(handler)
+    for number in range(100):
+        log.error(f"number {number}")
 
 
 @pytest.mark.processes
