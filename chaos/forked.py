@@ -59,7 +59,7 @@ def fork_first(module: str) -> None:
     spawn = ForkServer._spawn
 
     def hand_over(server: ForkServer, descriptor: int) -> Any:
-        if server._command[-1] != module:
+        if server._module != module:
             return spawn(server, descriptor)
         ForkServer._spawn = spawn  # type: ignore[method-assign]
         told = pickle.dumps((server._arguments, dict(server._environment or os.environ)))

@@ -173,7 +173,7 @@ def test_a_trainer_starts_its_manager_before_it_imports_what_both_need() -> None
         "import subprocess, sys\n"
         "from torchft_svc.client import DistributedDataParallel, Manager, Optimizer\n"
         "def spawn(command, **_):\n"
-        f"    print(command[2], sorted({NOT_FOR_A_TRAINER} & set(sys.modules)))\n"
+        f"    print(command[3], sorted({NOT_FOR_A_TRAINER} & set(sys.modules)))\n"
         "    sys.exit()\n"
         "subprocess.Popen = spawn\n"
         "Manager(state_dict=dict, load_state_dict=print, lighthouse_addr='127.0.0.1:1')\n"

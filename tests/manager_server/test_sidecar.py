@@ -170,8 +170,9 @@ def test_a_child_that_cannot_start_says_why(
     with pytest.raises(Unreachable) as caught:
         ManagerProcess.start(config(lighthouse.address, bind=lighthouse.address))
     assert str(caught.value) == (
-        f"manager at {lighthouse.address} cannot be reached: its process ended with status 2 at "
-        "its start, see its output above"
+        f"manager at {lighthouse.address} cannot be reached: its process failed: "
+        f"torchft_svc.errors.AddressError: address '{lighthouse.address}': cannot be bound: "
+        "Address already in use"
     )
     said = capfd.readouterr().err
     assert said == (

@@ -25,7 +25,7 @@ ADOPTED: set[int] = set()
 
 def spawn_adopted(fork_server: ForkServer, descriptor: int) -> Any:
     """What replaces `ForkServer._spawn` in tests."""
-    module = fork_server._command[-1]
+    module = fork_server._module
     environment = dict(fork_server._environment or os.environ)
     is_special = "LD_PRELOAD" in environment  # only the start of a program looks at it
     if module not in MODULES or is_special or sys.platform != "linux":

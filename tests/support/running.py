@@ -253,7 +253,7 @@ def sidecar_of(name: str) -> psutil.Process:
     (found,) = [
         child
         for child in psutil.Process().children()
-        if lives(child) and SIDECAR in child.cmdline() and told in child.cmdline()[3]
+        if lives(child) and SIDECAR in child.cmdline() and told in child.cmdline()[4]
     ]
     return found
 

@@ -147,7 +147,7 @@ def main(descriptor: str, owner_pid: str, told: str) -> None:
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     first_path, *preload = json.loads(told)
     if not _IS_PATH_SAFE:
-        sys.path[0] = first_path
+        sys.path.insert(0, first_path)
     for name in preload:
         _load(name)
     if not _may_fork():

@@ -16,6 +16,7 @@ from torchft_svc.errors import DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.early import EARLY, Sidecar, WaitingManager
 from torchft_svc.manager_server.parent_watch import STOP_SIGNAL
+from torchft_svc.rpc.clean_start import FAILED, ended_how
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class ManagerProcess:
         """Wait until it serves; if it does not, it is ended.
 
         Raises:
-            Unreachable: the child ended; see its output on stderr.
+            Unreachable: the child ended; with the last line of its error.
             DeadlineExceeded: it does not serve within ``timeout_s`` seconds.
         """
         with contextlib.ExitStack() as undo:
@@ -133,7 +134,11 @@ def _read_address(process: subprocess.Popen[bytes], bind: str, timeout_s: float)
             more = os.read(out.fileno(), 4096)
             if not more:
                 status = process.wait()
-                told = f"its process ended with status {status} at its start, see its output above"
-                raise Unreachable("manager", bind, told)
+                raise Unreachable("manager", bind, f"at its start, its process {ended_how(status)}")
             line += more
-    return line.decode().strip().removeprefix(_READY)
+    text = line.decode(errors="replace").strip()
+    if text.startswith(FAILED):
+        with contextlib.suppress(subprocess.TimeoutExpired):  # it writes the whole to stderr
+            process.wait(STOP_TIMEOUT_S)
+        raise Unreachable("manager", bind, f"its process failed: {text.removeprefix(FAILED)}")
+    return text.removeprefix(_READY)

@@ -7,13 +7,13 @@ import json
 import logging
 import os
 import subprocess
-import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchft_svc.env import Environment, for_child
 from torchft_svc.manager_server.liveness_pipe import LivenessPipe
+from torchft_svc.rpc.clean_start import module_command
 from torchft_svc.rpc.security import Security, resolve_security
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ class Sidecar:
             signs = undo.enter_context(contextlib.closing(LivenessPipe(reading)))
             try:
                 process = subprocess.Popen(
-                    [sys.executable, "-m", SIDECAR, told, str(writing)],
+                    module_command(SIDECAR, 1, told, str(writing)),
                     stdin=subprocess.PIPE if settings is None else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     pass_fds=(writing,),

@@ -15,6 +15,7 @@ from torchft_svc.errors import GivenUp, TorchFTError
 from torchft_svc.manager_server.child import STOP_TIMEOUT_S, ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.early import WaitingManager
+from torchft_svc.rpc.clean_start import ended_how
 
 log = logging.getLogger(__name__)
 
@@ -113,7 +114,7 @@ class ManagerSupervisor:
             self._child.close()
             if self._closing.is_set():
                 return
-            log.error("the manager, process %d, ended with status %d", self._child.pid, status)
+            log.error("the manager, process %d, %s", self._child.pid, ended_how(status))
             if not self._start_another(ends):
                 log.error("the manager: %s", TOO_MANY_STARTS)
                 self._on_over(TOO_MANY_STARTS)

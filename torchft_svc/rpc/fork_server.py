@@ -13,13 +13,13 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed
+from torchft_svc.rpc.clean_start import FAILED, module_command
 
 # Importing torch takes two seconds, and much longer on a machine that starts many processes.
 START_S = 60.0
@@ -54,11 +54,12 @@ class ForkServer:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._command = [sys.executable, "-m", module]
+        self._module = module
         self._arguments = arguments
         self._environment = environment
         self._action = f"starting a process for {purpose}"
-        self._lost = f"the process that starts those for {purpose} has ended; see stderr"
+        self._lost = f"the process that starts those for {purpose} has ended"
+        self._why_lost = ""
         self._changed = threading.Condition()
         self._forking = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -84,14 +85,16 @@ class ForkServer:
                 self._process = self._spawn(theirs.fileno())
             self._socket, self._owner = ours, os.getpid()
             self._started_at = time.monotonic()
-            self._ready, self._forked = False, {}
+            self._ready, self._forked, self._why_lost = False, {}, "; see stderr"
         threading.Thread(
             target=self._read, args=(ours,), name="torchft-fork-server", daemon=True
         ).start()
 
     def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [*self._command, str(descriptor), str(os.getpid()), *self._arguments],
+            module_command(
+                self._module, descriptor, str(descriptor), str(os.getpid()), *self._arguments
+            ),
             pass_fds=[descriptor],
             stdin=subprocess.DEVNULL,
             env=self._environment,
@@ -110,7 +113,7 @@ class ForkServer:
             with self._changed:
                 server = self._socket
                 if server is None:
-                    raise QuorumFailed(self._lost)
+                    raise QuorumFailed(self._lost + self._why_lost)
                 self._wait_for(lambda: self._ready, server, START_S)
                 self._num_requests += 1
                 number = self._num_requests
@@ -138,7 +141,7 @@ class ForkServer:
         with self._changed:
             self._changed.wait_for(lambda: self._ready or self._socket is None, within_s)
             if self._socket is None:
-                raise QuorumFailed(self._lost)
+                raise QuorumFailed(self._lost + self._why_lost)
             if not self._ready and time.monotonic() > self._started_at + START_S:
                 raise DeadlineExceeded(self._action, START_S)
             return self._ready
@@ -172,7 +175,7 @@ class ForkServer:
         if not self._changed.wait_for(lambda: self._socket is not server or is_there(), within_s):
             raise DeadlineExceeded(self._action, within_s)
         if self._socket is not server:
-            raise QuorumFailed(self._lost)
+            raise QuorumFailed(self._lost + self._why_lost)
 
     def _read(self, server: socket.socket) -> None:
         while True:
@@ -182,7 +185,9 @@ class ForkServer:
                 message = b""
             kind, *values = message.decode().split() or [""]
             with self._changed:
-                if kind == "ready":
+                if kind == FAILED.strip():
+                    self._why_lost = f": {' '.join(values)}"
+                elif kind == "ready":
                     self._ready = True
                 elif kind == "forked":
                     number, pid = map(int, values)

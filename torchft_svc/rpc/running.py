@@ -51,8 +51,9 @@ def run(
             status = uvloop.run(_until_stopped(service, stop_signal))
         except UsageError as error:
             print(f"Error: {error}", file=sys.stderr, flush=True)
-            status = 2
-        handler.close()
+            raise SystemExit(2) from error
+        finally:
+            handler.close()
     sys.exit(status)
 
 

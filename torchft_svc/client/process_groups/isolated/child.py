@@ -9,6 +9,7 @@ when the trainer's process exits.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -32,6 +33,7 @@ from torchft_svc.client.process_groups.isolated.device_segments import DeviceWin
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
     Backend,
+    ChildFailed,
     Configure,
     Forget,
     Launch,
@@ -46,6 +48,7 @@ from torchft_svc.client.process_groups.isolated.messages import (
 )
 from torchft_svc.client.process_groups.isolated.segments import HostSegment
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
+from torchft_svc.rpc.clean_start import last_line
 from torchft_svc.rpc.fork_server import serve, watch
 from torchft_svc.rpc.line_writer import unblocked_output
 
@@ -232,10 +235,12 @@ def main() -> None:
         return
     status = 1
     try:
-        _, (connection,) = fork
-        Child(Connection(connection)).run(trainer_pid)
+        connection = Connection(fork[1][0])
+        Child(connection).run(trainer_pid)
         status = 0
-    except Exception:  # noqa: BLE001 - the process exits and prints why
+    except Exception as error:  # noqa: BLE001 - the process exits and prints why
+        with contextlib.suppress(OSError):
+            connection.send(ChildFailed(last_line(error)))
         with unblocked_output():
             traceback.print_exc()
     finally:

@@ -115,6 +115,13 @@ class Reply:
     is_over: bool = True
 
 
+@dataclass(frozen=True, slots=True)
+class ChildFailed:
+    """The process ends because of an error; ``line`` is the last one of its traceback."""
+
+    line: str
+
+
 Command = Configure | Launch | Forget | Abort | Lose
 
 

@@ -16,6 +16,7 @@ from multiprocessing.reduction import send_handle
 
 from torchft_svc.client.process_groups.isolated.messages import (
     Abort,
+    ChildFailed,
     Command,
     Reply,
     Share,
@@ -23,6 +24,7 @@ from torchft_svc.client.process_groups.isolated.messages import (
 )
 from torchft_svc.client.process_groups.isolated.segments import Pool
 from torchft_svc.errors import QuorumFailed
+from torchft_svc.rpc.clean_start import ended_how
 from torchft_svc.rpc.fork_server import ForkServer
 
 log = logging.getLogger(__name__)
@@ -143,14 +145,19 @@ class ChildProcess:
             self._reader.join(wait_s)
 
     def _read(self) -> None:
+        how = ""
         while True:
             try:
-                answer: Reply = self._connection.recv()
+                answer: Reply | ChildFailed = self._connection.recv()
             except (EOFError, OSError):
                 break
-            self._receive(answer)
+            if isinstance(answer, ChildFailed):
+                how = f"failed: {answer.line}"
+            else:
+                self._receive(answer)
         ended = FORK_SERVER.end_of(self.pid, _STATUS_S)
-        how = _how(None if ended is None else ended[0])
+        if not how:
+            how = "has ended" if ended is None else ended_how(ended[0])
         self._end(QuorumFailed(f"the process that carries the collectives {how}"))
         with self._lock:
             self._connection.close()
@@ -231,11 +238,3 @@ def _descriptor_of(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
-
-
-def _how(status: int | None) -> str:
-    if status is None:
-        return "has ended"
-    if status < 0:
-        return f"was killed by {signal.Signals(-status).name}"
-    return f"ended with status {status}; see its output on stderr"
