@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -361,6 +361,10 @@ class Manager:
     def has_fresh_step(self) -> bool:
         """Whether a step is under way, and nothing was reduced in it so far."""
         return self._stepper.is_fresh()
+
+    def _continues_step(self, site: Hashable) -> bool:
+        """Whether ``zero_grad()``, called at ``site``, belongs to the step that is under way."""
+        return self._stepper.continues_step(site)
 
     def report_error(self, e: Exception) -> None:
         """Latch an error of this step, which will be discarded; only the first error is kept."""

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+import torchft_svc
 from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
     from torchft_svc.client.step.stepper import Update
+
+# Between a program and this module may be our own frames, and those of torch.compile.
+_NOT_THE_PROGRAM = tuple(
+    f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torchft_svc, torch)
+)
 
 
 class Optimizer(torch.optim.Optimizer):
@@ -54,13 +64,18 @@ class Optimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Begin a step, once, and clear the gradients.
 
-        A second call in a step whose gradients were averaged already abandons that step.
+        Until the step is voted on, a further call only clears them: a step may have several passes,
+        all of which are averaged. It begins another step, and gives the present one up, after an
+        exception in a backward pass, and where a loop comes back to the call with which it began
+        the step, which it did not repeat in the step before (rule T12).
 
         Raises:
             PeerError: there is no quorum (only at step 0, or without ``use_async_quorum``).
         """
-        if not self.manager.has_fresh_step():
+        site = _call_site()
+        if not self.manager._continues_step(site):
             self.manager.start_quorum()
+            self.manager._continues_step(site)
         for optim in self.optims:
             optim.zero_grad(set_to_none)
 
@@ -209,6 +224,14 @@ def _checked(
     if len({id(each) for each in optims}) < len(optims):
         raise ConfigError("optim", optims, "an optimizer is in the list twice")
     return optims
+
+
+def _call_site() -> tuple[object, int]:
+    """The place in the program from which this package was called."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_NOT_THE_PROGRAM):
+        frame = frame.f_back
+    return (None, 0) if frame is None else (frame.f_code, frame.f_lasti)
 
 
 def _unscale(optim: torch.optim.Optimizer, scale: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from datetime import timedelta
 from functools import partial
 
@@ -25,6 +25,7 @@ from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner,
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
+from torchft_svc.core.clearing import ClearingPattern
 from torchft_svc.core.likeness import describe_layout
 from torchft_svc.core.names import stable_name
 from torchft_svc.core.round import UNDER_WAY, RoundRequest
@@ -108,6 +109,7 @@ class Stepper:
         self._runner = RoundRunner(deps, rules, worker)
         self._task: Task | None = None  # a round on the background thread
         self._ends_update = False  # whether the caller reports the outcome of an update
+        self._clearing = ClearingPattern()
         self._updates = UpdateWatch(self._updates_state, self._averaged_gradient)
         self._sum_error: Exception | None = None  # of a sum, or of the way to the members
         self._has_shown_members = False  # in this step, to the program
@@ -158,6 +160,7 @@ class Stepper:
     def start(self, request: RoundRequest) -> None:
         """See `Manager.start_quorum`."""
         self._end_last_step()
+        self._clearing.begin()
         self._allows_heal = request.allow_heal
         runner = self._runner
         runner.withhold_rest()
@@ -426,17 +429,29 @@ class Stepper:
             and not self._loads  # the program's load function may ask for the step
             and self._collectives.launched
             and self._thread_of_step == threading.get_ident()
-            and torch._C._current_graph_task_id() == NO_GRAPH
+            and not _is_in_pass()
         ):
             return state.pending_heal.step
         return state.step
 
     def is_fresh(self) -> bool:
         """See `Manager.has_fresh_step`."""
+        return self._has_begun() and not self._collectives.launched
+
+    def _has_begun(self) -> bool:
         begun = self.state.phase not in (*_BETWEEN_STEPS, Phase.VOTING)
         round_ = self._worker.round
         was_refused = round_.error is not None and round_.waits_for_quorum  # `start` has raised it
-        return begun and not self._collectives.launched and not was_refused
+        return begun and not was_refused
+
+    def continues_step(self, site: Hashable) -> bool:
+        """See `Manager._continues_step`."""
+        sums = self._collectives
+        if not self._has_begun() or (sums.unfinished() is not None and not _is_in_pass()):
+            return False
+        num_launched = max(1, sums.num_launched) if sums.launched else 0
+        has_failed = self.state.error is not None
+        return self._clearing.continues(site, num_launched, has_failed=has_failed)
 
     def decide(self, timeout_s: float, *, ends_update: bool = False) -> bool:
         """See `Manager.should_commit`.
@@ -447,6 +462,7 @@ class Stepper:
         self._ends_update = ends_update
         try:
             committed = self._decide(timeout_s)
+            self._clearing.vote()
             if committed and not ends_update:
                 self._updates.open()
             return committed
@@ -716,6 +732,11 @@ class Stepper:
         with self._worker.changing() as round_:
             if self.state.pending_heal is not None:
                 round_.step.fail_heal(error)
+
+
+def _is_in_pass() -> bool:
+    """Whether this call is made inside of a backward pass."""
+    return torch._C._current_graph_task_id() != NO_GRAPH
 
 
 class Update:
