@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +32,7 @@ from benchmarks.table import Column, Result, hand_over, show
 _BLOCK_TIMEOUT_S = 120.0
 _NUM_GROUPS = 2
 # The two trainers of a pair begin a block at slightly different times.
-_WARM_UP_STEPS = 3
+WARM_UP_STEPS = 3
 # Each trainer has one thread for its sums: two trainers, two cores.
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -69,7 +69,7 @@ class Pair:
         """Measure one block."""
         before = self._cpu_s()
         for trainer in self.trainers:
-            trainer.send(f"measure {num_steps + _WARM_UP_STEPS}")
+            trainer.send(f"measure {num_steps + WARM_UP_STEPS}")
         answers = [json.loads(trainer.read_line(_BLOCK_TIMEOUT_S)) for trainer in self.trainers]
         for trainer, answer in zip(self.trainers, answers, strict=True):
             (discarded,) = answer.pop("discarded")
@@ -77,11 +77,11 @@ class Pair:
                 raise trainer.error(f"discarded {discarded:g} steps, though nothing failed")
         for name, used in self._cpu_s().items():
             self.cpu_s[name] += used - before[name]
-        self.num_steps += num_steps + _WARM_UP_STEPS
+        self.num_steps += num_steps + WARM_UP_STEPS
         block: dict[str, list[float]] = {}
         for answer in answers:
             for phase, times in answer.items():
-                block.setdefault(phase, []).extend(times[_WARM_UP_STEPS:])
+                block.setdefault(phase, []).extend(times[WARM_UP_STEPS:])
         self.blocks.append(block)
 
     def _cpu_s(self) -> dict[str, float]:
@@ -143,9 +143,17 @@ def plain_pair(model: list[str], group_size: int) -> Iterator[Pair]:
 
 @contextmanager
 def tolerant_pair(
-    name: str, model: list[str], peer: str | None = None, root: Path = ROOT, group_size: int = 1
+    name: str,
+    model: list[str],
+    peer: str | None = None,
+    root: Path = ROOT,
+    group_size: int = 1,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Pair]:
-    """Two replica groups of ours, or with ``peer`` of the public release, and its lighthouse."""
+    """Two replica groups of ours, or with ``peer`` of the public release, and its lighthouse.
+
+    ``environment``: more variables for the trainers.
+    """
     with start_lighthouse(min_replicas=_NUM_GROUPS, peer=peer, root=root) as lighthouse:
         where = f"--lighthouse={lighthouse_address(lighthouse)}"
         kind = "ours" if peer is None else "public"
@@ -161,18 +169,23 @@ def tolerant_pair(
             for port in [[f"--store-port={free_port()}"] if place else []]
             for rank in range(group_size)
         ]
-        with started(name, commands, lighthouse, root) as pair:
+        with started(name, commands, lighthouse, root, environment) as pair:
             yield pair
 
 
 @contextmanager
 def started(
-    name: str, commands: list[list[str]], lighthouse: Child | None, root: Path = ROOT
+    name: str,
+    commands: list[list[str]],
+    lighthouse: Child | None,
+    root: Path = ROOT,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Pair]:
     """All trainers, ready."""
     with ExitStack() as stack:
         trainers = [
-            stack.enter_context(Child(command, _ENVIRONMENT, root=root)) for command in commands
+            stack.enter_context(Child(command, {**_ENVIRONMENT, **(environment or {})}, root=root))
+            for command in commands
         ]
         for trainer in trainers:
             while trainer.read_line(START_TIMEOUT_S) != "ready":

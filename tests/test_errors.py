@@ -31,6 +31,11 @@ EVERY_ERROR = [
         (errors.RequestRefused,),
     ),
     (
+        errors.StateDiverged("in the check of step 4, they differ", 4, ("b",), 2),
+        "in the check of step 4, they differ",
+        (errors.UsageError,),
+    ),
+    (
         errors.Unauthorized("the token is wrong"),
         "not authorized: the token is wrong",
         (errors.UsageError,),

@@ -272,6 +272,16 @@ class Environment:
         return True if ours is None else ours
 
     @property
+    def check_every(self) -> int | None:
+        """``TORCHFT_CHECK_EVERY``: in every so many steps groups compare their states; 0: never."""
+        return self._int("TORCHFT_CHECK_EVERY", 0)
+
+    @property
+    def on_difference(self) -> str | None:
+        """``TORCHFT_ON_DIFFERENCE``: what follows if their states differ: heal, warn or stop."""
+        return self._text("TORCHFT_ON_DIFFERENCE")
+
+    @property
     def quorum_retries(self) -> int | None:
         """``TORCHFT_QUORUM_RETRIES``: how often a failed quorum is asked for again."""
         return self._int("TORCHFT_QUORUM_RETRIES", 0)

@@ -6,6 +6,7 @@
     │   ├── AddressError            an address that cannot be parsed or bound      (ValueError)
     │   ├── RequestRefused          a request that breaks the protocol: wrong step, wrong rank, ...
     │   │   └── OperationsDiffer    the groups are at different operations of one step
+    │   ├── StateDiverged           the groups' states differ, although they have to be equal
     │   └── Unauthorized            a token or certificate that the other side does not take
     └── PeerError                   a peer's or the network's: trying again may help
         ├── Unreachable             nobody answers at that address                 (ConnectionError)
@@ -97,6 +98,24 @@ class OperationsDiffer(RequestRefused):
     """
 
     is_misfit: bool = False
+
+
+@dataclass(eq=False)
+class StateDiverged(UsageError):
+    """A check has found groups whose states differ, in step ``step``.
+
+    ``reason`` is the sentence that says what differs, ``groups`` the names of the groups that are
+    not like the others. ``last_equal``: the step of the last check without a difference (None:
+    there was none).
+    """
+
+    reason: str
+    step: int
+    groups: tuple[str, ...]
+    last_equal: int | None = None
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 @dataclass(eq=False)

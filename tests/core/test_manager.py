@@ -29,6 +29,7 @@ from torchft_svc.core.manager import (
     TellWorkers,
 )
 from torchft_svc.core.session_messages import Beat, Drain, Kill, Leave, Lost, NoQuorumYet
+from torchft_svc.core.state_check import MAX_DIFFERENCES, DifferenceReport
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, TermEnds
 from torchft_svc.core.types import Member, WorkerRequest
@@ -374,3 +375,14 @@ def test_e3_what_is_denied_before_the_votes_are_released_is_not_committed() -> N
         TellWorkers((0, 1), Lost("a:1", "it was silent", 9)),
         *(AnswerVote(each, False) for each in callers),
     )
+
+
+def test_a_beat_carries_the_differences_since_the_last_one() -> None:
+    made = manager()
+    reports = tuple(DifferenceReport(7, step, "they differ") for step in range(MAX_DIFFERENCES + 2))
+    made.receive_difference(reports[0])
+    assert made.beat(100.0) == Beat(differences=reports[:1])
+    assert made.beat(100.1) == Beat()
+    for report in reports:
+        made.receive_difference(report)
+    assert made.beat(100.2) == Beat(differences=reports[2:]), "as many as a beat may carry"

@@ -6,12 +6,14 @@ import pytest
 from support.core.scenes import JOB, Scene, config, formed
 
 from torchft_svc.core.overview import (
+    MAX_DIFFERENCES_KEPT,
     MAX_GONE_KEPT,
     MAX_REASON_KEPT,
     GoneGroup,
     GroupStatus,
     JobStatus,
 )
+from torchft_svc.core.state_check import DifferenceReport
 from torchft_svc.core.step import Phase
 from torchft_svc.errors import RequestRefused
 
@@ -161,3 +163,25 @@ def test_a_job_that_has_ended_is_remembered(ends: bool) -> None:
     assert scene.house.status("", scene.now) == [job]
     scene.ask("a", step=3)
     assert (status(scene).ended_s, status(scene).finished) == (None, False)
+
+
+def test_a_check_that_found_a_difference_is_counted_once() -> None:
+    scene = formed("a", "b", step=3)
+    told = DifferenceReport(7, 4, "they differ")
+    for replica_id in ("a", "b", "a"):
+        scene.house.differs(JOB, replica_id, told)
+    scene.house.differs(JOB, "a", DifferenceReport(7, 6, "they still differ"))
+    scene.house.differs(JOB, "b", DifferenceReport(8, 6, "and again"))
+    scene.house.differs(JOB, "a", DifferenceReport(7, 6, "late"))
+    scene.house.differs(JOB, "nobody", DifferenceReport(9, 9, "made up"))
+    scene.house.differs("another", "a", DifferenceReport(9, 9, "made up"))
+    assert (status(scene).num_differences, status(scene).last_difference) == (3, "and again")
+
+
+def test_only_the_last_checks_are_kept() -> None:
+    scene = formed("a", step=3)
+    for step in range(3 * MAX_DIFFERENCES_KEPT):
+        scene.house.differs(JOB, "a", DifferenceReport(7, step, ""))
+    assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT
+    scene.house.differs(JOB, "a", DifferenceReport(7, 0, "forgotten"))
+    assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT + 1

@@ -25,9 +25,10 @@ from support.running import (
 from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.types import DEFAULT_JOB
 from torchft_svc.core.world import AgentStatus, RunWaiting
-from torchft_svc.lighthouse_server.table import MAX_ROWS, status_text
+from torchft_svc.lighthouse_server.table import MAX_ROWS, status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import MAX_CONNECTING_MS
+from torchft_svc.rpc.codec_status import status_from_wire, status_to_wire
 from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import PLAIN
 
@@ -103,6 +104,17 @@ def test_status_shows_what_has_happened() -> None:
     assert "  lost 12 s ago: b:1: its session\\x1b[31m ended" in text
     assert "  left 20 s ago: c:1: it has shut down" in text
     assert "a:0" not in text, "it is back"
+
+
+@pytest.mark.parametrize("ended_s", [None, 3.0])
+def test_status_shows_that_states_differ(ended_s: float | None) -> None:
+    told = "in the check of step 4, they\x1b[31m differ"
+    job = JobStatus(job="j", num_differences=2, last_difference=told, ended_s=ended_s)
+    (job,) = status_from_wire(status_to_wire([job]))
+    line = "  2 checks found states that differ; the last one: in the check of step 4, they?[31m"
+    assert line in status_text([job])
+    assert '"num_differences": 2' in status_json([job])
+    assert "differ" not in status_text([JobStatus(job="j", ended_s=ended_s)])
 
 
 def test_status_shows_launched_runs(lighthouse: Process) -> None:

@@ -24,6 +24,8 @@ def test_a_status_passes_over_the_wire(ended_s: float | None) -> None:
         num_expected=3,
         num_discarded=4,
         num_heals=1,
+        num_differences=3,
+        last_difference="in the check of step 4, they differ",
         stalled_s=8.25,
         gone=(GoneGroup(replica_id="c:1", reason="bye", orderly=True, gone_s=0.5),),
         ended_s=ended_s,

@@ -15,8 +15,11 @@ from support.running import Line, Process, failure, lighthouse_process, line_to,
 
 from torchft_svc.core.activity import HANGING_PHASES
 from torchft_svc.core.overview import GroupStatus, JobStatus
-from torchft_svc.core.types import MAX_DURATION_MS
+from torchft_svc.core.state_check import MAX_DIFFERENCES
+from torchft_svc.core.types import MAX_DURATION_MS, MAX_REASON_LENGTH
+from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.codec import difference_from_wire, difference_to_wire
 from torchft_svc.rpc.codec_session import beat_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire
 
@@ -366,3 +369,20 @@ def test_a_name_that_is_not_text_is_refused_in_one_sentence(lighthouse: Process)
         )
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert reason == "the request is not a message of torchft.proto"
+
+
+def test_reported_differences_are_limited() -> None:
+    told = [pb.StateDifference(quorum_id=7, step=step, sentence="x") for step in range(100)]
+    beat = beat_from_wire(pb.SessionBeat(differences=told))
+    assert [each.step for each in beat.differences] == list(range(100 - MAX_DIFFERENCES, 100))
+    for wrong in (
+        pb.StateDifference(quorum_id=-1),
+        pb.StateDifference(step=-1),
+        pb.StateDifference(sentence="x" * (MAX_REASON_LENGTH + 1)),
+        pb.StateDifference(sentence="\x1b[31m"),
+    ):
+        with pytest.raises(RequestRefused):
+            beat_from_wire(pb.SessionBeat(differences=[wrong]))
+        with pytest.raises(RequestRefused):
+            difference_from_wire(wrong)
+    assert difference_from_wire(difference_to_wire(beat.differences[0])) == beat.differences[0]

@@ -9,6 +9,7 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
+from torchft_svc.core.state_check import DEFAULT_CHECK_EVERY, CheckRules, as_policy
 from torchft_svc.core.types import (
     DEFAULT_JOB,
     MAX_DURATION_S,
@@ -220,6 +221,20 @@ def resolve_services(
         in_process=in_process,
         security=security_or_environment(security, environment),
         flight_recorder=flight_recorder or environment.flight_recorder,
+    )
+
+
+def resolve_checks(
+    environment: Environment, check_every: int | None, on_difference: str | None
+) -> CheckRules:
+    """Argument, else environment, else default."""
+    if check_every is None:
+        check_every = environment.check_every
+    if on_difference is None:
+        on_difference = environment.on_difference
+    return CheckRules(
+        check_every=DEFAULT_CHECK_EVERY if check_every is None else check_every,
+        on_difference="heal" if on_difference is None else as_policy(on_difference),
     )
 
 

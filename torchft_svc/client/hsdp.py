@@ -22,6 +22,7 @@ from torchft_svc.client.gradients.reducer import (
     make_check,
     watch_outputs,
 )
+from torchft_svc.client.reduce.reduction import CurrentParameter
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def replicate_across_groups(manager: Manager, model: nn.Module) -> None:
                 "its gradient would not be averaged: shard the module it belongs to",
             )
 
-    sums = _ShardedSums(manager, groups, plain_names(model))
+    sums = _ShardedSums(manager, groups, model)
     guard_updates(sums)
     manager.register_reducer(sums)
     trainer = threading.current_thread()
@@ -87,13 +88,11 @@ _hooks: weakref.WeakKeyDictionary[nn.Module, tuple[RemovableHandle, RemovableHan
 
 
 class _ShardedSums:
-    """The sums of FSDP's parameter ``groups``, which keep it alive.
+    """The sums of FSDP's parameter ``groups`` of ``model``, which keep it alive."""
 
-    ``names`` are the parameters' names by id, in the model's order.
-    """
-
-    def __init__(self, manager: Manager, groups: list[Any], names: Mapping[int, str]) -> None:
+    def __init__(self, manager: Manager, groups: list[Any], model: nn.Module) -> None:
         self._manager = manager
+        names = plain_names(model)
         sharded = [[param.sharded_param for param in group.fsdp_params] for group in groups]
         shards = [[_local(param) for param in part] for part in sharded]
         # Empty: FSDP sums only parameters that are trained, so groups that differ would not match.
@@ -113,6 +112,14 @@ class _ShardedSums:
         """FSDP's hook: average ``reduced`` in place."""
         check_running(self._manager)
         self._manager._average_gradients(reduced).wait()
+
+    def walk_parameters(self) -> list[CurrentParameter]:
+        """See `Walking`; the sharded parameters, also while the whole ones are gathered."""
+        return [
+            CurrentParameter(name, param.sharded_param, param.sharded_param is was)
+            for name, param, was in self._summed
+            if param.sharded_param.requires_grad
+        ]
 
     def watch(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
         """A forward pass of a module has ended."""

@@ -18,6 +18,7 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import (
     DEFAULT_HEARTBEAT_INTERVAL,
     WorldSizeMode,
+    resolve_checks,
     resolve_place,
     resolve_services,
     resolve_timeouts,
@@ -33,6 +34,7 @@ from torchft_svc.client.step.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.step.stepper import Stepper, Update
 from torchft_svc.coordination import QuorumResult, Security
 from torchft_svc.core.round import RoundRequest
+from torchft_svc.core.state_check import OnDifference
 from torchft_svc.core.step import StepMachine
 from torchft_svc.core.types import limited_s
 from torchft_svc.env import Environment
@@ -85,6 +87,12 @@ class Manager:
             is not the main thread. A second SIGTERM ends the process as usual.
         steady_steps: let steps begin in the quorum of the step before, without a question, while
             nobody comes, goes or fails (``TORCHFT_STEADY_STEPS``; default: yes).
+        check_every: in every so many steps, and after each heal, the groups compare a fingerprint
+            of their wrapped parameters and optimizers (``TORCHFT_CHECK_EVERY``; default: 500; 0:
+            never). Equal in all groups.
+        on_difference: what follows if they differ: ``"heal"``, the minority heals (default);
+            ``"warn"``, it is logged; ``"stop"``, `should_commit` raises `StateDiverged` in all
+            groups (``TORCHFT_ON_DIFFERENCE``). Equal in all groups.
         flight_recorder: a directory for records of the collectives of each quorum that ended with
             an error (``TORCHFT_FLIGHT_RECORDER``; default: nothing is recorded).
 
@@ -128,6 +136,8 @@ class Manager:
         handle_sigterm: bool = True,
         flight_recorder: str | None = None,
         steady_steps: bool | None = None,
+        check_every: int | None = None,
+        on_difference: OnDifference | None = None,
     ) -> None:
         environment = Environment()
         timeouts = resolve_timeouts(
@@ -147,6 +157,7 @@ class Manager:
             init_sync=init_sync,
             checks_collectives=environment.checks_collectives,
             is_steady=environment.steady_steps if steady_steps is None else steady_steps,
+            checks=resolve_checks(environment, check_every, on_difference),
         )
         services = resolve_services(
             environment,
@@ -291,6 +302,7 @@ class Manager:
             CommitFailed: more than ``max_retries`` steps in a row were discarded.
             Unauthorized: this worker was never authorized; the message says what to set.
             PeerError: the group's decision was lost; this worker must not continue.
+            StateDiverged: the groups' states differ, with ``on_difference="stop"``.
         """
         limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
         return self._stepper.decide(limit)

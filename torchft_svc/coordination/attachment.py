@@ -16,10 +16,11 @@ from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.coordination.stream_votes import StreamVotes
 from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.route import AttachEnd, AttachRetry, Reattach
+from torchft_svc.core.state_check import DifferenceReport
 from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import one_line
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import fit_for_logs, term_ends_from_wire
+from torchft_svc.rpc.codec import difference_to_wire, fit_for_logs, term_ends_from_wire
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,11 @@ class Attachment:
         """Let the manager know what this worker does; only stores it."""
         self._report = report  # first, for a stream that is being opened
         self._outgoing.tell(report)
+
+    def report_difference(self, report: DifferenceReport) -> None:
+        """Let the manager know that the groups' states differ; only stores it. Lost if the stream
+        breaks just then: other groups report it, too."""
+        self._outgoing.send(pb.AttachRequest(difference=difference_to_wire(report)))
 
     @property
     def takes_votes(self) -> bool:

@@ -15,6 +15,7 @@ from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.stream_votes import ACTION
 from torchft_svc.coordination.types import ManagerLocator, QuorumResult
 from torchft_svc.core.activity import PhaseReport
+from torchft_svc.core.state_check import DifferenceReport
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, Wish
 from torchft_svc.core.types import DEFAULT_JOB, Vote, WorkerRequest, limited_s
@@ -85,6 +86,12 @@ class ManagerClient(Client):
         self._moved_at = None if report.phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:
             self._attachment.tell_phase(self._calls.report(report))
+
+    def report_difference(self, report: DifferenceReport) -> None:
+        """Let the manager know that the groups' states differ, if it is attached; only stores
+        it."""
+        if self._attachment is not None:
+            self._attachment.report_difference(report)
 
     def stands_still(self) -> bool:
         """Whether this worker has been in one phase for long, or begun no step yet, and does not

@@ -39,6 +39,7 @@ from torchft_svc.core.quorum import (
     to_evict,
 )
 from torchft_svc.core.session_messages import Leave, Lost, NewcomerWaits
+from torchft_svc.core.state_check import DifferenceReport
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import RunningTerm, TermEnds
 from torchft_svc.core.types import (
@@ -172,6 +173,12 @@ class Lighthouse:
         if is_new or orders:
             return self._settle(job, state, orders, now)
         return ()
+
+    def differs(self, job: str, replica_id: str, report: DifferenceReport) -> None:
+        """A living group reports that a check has found the groups' states to differ."""
+        state = self._jobs.get(job)
+        if state is not None and state.members.knows(replica_id):
+            state.history.differs(report)
 
     def leave(self, job: str, replica_id: str, leave: Leave, now: float) -> tuple[Order, ...]:
         """The group is gone: its heartbeat timeout need not pass."""

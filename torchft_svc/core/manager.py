@@ -35,6 +35,7 @@ from torchft_svc.core.session_messages import (
     NewcomerWaits,
     NoQuorumYet,
 )
+from torchft_svc.core.state_check import MAX_DIFFERENCES, DifferenceReport
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import Quorum, Vote, WorkerRequest
@@ -144,6 +145,10 @@ class GroupManager:
         # By group rank, who was taken for gone since the last question, and as what.
         self._gone: dict[int, tuple[str, OwnGroupLost]] = {}
         self._leader_ends = False  # group rank 0 has ended on purpose
+        # That workers have reported since the last beat.
+        self._differences: collections.deque[DifferenceReport] = collections.deque(
+            maxlen=MAX_DIFFERENCES
+        )
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -259,7 +264,15 @@ class GroupManager:
     def beat(self, now: float) -> Beat:
         """A sign of life, with what the group does, if its workers report that."""
         doing, at = self._activities.slowest(), self._clock.now(now)
-        return Beat() if doing is None else Beat(doing.phase, doing.step, at - doing.since)
+        differences = tuple(self._differences)
+        self._differences.clear()
+        if doing is None:
+            return Beat(differences=differences)
+        return Beat(doing.phase, doing.step, at - doing.since, differences)
+
+    def receive_difference(self, report: DifferenceReport) -> None:
+        """A worker reports that the groups' states differ."""
+        self._differences.append(report)
 
     def reached(self) -> int:
         """The step that all workers have reached (0: not all have reported one)."""

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field, replace
 from torchft_svc.core.activity import HangWatch
 from torchft_svc.core.membership import GroupState, Membership
 from torchft_svc.core.quorum import Formed, Waiting, Why
+from torchft_svc.core.state_check import DifferenceReport
 from torchft_svc.core.step import Phase
 from torchft_svc.core.types import Member, Quorum
 
 # People look at what happened last; a job whose groups come and go for months keeps no more.
 MAX_GONE_KEPT = 16
+MAX_DIFFERENCES_KEPT = 64  # far more than the checks that groups may still report
 MAX_REASON_KEPT = 200  # characters, of up to a thousand
 MAX_NAMES = 4  # in a sentence; the others are counted
 
@@ -125,8 +127,10 @@ class JobStatus:
     ``quorum_id`` is 0 before the first quorum; ``waiting_for``: why the groups that ask have no
     quorum yet (empty: none asks). ``num_expected``: the groups of the largest quorum, less those
     that left on purpose since. ``num_discarded``: steps that members of a quorum discarded;
-    ``num_heals``: heals that succeeded. ``stalled_s``: since a quorum showed a higher step than all
-    before it, or since the job began. ``gone``: the groups that ended last, the newest first.
+    ``num_heals``: heals that succeeded. ``num_differences``: checks that found the groups' states
+    to differ, ``last_difference`` what the last one found (empty: none did). ``stalled_s``: since a
+    quorum showed a higher step than all before it, or since the job began. ``gone``: the groups
+    that ended last, the newest first.
     ``ended_s``: since the last group of the job was gone (None: it has living groups);
     ``finished``: all groups of its last quorum had ended on purpose by then.
     """
@@ -140,6 +144,8 @@ class JobStatus:
     num_expected: int = 0
     num_discarded: int = 0
     num_heals: int = 0
+    num_differences: int = 0
+    last_difference: str = ""
     stalled_s: float = 0.0
     gone: tuple[GoneGroup, ...] = ()
     ended_s: float | None = None
@@ -160,6 +166,10 @@ class History:
         self._num_expected = 0
         self._num_discarded = 0
         self._num_heals = 0
+        self._num_differences = 0
+        self._last_difference = ""
+        # Of the last checks that found a difference, quorum id and step: all groups report it.
+        self._counted: deque[tuple[int, int]] = deque(maxlen=MAX_DIFFERENCES_KEPT)
         self._gone: deque[tuple[GoneGroup, float]] = deque(maxlen=MAX_GONE_KEPT)
 
     def end(self) -> bool:
@@ -192,6 +202,16 @@ class History:
         self._num_expected = max(self._num_expected, len(self._remaining))
         self.heard(quorum.max_step, now)
 
+    def differs(self, report: DifferenceReport) -> bool:
+        """A group reports a difference, maybe again; returns whether it is a new one."""
+        which = report.quorum_id, report.step
+        if which in self._counted:
+            return False
+        self._counted.append(which)
+        self._num_differences += 1
+        self._last_difference = report.sentence
+        return True
+
     def heard(self, step: int, now: float) -> None:
         """A group of the last quorum has reached ``step``."""
         if step > self._highest:
@@ -215,6 +235,8 @@ class History:
             num_expected=max(self._num_expected, status.min_replicas),
             num_discarded=self._num_discarded,
             num_heals=self._num_heals,
+            num_differences=self._num_differences,
+            last_difference=self._last_difference,
             stalled_s=max(0.0, now - self._moved_at),
             gone=tuple(replace(group, gone_s=now - at) for group, at in self._gone),
         )

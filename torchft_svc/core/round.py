@@ -32,6 +32,7 @@ from torchft_svc.core.round_orders import (
     Warn,
 )
 from torchft_svc.core.route import DECISION_PATIENCE_S, MANAGER_PATIENCE_S, CallRetry
+from torchft_svc.core.state_check import NEVER, CheckRules, CheckSchedule
 from torchft_svc.core.step import Phase, StepMachine, participation
 from torchft_svc.core.term import Fate, TermEnds, Wish, fate
 from torchft_svc.core.types import Resumed, Vote, WorkerRequest
@@ -61,7 +62,7 @@ class WorkerRules:
 
     ``num_wanted``: how many groups contribute at most (None: all). ``patience_s``: a manager that
     cannot be reached for so long is gone for good. ``is_steady``: steps may begin without a
-    question, if all groups can do that.
+    question, if all groups can do that. ``checks``: when the members compare their states.
     """
 
     group_rank: int = 0
@@ -71,6 +72,7 @@ class WorkerRules:
     num_wanted: int | None = None
     patience_s: float = MANAGER_PATIENCE_S
     is_steady: bool = False
+    checks: CheckRules = NEVER
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +102,7 @@ class Round(Generic[Part]):
         self.has_connected = False
         self.waits_for_heal = False
         self.drain_reason: str | None = None
+        self.checks = CheckSchedule(rules.checks.check_every)
         self._rules = rules
         self._request = RoundRequest(timeout_s=0.0)
         self._last_at = 0.0  # when it asked or voted last
@@ -329,6 +332,9 @@ class Round(Generic[Part]):
         # News may have come while they were connected; or before the answer, if that keeps the id.
         problem = problem or self._why_in_vain(quorum) or self._began_too_early(quorum)
         heals = quorum.heal and may_heal
+        some_heal = quorum.max_world_size < quorum.replica_world_size
+        is_new = self.has_connected or some_heal
+        self.checks.answered(quorum.max_step, heals=quorum.heal, is_new=is_new)
         before = self.step.state.step
         place = participation(
             quorum, heals_first=self.heals_first, num_wanted=self._rules.num_wanted
@@ -378,6 +384,21 @@ class Round(Generic[Part]):
     def fetched(self) -> None:
         """The state has arrived, and waits to be applied."""
         self.step.receive_state()
+
+    @property
+    def compares_states(self) -> bool:
+        """Whether the members compare their states in this step; equal on all of them (rule C1)."""
+        quorum = self.quorum
+        if quorum is None or quorum.replica_world_size < 2:
+            return False
+        return self.checks.is_due(self.common_step)
+
+    @property
+    def common_step(self) -> int:
+        """The step of the job that the members take part in; a group that heals is behind it."""
+        if self.goes_on or self.quorum is None:
+            return self._number
+        return self.quorum.max_step
 
     # -- what goes wrong -------------------------------------------------------------------------
 

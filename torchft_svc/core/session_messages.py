@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torchft_svc.core.state_check import DifferenceReport
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import MAX_REASON_LENGTH, LastQuorum, Member, check_text
@@ -24,11 +25,15 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """A sign of life; the group has been in ``phase`` for ``lasts_s`` (None: not known)."""
+    """A sign of life; the group has been in ``phase`` for ``lasts_s`` (None: not known).
+
+    ``differences``: those that its workers have reported since the last one.
+    """
 
     phase: Phase | None = None
     step: int = 0
     lasts_s: float = 0.0
+    differences: tuple[DifferenceReport, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

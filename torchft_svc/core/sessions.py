@@ -377,7 +377,10 @@ class LighthouseSessions:
         doing = None
         if beat.phase is not None:
             doing = Activity(beat.phase, beat.step, at - beat.lasts_s)
-        return self._translate(self.lighthouse.heartbeat(job, replica_id, at, doing))
+        orders = self._translate(self.lighthouse.heartbeat(job, replica_id, at, doing))
+        for report in beat.differences:
+            self.lighthouse.differs(job, replica_id, report)
+        return orders
 
     def _pace(self, session: _Session) -> list[Order]:
         """Tell a group how often to beat, if its job has grown or shrunk."""

@@ -32,6 +32,8 @@ MAX_MISFITS = 3
 MAX_FAILED_LOADS = 3
 # A group with fewer commits is new: what it loses in these steps is counted together.
 FIRST_STEPS = 100
+# How many times in a row its state may differ from the others', although it heals in between.
+MAX_DIVERGENCES = 3
 
 
 class Phase(enum.Enum):
@@ -139,7 +141,8 @@ class StepState(NamedTuple):
     step what the others do. ``num_commits``: steps that this worker has committed since it came.
     ``misfits``: steps that were lost because it did not do what the others did, in its
     `FIRST_STEPS`, and later since the last commit; ``misfit``: the last reason. ``failed_loads``:
-    healed states in a row that arrived and could not be loaded.
+    healed states in a row that arrived and could not be loaded. ``divergences``: checks in a
+    row that found this worker's state to differ, with a heal between them.
     """
 
     phase: Phase = Phase.IDLE
@@ -158,6 +161,7 @@ class StepState(NamedTuple):
     misfits: int = 0
     misfit: str = ""
     failed_loads: int = 0
+    divergences: int = 0
 
     def counters(self) -> dict[str, int]:
         """What travels with the weights, to a group that heals and into a checkpoint."""
@@ -371,6 +375,13 @@ class StepMachine:
                 f"times in a row: {self._why_discarded()}. Fix load_state_dict, then restart this "
                 "group"
             )
+        if state.divergences >= MAX_DIVERGENCES:
+            raise RequestRefused(
+                f"{state.divergences} checks in a row found that this group's state is not that of "
+                f"the others, although it healed in between: {self._why_discarded()}. What differs "
+                "is not in the state that load_state_dict loads, or the program changes it in this "
+                "group only. Fix that, then restart this group"
+            )
 
     def end_update(self) -> None:
         """The update of the last commit is in the weights."""
@@ -394,6 +405,27 @@ class StepMachine:
             spoiled = f"the update to step {state.step} was not applied completely ({spoiled_by})"
             changes.update(spoiled=spoiled, unhealed=True)
         self._move(StepEvent.UPDATE_LOST, **changes)
+
+    def lose_state(self, reason: str) -> None:
+        """A check has found that these weights are not those of the others: this worker heals.
+
+        After the step was discarded. ``reason``: a sentence for people.
+
+        Raises: RequestRefused: healing has not helped, see `MAX_DIVERGENCES`.
+        """
+        divergences = self.state.divergences + 1
+        self._move(
+            StepEvent.UPDATE_LOST,
+            spoiled=f"this group's state is not that of the others: {reason}",
+            unhealed=True,
+            settled=False,
+            divergences=divergences,
+        )
+        self._check_hope()
+
+    def confirm_state(self) -> None:
+        """A check has found that this worker's state is that of the others."""
+        self.state = self.state._replace(divergences=0)
 
     def interrupt(self) -> None:
         """The call that voted ended by an exception: nobody is going to apply an update."""

@@ -44,6 +44,7 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
         # Its last quorum told what was committed before it: the step that followed was the last.
         how, step = "finished" if job.finished else "ended unfinished", job.committed_step + 1
         yield f"job {job.job}: {how} {job.ended_s:.0f} s ago, in step {step}"
+        yield from _differences(job)
         yield from _gone(job, show_all)
         return
     num_asking = sum(group.asking for group in job.groups)
@@ -59,6 +60,7 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
         f"  since the job began: {job.num_heals} heals, {job.num_discarded} steps discarded; "
         f"its step last rose {job.stalled_s:.0f} s ago"
     )
+    yield from _differences(job)
     if job.waiting_for:
         yield f"  no quorum now: {job.waiting_for}"
     groups = sorted(job.groups, key=_urgency)
@@ -67,6 +69,12 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
     if len(shown) < len(groups):
         yield f"  and {len(groups) - len(shown)} more (--all shows them)"
     yield from _gone(job, show_all)
+
+
+def _differences(job: JobStatus) -> Iterator[str]:
+    if job.num_differences:
+        checks = f"{job.num_differences} check{'s' * (job.num_differences != 1)}"
+        yield f"  {checks} found states that differ; the last one: {job.last_difference}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -88,6 +88,8 @@ class _Said:
             self._outbox.tell(pb.AttachNews(pong=pong).SerializeToString())
         elif kind == "phase":
             self._driver.receive_phase(self._group_rank, message.phase)
+        elif kind == "difference":
+            self._driver.receive_difference(message.difference)
         elif kind == "withdrawal":
             self.ballot.withdraw(message.withdrawal.number)
         elif kind == "detach":

@@ -34,6 +34,7 @@ from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
     decision_to_wire,
+    difference_from_wire,
     report_from_wire,
     term_ends_from_wire,
     worker_answer,
@@ -155,6 +156,14 @@ class ManagerDriver:
             self._carry_out(self._core.receive_phase(group_rank, report, time.monotonic()))
         if self._core.is_whole:
             self._link.start()
+
+    def receive_difference(self, message: pb.StateDifference) -> None:
+        """An attached worker reports that the groups' states differ.
+
+        Raises:
+            RequestRefused: a field is out of bounds.
+        """
+        self._core.receive_difference(difference_from_wire(message))
 
     def beat(self) -> Beat:
         return self._core.beat(time.monotonic())

@@ -174,14 +174,26 @@ class SessionHello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., last_quorum_id: _Optional[int] = ..., last_max_step: _Optional[int] = ..., last_num_groups: _Optional[int] = ...) -> None: ...
 
 class SessionBeat(_message.Message):
-    __slots__ = ("phase", "step", "phase_ms")
+    __slots__ = ("phase", "step", "phase_ms", "differences")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PHASE_MS_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     phase: Phase
     step: int
     phase_ms: int
-    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., phase_ms: _Optional[int] = ...) -> None: ...
+    differences: _containers.RepeatedCompositeFieldContainer[StateDifference]
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., phase_ms: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[StateDifference, _Mapping]]] = ...) -> None: ...
+
+class StateDifference(_message.Message):
+    __slots__ = ("quorum_id", "step", "sentence")
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    SENTENCE_FIELD_NUMBER: _ClassVar[int]
+    quorum_id: int
+    step: int
+    sentence: str
+    def __init__(self, quorum_id: _Optional[int] = ..., step: _Optional[int] = ..., sentence: _Optional[str] = ...) -> None: ...
 
 class SessionWithdrawal(_message.Message):
     __slots__ = ("number",)
@@ -524,7 +536,7 @@ class NodeStatus(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., node_rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., status: _Optional[_Union[AgentStatus, str]] = ..., reached: bool = ..., num_restarts: _Optional[int] = ..., silent_ms: _Optional[int] = ..., waits_ms: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished")
+    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished", "num_differences", "last_difference")
     JOB_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -538,6 +550,8 @@ class JobStatus(_message.Message):
     GONE_FIELD_NUMBER: _ClassVar[int]
     ENDED_MS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    LAST_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     job: str
     quorum_id: int
     committed_step: int
@@ -551,7 +565,9 @@ class JobStatus(_message.Message):
     gone: _containers.RepeatedCompositeFieldContainer[GoneGroup]
     ended_ms: int
     finished: bool
-    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ...) -> None: ...
+    num_differences: int
+    last_difference: str
+    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ..., num_differences: _Optional[int] = ..., last_difference: _Optional[str] = ...) -> None: ...
 
 class GoneGroup(_message.Message):
     __slots__ = ("replica_id", "reason", "orderly", "gone_ms")
@@ -762,20 +778,22 @@ class DrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "detach", "phase", "vote", "withdrawal", "ping")
+    __slots__ = ("hello", "detach", "phase", "vote", "withdrawal", "ping", "difference")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     VOTE_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
+    DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     detach: AttachDetach
     phase: AttachPhase
     vote: AttachVote
     withdrawal: AttachWithdrawal
     ping: AttachPing
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ..., phase: _Optional[_Union[AttachPhase, _Mapping]] = ..., vote: _Optional[_Union[AttachVote, _Mapping]] = ..., withdrawal: _Optional[_Union[AttachWithdrawal, _Mapping]] = ..., ping: _Optional[_Union[AttachPing, _Mapping]] = ...) -> None: ...
+    difference: StateDifference
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ..., phase: _Optional[_Union[AttachPhase, _Mapping]] = ..., vote: _Optional[_Union[AttachVote, _Mapping]] = ..., withdrawal: _Optional[_Union[AttachWithdrawal, _Mapping]] = ..., ping: _Optional[_Union[AttachPing, _Mapping]] = ..., difference: _Optional[_Union[StateDifference, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("rank", "worker_id")

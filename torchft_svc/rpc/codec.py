@@ -9,10 +9,12 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 
 from torchft_svc.core.activity import PhaseReport
 from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
+from torchft_svc.core.state_check import DifferenceReport
 from torchft_svc.core.step import Phase
 from torchft_svc.core.term import Fate, TermEnds, Wish
 from torchft_svc.core.types import (
     MAX_NAME_LENGTH,
+    MAX_REASON_LENGTH,
     Member,
     Quorum,
     Vote,
@@ -147,6 +149,23 @@ def phase_from_wire(number: pb.Phase) -> Phase | None:
     """None: it was not told. One that a newer version has is none that could be called a hang, and
     the one before is over."""
     return _PHASES_OF_WIRE.get(number, Phase.IDLE if number else None)
+
+
+def difference_to_wire(difference: DifferenceReport) -> pb.StateDifference:
+    return pb.StateDifference(
+        quorum_id=difference.quorum_id,
+        step=difference.step,
+        sentence=one_line(difference.sentence, MAX_REASON_LENGTH),
+    )
+
+
+def difference_from_wire(message: pb.StateDifference) -> DifferenceReport:
+    """Raises:
+    RequestRefused: a field is out of bounds.
+    """
+    difference = DifferenceReport(message.quorum_id, message.step, message.sentence)
+    difference.check()
+    return difference
 
 
 def report_to_wire(report: PhaseReport) -> pb.AttachPhase:

@@ -17,11 +17,14 @@ from torchft_svc.core.session_messages import (
     Welcome,
     Withdrawal,
 )
+from torchft_svc.core.state_check import MAX_DIFFERENCES
 from torchft_svc.core.term import TermEnds
 from torchft_svc.core.types import MAX_DURATION_MS, LastQuorum, check_step, one_line
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
+    difference_from_wire,
+    difference_to_wire,
     member_from_wire,
     member_to_wire,
     phase_from_wire,
@@ -53,6 +56,7 @@ def session_message_to_wire(message: Hello | SessionMessage) -> pb.SessionReques
         if message.phase is not None:
             beat.phase, beat.step = phase_to_wire(message.phase), message.step
             beat.phase_ms = max(0, int(message.lasts_s * 1000))
+        beat.differences.extend(map(difference_to_wire, message.differences))
         return pb.SessionRequest(beat=beat)
     if isinstance(message, Question):
         question = pb.SessionQuestion(
@@ -105,11 +109,13 @@ def session_message_from_wire(request: pb.SessionRequest) -> SessionMessage | No
 
 def beat_from_wire(message: pb.SessionBeat) -> Beat:
     phase = phase_from_wire(message.phase)
+    last = message.differences[-MAX_DIFFERENCES:]
+    differences = tuple(map(difference_from_wire, last))
     if phase is None:
-        return Beat()
+        return Beat(differences=differences)
     check_step(message.step)
     phase_ms = min(max(0, message.phase_ms), MAX_DURATION_MS)  # it is told on
-    return Beat(phase, message.step, phase_ms / 1000)
+    return Beat(phase, message.step, phase_ms / 1000, differences)
 
 
 def session_news_to_wire(news: News) -> bytes:

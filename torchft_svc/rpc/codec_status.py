@@ -25,6 +25,8 @@ _OF_A_JOB = (
     "num_discarded",
     "num_heals",
     "finished",
+    "num_differences",
+    "last_difference",
 )
 _OF_A_RUN = ("run", "round", "min_nodes", "max_nodes", "phase", "why")
 _OF_A_NODE = ("node_id", "host", "node_rank", "num_workers", "reached", "num_restarts")

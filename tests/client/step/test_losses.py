@@ -101,7 +101,7 @@ def test_a_straggler_gives_its_step_up_when_the_others_go_on_without_it() -> Non
         Trainer(address, "b", 1, pg=stuck) as b,
     ):
         together(lambda: a.meets(2), lambda: b.meets(2))
-        in_step(2, a, b)
+        in_step(3, a, b)  # the steps before compare the states of both at their end
         stuck.is_stuck = True
         began = time.monotonic()
         # The second one goes on, and waits for the other group.

@@ -245,7 +245,7 @@ class Launches:
 
 
 def test_only_what_is_not_known_is_compared() -> None:
-    with lighthouse(min_replicas=2) as address, trainers(address, 3) as (a, b, c):
+    with lighthouse(min_replicas=2) as address, trainers(address, 3, check_every=0) as (a, b, c):
         counts = Launches(a.manager)
         num_sums = len(a.parallel._reducer._buckets)
         together(a.step, b.step, c.step)
@@ -261,7 +261,7 @@ def test_only_what_is_not_known_is_compared() -> None:
 
 
 def test_survivors_compare_the_first_operation_alone() -> None:
-    with lighthouse(min_replicas=2) as address, trainers(address, 3) as (a, b, c):
+    with lighthouse(min_replicas=2) as address, trainers(address, 3, check_every=0) as (a, b, c):
         for _ in range(2):
             together(a.step, b.step, c.step)
         c.manager.shutdown()
@@ -288,7 +288,7 @@ def test_steps_that_take_turns_are_compared_once_each() -> None:
 
 
 def test_what_is_logged_now_and_then_is_compared_each_time() -> None:
-    with lighthouse(min_replicas=2) as address, trainers(address, 2) as (a, b):
+    with lighthouse(min_replicas=2) as address, trainers(address, 2, check_every=0) as (a, b):
 
         def logs(trainer: Trainer) -> float:
             assert trainer.step()

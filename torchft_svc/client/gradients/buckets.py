@@ -140,10 +140,12 @@ def plain_names(module: nn.Module) -> dict[int, str]:
 
     So a group that compiles its model, or recomputes activations, fits to one that does not.
     """
-    names = {}
-    for name, parameter in module.named_parameters():
-        names[id(parameter)] = ".".join(part for part in name.split(".") if part not in _WRAPPERS)
-    return names
+    return {id(parameter): plain_name(name) for name, parameter in module.named_parameters()}
+
+
+def plain_name(name: str) -> str:
+    """See `plain_names`."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def plan_buckets(

@@ -16,10 +16,10 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from torchft_svc.client.gradients.buckets import Bucket, describe_tensors
+from torchft_svc.client.gradients.buckets import Bucket, describe_tensors, plain_name
 from torchft_svc.client.gradients.early_updates import guard_updates, raise_early_update
 from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled, unfinished_pass
-from torchft_svc.client.reduce.reduction import Reduction
+from torchft_svc.client.reduce.reduction import CurrentParameter, Reduction
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
@@ -109,6 +109,15 @@ class Reducer:
     def names(self) -> list[str]:
         summed = {id(parameter) for parameter in self.parameters}
         return [name for key, name in self._names.items() if key in summed]
+
+    def walk_parameters(self) -> list[CurrentParameter]:
+        """See `Walking`."""
+        wrapped = {id(parameter) for parameter in self.parameters}
+        return [
+            CurrentParameter(plain_name(name), parameter, id(parameter) in wrapped)
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad or id(parameter) in wrapped
+        ]
 
     @uncompiled
     def prepare(self) -> None:

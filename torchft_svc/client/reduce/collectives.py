@@ -143,6 +143,11 @@ class Collectives:
         return self._num_launched
 
     @property
+    def has_device(self) -> bool:
+        """Whether an operation was launched, so that its device is known."""
+        return self._device is not None
+
+    @property
     def has_any(self) -> bool:
         """Whether `allreduce` was called in this step."""
         return bool(self._works)
@@ -209,6 +214,32 @@ class Collectives:
             return None
         options = _SUM if op is ReduceOp.SUM else _options(op)
         return self._launch(tensor, self._pg.allreduce, [tensor], options, operation=operation)
+
+    def agree_on_states(self) -> bool:
+        """Whether all groups have ended the step's operations, and compare their states next; if
+        not, the error is latched. After `launch_end`.
+
+        Always compared: the steps before show nothing of it.
+        """
+        end, self._end = self._end, None
+        if end is not None and not self._end_comparison(end):
+            return False
+        assert self._device is not None
+        comparison = self._begin_comparison(Operation.states(self._num_launched), self._device)
+        if comparison is None or not comparison.reduction.wait():
+            return False
+        return self._read(comparison) is not None
+
+    def sum_rows(self, rows: list[list[int]]) -> list[list[int]] | None:
+        """The sum over all groups of ``rows``, whole numbers, waited for; None: it failed, and the
+        error was latched. After `agree_on_states`."""
+        assert self._device is not None
+        table = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        reduction = self._launch(table, self._pg.allreduce, [table], _SUM)
+        if reduction is None or not reduction.wait():
+            return None
+        summed: list[list[int]] = table.tolist()
+        return summed
 
     def _carry(self, device: torch.device, carrier: torch.Tensor | None) -> bool:
         """Have the wish summed with the next operation, if that is the first one or has a place for

@@ -58,6 +58,7 @@ class Kind(enum.IntEnum):
     END = 2  # the step has no more operations
     FIRST_BUCKET = 3  # torch's wrapper, before it changes the order of gradients in its buckets
     BUCKET = 4  # torch's wrapper, after that
+    STATES = 5  # the comparison of the groups' states
 
 
 _LAUNCHED_BY = {
@@ -100,7 +101,14 @@ class Operation(NamedTuple):
         """The end of a step with ``num_launched`` operations."""
         return cls(num_launched + 1, Kind.END, -1, 0, _OTHER, _OTHER)
 
+    @classmethod
+    def states(cls, num_launched: int) -> Operation:
+        """The comparison of states, after the end of a step with ``num_launched`` operations."""
+        return cls(num_launched + 2, Kind.STATES, -1, 0, _OTHER, _OTHER)
+
     def __str__(self) -> str:
+        if self.kind is Kind.STATES:
+            return f"number {self.position}, the comparison of states after the end of the step"
         if self.kind is Kind.END:
             num = self.position - 1
             launched = f"{num} operation{'s' * (num != 1)}"

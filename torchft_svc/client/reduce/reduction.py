@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,25 @@ class Reducing(Protocol):
 
         Called on the training thread, outside of a backward pass.
         """
+
+
+class CurrentParameter(NamedTuple):
+    """A parameter that a model trains now, by its name in the model.
+
+    ``is_wrapped``: it is the object whose gradient is summed; if not, it has replaced that one.
+    """
+
+    name: str
+    parameter: torch.Tensor
+    is_wrapped: bool
+
+
+@runtime_checkable
+class Walking(Protocol):
+    """A `Reducing` that knows its model, whose state is compared with the other groups'."""
+
+    def walk_parameters(self) -> list[CurrentParameter]:
+        """The parameters that the model trains now, in its order."""
 
 
 class Launching(Reducing, Protocol):

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +41,7 @@ from torchft_svc.core.round_orders import (
     RefuseState,
     Warn,
 )
+from torchft_svc.core.state_check import CheckRules
 from torchft_svc.core.step import Phase
 from torchft_svc.errors import (
     CommitFailed,
@@ -86,6 +87,7 @@ class RoundRules:
     init_sync: bool
     checks_collectives: bool = False
     is_steady: bool = True
+    checks: CheckRules = field(default_factory=CheckRules)
 
     def for_worker(self, patience_s: float, pg: ProcessGroup) -> WorkerRules:
         """The part for the core; ``patience_s``: how long to wait for a restarted manager."""
@@ -98,6 +100,7 @@ class RoundRules:
             num_wanted=self.min_replica_size if has_spares else None,
             patience_s=patience_s,
             is_steady=self.is_steady and pg.needs_all_members,
+            checks=self.checks,
         )
 
     def common(self, pg: ProcessGroup) -> str:
@@ -108,6 +111,7 @@ class RoundRules:
             "min_replica_size": self.min_replica_size,
             "use_async_quorum": self.use_async_quorum,
             "init_sync": self.init_sync,
+            **self.checks.described(),
             **({"checks_collectives": True} if self.checks_collectives else {}),
             **({} if pg.sums_exactly else {"sums_exactly": False}),
         }

@@ -188,6 +188,11 @@ class StateRegistry:
         """Note that the state of ``optimizer`` changes only in its step."""
         self._optimizers.append(optimizer)
 
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The registered optimizers, in the order of registration."""
+        return list(self._optimizers)
+
     def updated_parameters(self) -> list[torch.Tensor]:
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         return [parameter for group in groups for parameter in group["params"]]

@@ -21,6 +21,7 @@ from torchft_svc.client.reduce.bucket_hook import BucketHook
 from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives, check_arguments, uncompiled
 from torchft_svc.client.reduce.operations import Difference, Kind, LaunchOrder
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
+from torchft_svc.client.step.comparison import Finding, StateComparison
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
@@ -30,12 +31,14 @@ from torchft_svc.core.likeness import describe_layout
 from torchft_svc.core.names import stable_name
 from torchft_svc.core.round import UNDER_WAY, RoundRequest
 from torchft_svc.core.round_orders import Decide, LeaveMembers
+from torchft_svc.core.state_check import DifferenceReport
 from torchft_svc.core.step import Participation, Phase, StepState
 from torchft_svc.errors import (
     ConfigError,
     OperationsDiffer,
     QuorumFailed,
     RequestRefused,
+    StateDiverged,
     TornState,
 )
 
@@ -114,6 +117,7 @@ class Stepper:
         self._sum_error: Exception | None = None  # of a sum, or of the way to the members
         self._has_shown_members = False  # in this step, to the program
         self._allows_heal = True  # this step
+        self._comparison = StateComparison(self.reducers, self._compared_optimizers)
 
     def _make_collectives(
         self,
@@ -553,6 +557,7 @@ class Stepper:
         self._worker.round.check_left()
         self._settle()
         self._collectives.launch_end()
+        finding = self._compare_states()
         if self.state.error is not None and self._deps.pg.errored() is not None:
             self._collectives.give_up()  # as in `_end_last_step`
         self._wait_for_task()
@@ -579,14 +584,67 @@ class Stepper:
         decided = ask_decision(self._deps.client, self._worker, (order,))
         if not decided.committed:
             self._log_discarded(state, self._why_not(vote))
-        with self._worker.changing() as round_:
-            round_.decide(decided)
+        self._end_vote(decided, finding)
         if decided.committed:
             return True
         self._deps.registry.gate.open()
+        if finding is not None and self._rules.checks.on_difference == "stop":
+            raise _diverged(finding)
         with self._worker.changing() as round_:
             round_.check_next()
         return False
+
+    def _compare_states(self) -> Finding | None:
+        """Compare this group's state with the others', if this step does that; the difference."""
+        round_, state = self._worker.round, self.state
+        if not round_.compares_states or not self._compares_all() or not self._can_reduce():
+            return None
+        quorum, step = round_.quorum, round_.common_step
+        assert quorum is not None
+        is_whole = state.error is None and not state.unhealed and not state.spoiled
+        checked = self._comparison.compare(
+            self._collectives, quorum, step, round_.checks.since, is_compared=is_whole
+        )
+        finding = None if checked is None else checked.finding
+        if finding is not None:
+            self._follow(finding)
+        elif checked is not None and checked.is_compared and round_.checks.is_settled(step):
+            with self._worker.changing() as round_:
+                round_.step.confirm_state()
+        return finding
+
+    def _compares_all(self) -> bool:
+        """Whether there are models to compare, and a way; equal in all groups."""
+        is_exact = self._deps.pg.sums_exactly
+        return is_exact and self._collectives.has_device and bool(self.reducers())
+
+    def _compared_optimizers(self) -> list[torch.optim.Optimizer]:
+        """The registered optimizers, or those that the program has stepped in its last update."""
+        return self._deps.registry.optimizers or self._updates.last_optimizers()
+
+    def _follow(self, finding: Finding) -> None:
+        """Report a difference, and discard the step unless it is only to be logged.
+
+        The members are not left: they find the same, maybe a moment later.
+        """
+        report = DifferenceReport(finding.quorum_id, finding.step, finding.sentence)
+        self._deps.client.report_difference(report)
+        if self._rules.checks.on_difference == "warn":
+            if finding.is_news:
+                log.warning("%s", finding.sentence)
+            return
+        with self._worker.changing() as round_:
+            round_.step.latch(_diverged(finding))
+
+    def _end_vote(self, decided: Decide, finding: Finding | None) -> None:
+        """The step has ended; this group's state is lost if a check has found it to differ."""
+        heals = self._rules.checks.on_difference == "heal"
+        with self._worker.changing() as round_:
+            try:
+                round_.decide(decided)
+            finally:
+                if finding is not None and finding.is_ours and heals and not decided.committed:
+                    round_.step.lose_state(finding.sentence)
 
     def latch_error(self, error: Exception, epoch: int) -> None:
         """Latch an error of the step with this ``epoch``; errors of earlier steps are ignored."""
@@ -766,3 +824,7 @@ class Update:
             self._stepper.end_update()
         else:
             self._stepper.lose_update(repr(error) if self.begun else "")
+
+
+def _diverged(finding: Finding) -> StateDiverged:
+    return StateDiverged(finding.sentence, finding.step, finding.groups, finding.last_equal)

@@ -131,6 +131,11 @@ class UpdateWatch:
         self._history.append(ended)
         return loss
 
+    def last_optimizers(self) -> list[Optimizer]:
+        """The optimizers that the last update has stepped, in no order; empty: not known."""
+        refs = self._history[-1] if self._history else frozenset()
+        return [optimizer for ref in refs if (optimizer := ref()) is not None]
+
     def _usual(self) -> frozenset[_Ref]:
         """The optimizers that each of the last updates has stepped; empty: they differ."""
         history = self._history

@@ -1,0 +1,164 @@
+"""Compares the states of all groups in a step that checks them, and finds who differs (rule C1)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from torchft_svc.client.reduce.collectives import Collectives
+from torchft_svc.client.reduce.reduction import Reducing
+from torchft_svc.client.step.fingerprint import (
+    Fingerprint,
+    pack_items,
+    show_setting,
+    take_fingerprint,
+    unpack_items,
+)
+from torchft_svc.coordination import QuorumResult
+from torchft_svc.core.names import stable_name
+from torchft_svc.core.state_check import (
+    ROW_LENGTH,
+    Item,
+    Part,
+    Row,
+    StateDifference,
+    describe_difference,
+    find_difference,
+    find_item,
+    names_of,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """A check of ``step`` in quorum ``quorum_id`` has found a difference, as ``sentence`` says.
+
+    ``groups``: the names of those that are not like the others; ``is_ours``: this group is one of
+    them. ``is_news``: the check before has not found the same.
+    """
+
+    sentence: str
+    step: int
+    quorum_id: int
+    groups: tuple[str, ...]
+    is_ours: bool
+    is_news: bool
+    last_equal: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """A check has taken place. ``finding``: None: all states are equal. ``is_compared``: this
+    group's was compared; a group that heals in this step has none yet."""
+
+    finding: Finding | None
+    is_compared: bool
+
+
+class StateComparison:
+    """Takes fingerprints and exchanges them; for the training thread.
+
+    ``reducers`` returns the wrappers whose models are compared, ``optimizers`` what updates them
+    (empty: not known).
+    """
+
+    def __init__(
+        self,
+        reducers: Callable[[], Sequence[Reducing]],
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+    ) -> None:
+        self._reducers = reducers
+        self._optimizers = optimizers
+        self._last_equal: int | None = None
+        self._last: tuple[object, ...] = ()  # what the last check has found
+
+    def compare(
+        self,
+        sums: Collectives,
+        quorum: QuorumResult,
+        step: int,
+        since: int,
+        *,
+        is_compared: bool,
+    ) -> Checked | None:
+        """Compare with the other members, which do the same; None: the sum failed (latched).
+
+        ``is_compared``: this group has a state of ``step``; ``since``: see `CheckSchedule`. Waits
+        for the other members.
+        """
+        if not sums.agree_on_states():
+            return None
+        print_ = self._take() if is_compared else None
+        rank, num_groups = quorum.replica_rank, quorum.replica_world_size
+        rows = [[0] * ROW_LENGTH for _ in range(num_groups)]
+        if print_ is not None:
+            rows[rank] = print_.row(since).encode()
+        summed = sums.sum_rows(rows)
+        if summed is None:
+            return None
+        difference = find_difference([Row.decode(numbers) for numbers in summed])
+        if difference is None:
+            if print_ is not None:
+                self._last_equal, self._last = step, ()
+            return Checked(None, print_ is not None)
+        item = self._find_item(sums, difference, print_, rank)
+        finding = self._report(difference, item, print_, quorum, step)
+        return Checked(finding, print_ is not None)
+
+    def _take(self) -> Fingerprint | None:
+        """None: it cannot be taken; the others must not wait for it."""
+        try:
+            return take_fingerprint(self._reducers(), self._optimizers())
+        except Exception:
+            log.exception("this group's state cannot be compared with the others'")
+            return None
+
+    def _find_item(
+        self, sums: Collectives, difference: StateDifference, print_: Fingerprint | None, rank: int
+    ) -> Item | None:
+        """What exactly differs: one group of each side sends the items of the part."""
+        num = difference.num_items
+        if not num:
+            return None
+        rows = [[0] * (2 * num) for _ in range(2)]
+        for row, sender in enumerate((difference.first, difference.majority[0])):
+            if rank == sender and print_ is not None:
+                rows[row] = pack_items(print_.items[difference.part], num)
+        summed = sums.sum_rows(rows)
+        if summed is None:
+            return None
+        return find_item(unpack_items(summed[0]), unpack_items(summed[1]))
+
+    def _report(
+        self,
+        difference: StateDifference,
+        item: Item | None,
+        print_: Fingerprint | None,
+        quorum: QuorumResult,
+        step: int,
+    ) -> Finding:
+        names = names_of(quorum.replica_ids, quorum.replica_world_size, stable_name)
+
+        def name_item(part: Part, digest: int) -> str:
+            return "" if print_ is None else print_.name(part, digest)
+
+        sentence = describe_difference(
+            difference, item, name_item, show_setting, names, step, self._last_equal
+        )
+        groups = tuple(names[each] for each in difference.minority)
+        found = (difference.part, groups, item and item.name)
+        is_news, self._last = found != self._last, found
+        return Finding(
+            sentence=sentence,
+            step=step,
+            quorum_id=quorum.quorum_id,
+            groups=groups,
+            is_ours=quorum.replica_rank in difference.minority,
+            is_news=is_news,
+            last_equal=self._last_equal,
+        )
