@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -186,27 +187,39 @@ def test_the_manager_dies_while_the_workers_vote(address: str, votes: tuple[bool
         goes_on(group, until=4)
 
 
-@pytest.mark.parametrize("meets_in_step", [True, False])
-@pytest.mark.parametrize("rank", [0, 1])
-def test_the_manager_dies_when_only_one_worker_has_its_answer(
-    address: str, rank: int, meets_in_step: bool
-) -> None:
-    """The other one, here ``rank``, learns it from the next manager, and does not wait for what its
-    peer would ask next: they wait for each other in the step, or after it."""
-    with workers(address, "a", 2, in_process=False, steady_steps=False) as group:
-        together(*(worker.step for worker in group))
-        client = group[rank].manager._runtime.deps.client
-        ask, killed_at = client._ask_quorum, 0.0
+def lose_answers(losers: list[Trainer]) -> list[float]:
+    """The manager of group a dies when all workers have their next answer but ``losers``; when."""
+    killed_at: list[float] = []
+    arrived = threading.Barrier(len(losers), lambda: killed_at.append(kill_manager("a")))
+
+    def lose_answer(loser: Trainer) -> None:
+        client = loser.manager._runtime.deps.client
+        ask = client._ask_quorum
 
         def loses_answer(*args: Any) -> Any:
-            nonlocal killed_at
             ask(*args)
             client._ask_quorum = ask
-            killed_at = kill_manager("a")
+            arrived.wait(DEADLINE_S)
             raise Unreachable("manager", client._addr, "its answer was lost")
 
         client._ask_quorum = loses_answer
-        meeting = threading.Barrier(2)
+
+    for loser in losers:
+        lose_answer(loser)
+    return killed_at
+
+
+@pytest.mark.parametrize("meets_in_step", [True, False])
+@pytest.mark.parametrize(("num", "losers"), [(2, [0]), (2, [1]), (3, [0, 2]), (3, [1])])
+def test_the_manager_dies_when_only_some_workers_have_their_answer(
+    address: str, num: int, losers: list[int], meets_in_step: bool
+) -> None:
+    """The others learn it from the next manager, and do not wait for what their peers would ask
+    next: they wait for each other in the step, or after it."""
+    with workers(address, "a", num, in_process=False, steady_steps=False) as group:
+        together(*(worker.step for worker in group))
+        killed_at = lose_answers([group[rank] for rank in losers])
+        meeting = threading.Barrier(num)
 
         def steps(worker: Trainer) -> bool:
             worker.optimizer.zero_grad()
@@ -219,9 +232,36 @@ def test_the_manager_dies_when_only_one_worker_has_its_answer(
                 meeting.wait(DEADLINE_S)
             return committed
 
-        assert together(*(lambda worker=worker: steps(worker) for worker in group)) == [False] * 2
-        check("a manager has answered one worker", time.monotonic() - killed_at, MANAGER_BACK_S)
+        assert together(*(lambda worker=worker: steps(worker) for worker in group)) == [False] * num
+        waited_s = time.monotonic() - killed_at[0]
+        check("a manager has answered some workers", waited_s, MANAGER_BACK_S)
         goes_on(group, until=4)
+
+
+def test_m7_where_the_first_answer_is_lost_the_group_stands_until_its_quorum_timeout(
+    address: str,
+) -> None:
+    """The workers share no round by which the next manager could tell. Then all go on."""
+    limit_s = 6.0
+    limit = timedelta(seconds=limit_s)
+    options = {"timeout": limit, "quorum_timeout": limit, "init_sync": False}
+    with workers(address, "a", 2, in_process=False, **options) as group:
+        killed_at = lose_answers(group[1:])
+        meeting = threading.Barrier(2)
+
+        def trains(worker: Trainer) -> float:
+            """When the first step is over; the next question of a worker frees a voter."""
+            worker.optimizer.zero_grad()
+            with contextlib.suppress(TorchFTError):
+                worker.manager.wait_quorum()
+            meeting.wait(DEADLINE_S)
+            assert not finishes(worker)
+            over_at = time.monotonic()
+            worker.until(step=2)
+            return over_at
+
+        over_at = together(*(lambda worker=worker: trains(worker) for worker in group))
+        check("the first answer is lost", max(over_at) - killed_at[0], limit_s + MANAGER_BACK_S)
 
 
 def test_who_has_no_rank_0_any_more_is_told_at_once(address: str) -> None:
