@@ -14,6 +14,7 @@ from support.elastic_workers import (
     broadcast_for_ever,
     reduce_for_ever,
     stop_before_connecting,
+    train_large_with_ddp,
     train_with_ddp,
 )
 from support.fake_agents import FakeAgents, FakeWorker
@@ -104,6 +105,24 @@ def test_one_that_freezes_when_gloo_connects_holds_nobody(
     frozen.says("freezing in 1")
     agents.pause(*workers, change=DOWN)
     is_in(agents.world(*workers, change=DOWN), *workers)
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze", "lose"])
+@pytest.mark.parametrize("what", ["gradients", "buffer", "hook", "unawaited"])
+def test_ddp_leaves_an_operation_that_gloo_does_not_end(
+    agents: FakeAgents, what: str, how: str
+) -> None:
+    """``lose``: the agent is frozen, and its worker goes on."""
+    one, two, three = (agents.start(train_large_with_ddp, what) for _ in range(3))
+    is_in(agents.world(one, two, three), one, two, three)
+    three.says("trains in 1")
+    if how != "lose":
+        getattr(three, how)()
+    agents.pause(one, two, change=DOWN)
+    one.says("lost")
+    two.says("lost")
+    is_in(agents.world(one, two, change=DOWN), one, two)
+    two.says("trains in 2")
 
 
 def test_ddp_is_built_again_in_each_world(agents: FakeAgents) -> None:

@@ -75,6 +75,54 @@ def broadcast_for_ever(style: str) -> None:
             dist.destroy_process_group()
 
 
+def train_large_with_ddp(what: str) -> None:
+    """Send much in each step of DDP, again and again: the gradients of many buckets, a buffer of
+    40 MB, or (``hook``) as much in a communication hook; ``unawaited``: beside DDP, and nobody
+    waits for it."""
+    tensor = torch.ones(10_000_000)
+    sizes = [700] * 12 if what == "gradients" else [8]
+    model = torch.nn.Sequential(*(torch.nn.Linear(size, size) for size in sizes))
+    if what == "buffer":
+        model.register_buffer("large", tensor)
+    works: list[Any] = []
+    while True:
+        info = get_worker_info()
+        dist.init_process_group("gloo", **info.get_pg_parameters())
+        say("in", info.round, "size", dist.get_world_size(), "rank", dist.get_rank())
+        try:
+            wrapped = DistributedDataParallel(model, bucket_cap_mb=1)
+            if what == "hook":
+                # torch refuses the annotations of this file.
+                wrapped.register_comm_hook(
+                    tensor, lambda state, bucket: send_besides(state, bucket)
+                )
+            for count in itertools.count():
+                if what == "unawaited":
+                    works = [dist.broadcast(tensor, 0, async_op=True)]
+                wrapped(torch.ones(2, sizes[0])).sum().backward()
+                if count == 2:
+                    say("trains in", info.round)
+        except RuntimeError as error:
+            say("lost", type(error).__name__, str(error).splitlines()[0])
+        dist.destroy_process_group()
+        wrapped = None
+        works.clear()
+
+
+def send_besides(tensor: torch.Tensor, bucket: dist.GradBucket) -> torch.futures.Future[Any]:
+    """A communication hook: sum a bucket, and then send ``tensor``."""
+    buffer = bucket.buffer()
+    dist.all_reduce(buffer, async_op=True)
+    sent: Any = dist.broadcast(tensor, 0, async_op=True)
+
+    def after(future: torch.futures.Future[Any]) -> torch.Tensor:
+        future.value()  # raises the error of the operation
+        return buffer
+
+    future: torch.futures.Future[Any] = sent.get_future().then(after)
+    return future
+
+
 def train_with_ddp() -> None:
     """Wrap the model anew in each world; print a digest of its parameters after every step."""
     torch.manual_seed(os.getpid())

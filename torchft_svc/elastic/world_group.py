@@ -13,7 +13,6 @@ import math
 import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -25,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from torchft_svc.elastic.messages import WorkerInfo
-from torchft_svc.elastic.world_waits import leave_waits
+from torchft_svc.elastic.world_waits import WorldOperations
 from torchft_svc.errors import DeadlineExceeded, Unreachable, WorldSuperseded
 from torchft_svc.rpc.process_sockets import (
     cut,
@@ -71,7 +70,7 @@ class WorldGroup:
         self._sockets: dict[int, int] | None = None  # of the group, once it is formed
         self._superseded = ""
         self._cut_at = math.inf
-        self._formed: weakref.ref[Any] | None = None
+        self._operations = WorldOperations(self.why_left)
 
     def meet(self, info: WorkerInfo, timeout_s: float) -> Store:
         """The store of this world, when all of its workers are there.
@@ -106,7 +105,8 @@ class WorldGroup:
         with self._lock:
             if self._sockets is None:
                 self._sockets = self._opened() if dist.is_initialized() else {}
-                self._formed = weakref.ref(dist.group.WORLD) if dist.is_initialized() else None
+                if dist.is_initialized():
+                    self._operations.follow_group()
 
     def is_over(self) -> bool:
         """Whether the group was destroyed, or never formed; asked by the thread that forms it."""
@@ -134,12 +134,20 @@ class WorldGroup:
         cut({fd: inode for fd, inode in sockets.items() if peer(fd) is not None})
         for group in _nccl_groups():
             group.abort()
+        if sockets:
+            timer = threading.Timer(_LEAVE_WAITS_S, self._leave_cpp_waits)
+            timer.daemon = True
+            timer.start()
 
     def why_left(self) -> str:
         """Why nobody waits for operations of this group any more; empty: they are waited for."""
-        is_present = self._formed is not None and self._formed() is dist.group.WORLD
-        if not is_present or time.monotonic() < self._cut_at + _LEAVE_WAITS_S:
-            return ""
+        is_late = time.monotonic() >= self._cut_at + _LEAVE_WAITS_S
+        return self._why_broken() if is_late else ""
+
+    def _leave_cpp_waits(self) -> None:
+        self._operations.leave_cpp_waits(self._why_broken())
+
+    def _why_broken(self) -> str:
         reason = self._superseded or "it was left"
         return f"world {self.round} is broken ({reason}), and gloo has not ended an operation"
 
@@ -224,7 +232,6 @@ def _register(begin: Callable[[int], WorldGroup]) -> None:
         assert split.port is not None
         info = WorkerInfo(0, rank, rank, 1, world_size, world_size, split.hostname, split.port)
         group = begin(int(split.path.strip("/")))
-        leave_waits(group.why_left)
         try:
             yield group.meet(info, timeout.total_seconds()), rank, world_size
         finally:  # `init_process_group` has returned: it drops this generator only then
