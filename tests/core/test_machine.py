@@ -29,6 +29,7 @@ class Groups(RuleBasedStateMachine):
         join_timeout_s=st.sampled_from([0.0, 3.0, 7.0]),
         heals_longer_s=st.sampled_from([None, 0.0, 5.0]),
         startup_timeout_s=st.sampled_from([None, 1.0, 6.0]),
+        startup_wait_s=st.sampled_from([0.0, 0.0, 2.0]),
         policy=st.sampled_from(["auto", "hold", "warn"]),
         num_groups=st.integers(1, 4),
         hang_timeout_s=st.sampled_from([None, 3.0]),
@@ -40,6 +41,7 @@ class Groups(RuleBasedStateMachine):
         join_timeout_s: float,
         heals_longer_s: float | None,
         startup_timeout_s: float | None,
+        startup_wait_s: float,
         policy: str,
         num_groups: int,
         hang_timeout_s: float | None,
@@ -51,6 +53,7 @@ class Groups(RuleBasedStateMachine):
                 join_timeout_s=join_timeout_s,
                 heal_timeout_s=None if heals_longer_s is None else join_timeout_s + heals_longer_s,
                 startup_timeout_s=startup_timeout_s,
+                startup_wait_s=startup_wait_s,
                 heartbeat_timeout_s=4.0,
                 on_step_regression=policy,  # type: ignore[arg-type]
                 hang_timeout_s=hang_timeout_s,

@@ -31,6 +31,7 @@ def test_transcript(path: Path, request: pytest.FixtureRequest) -> None:
 def test_there_are_transcripts() -> None:
     assert {path.stem for path in TRANSCRIPTS} >= {
         "cold_start",
+        "cold_start_together",
         "kill_and_return",
         "lighthouse_restart",
         "name_taken",
@@ -111,7 +112,7 @@ class Teller:
 
 
 TEXTS = {"address", "on_step_regression"}
-SECONDS = {"join_timeout_s", "startup_timeout_s", "heartbeat_timeout_s"}
+SECONDS = {"join_timeout_s", "startup_timeout_s", "startup_wait_s", "heartbeat_timeout_s"}
 
 
 def show(order: object) -> list[str]:

@@ -28,6 +28,7 @@ configs = st.builds(
     min_replicas=st.integers(1, 3),
     join_timeout_s=st.sampled_from([0.0, 2.0, 5.0]),
     startup_timeout_s=st.sampled_from([None, 0.0, 3.0, 8.0]),
+    startup_wait_s=st.sampled_from([0.0, 0.0, 1.0, 4.0]),
     heartbeat_timeout_s=st.sampled_from([3.0, 6.0, 50.0]),
     on_step_regression=st.sampled_from(["auto", "hold", "warn"]),
     on_step_jump=st.sampled_from(["heal", "heal", "follow"]),
@@ -79,7 +80,9 @@ def views(draw: st.DrawFn) -> JobView:
         loss_accepted=draw(st.sampled_from([False, False, True])),
         ahead={name for name in sorted(living) if draw(st.sampled_from([False, False, True]))},
         is_finished=draw(st.sampled_from([False, False, True])),
-        gathering=draw(st.sampled_from([Gathering(), Gathering(), Gathering(3, 15.0)])),
+        gathering=draw(
+            st.sampled_from([*(Gathering(),) * 2, Gathering(3, 15.0), Gathering(starts_at=14.0)])
+        ),
         heals={
             name: Heal(0.0, draw(st.sampled_from([None, 4, 9, 12])))
             for name in sorted(living)

@@ -253,3 +253,23 @@ def test_a_job_may_tell_its_own_minimum(line: Line) -> None:
     line.await_askers("a:1", "b:1", job="large")
     large.append(line.quorum("c:1", job="large"))
     assert members(large[0].result()) == members(large[2].result()) == ["a:1", "b:1", "c:1"]
+
+
+def test_a_cold_start_waits_for_a_group_that_comes_a_little_later() -> None:
+    server = LighthouseServer("127.0.0.1:0", 1, 60_000, startup_wait_ms=3_000)
+    with server, line_to(server.address()) as line:
+        early = line.quorum("a:1")
+        assert not early.done()
+        late = line.quorum("b:1")
+        assert members(early.result()) == members(late.result()) == ["a:1", "b:1"]
+        # From then on, nobody waits for groups that are not there.
+        begun = time.monotonic()
+        early, late = line.quorum("a:1", step=1), line.quorum("b:1", step=1)
+        assert members(early.result()) == members(late.result()) == ["a:1", "b:1"]
+        check("the next quorum", time.monotonic() - begun, 0.5)
+
+
+def test_a_cold_start_alone_waits_no_longer() -> None:
+    server = LighthouseServer("127.0.0.1:0", 1, 60_000, startup_wait_ms=200)
+    with server, line_to(server.address()) as line:
+        assert members(line.quorum("a:1", timeout_s=20).result()) == ["a:1"]

@@ -71,6 +71,7 @@ def test_the_flags_are_heard_in_both_spellings() -> None:
         "--min_replicas=2",
         "--join_timeout_ms=100",
         "--startup-timeout-ms=50",
+        "--startup_wait_ms=0",
         "--heartbeat_timeout_ms=400",
         "--quorum_tick_ms=100",
         "--on_step_regression=warn",

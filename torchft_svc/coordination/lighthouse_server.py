@@ -21,6 +21,8 @@ class LighthouseServer(Server):
     step stands still for ``hang_timeout_ms`` (None: however long) is reported; it is ended if
     ``on_hang`` is ``kill``, and left out until it asks again if that is ``evict``. A group that
     heals is waited for up to ``heal_timeout_ms`` (None: as for any other, the join timeout).
+    A cold start waits for ``startup_wait_ms`` after the first request for groups that are started
+    together (the command's default is a second).
     ``settle_in_ms``: so long after its first agent it begins no launched run anew (rule L13).
     ``security``: TLS files and token (default: those of the environment).
 
@@ -38,6 +40,7 @@ class LighthouseServer(Server):
         heartbeat_timeout_ms: int | None = None,
         *,
         startup_timeout_ms: int | None = None,
+        startup_wait_ms: int = 0,
         heal_timeout_ms: int | None = None,
         hang_timeout_ms: int | None = None,
         on_hang: Literal["report", "kill", "evict"] = "report",
@@ -48,6 +51,7 @@ class LighthouseServer(Server):
             "join_timeout_s": join_timeout_ms,
             "heartbeat_timeout_s": heartbeat_timeout_ms,
             "startup_timeout_s": startup_timeout_ms,
+            "startup_wait_s": startup_wait_ms,
             "heal_timeout_s": heal_timeout_ms,
             "hang_timeout_s": hang_timeout_ms,
         }

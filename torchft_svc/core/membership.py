@@ -264,7 +264,7 @@ class Membership:
             self._was_in(replica_id, member.seen_quorum_id)
         if self.previous is None:
             self._gathering = self._gathering.after_request(
-                member, now, self._config.join_timeout_s, self._began_at
+                member, now, self._config, self._began_at
             )
         if member.step >= self.committed_step:
             self._loss_accepted = False  # the newer state is back, there is nothing to give up
@@ -561,8 +561,9 @@ class Membership:
 
     @property
     def gathers_until(self) -> float | None:
-        """See `Gathering`."""
-        return self._gathering.until
+        """See `Gathering`; of both waits only one ends in a quorum."""
+        gathering = self._gathering
+        return gathering.starts_at if gathering.until is None else gathering.until
 
     def asking(self) -> list[Member]:
         return [waiter.member for waiter in self._waiting.values()]

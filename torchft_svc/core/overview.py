@@ -52,6 +52,8 @@ def explain(waiting: Waiting, now: float | None = None) -> str:
             f"this lighthouse is new to the job: waiting for {waiting.num_missing} more groups of "
             "its quorum"
         )
+    if waiting.why is Why.STARTING:
+        return "a cold start: waiting for groups that are started together (--startup-wait-ms)"
     if waiting.why is Why.AWAITED:
         healing, since = waiting.heal or ("", 0.0)
         for_s = "" if now is None else f" since {now - since:.0f} s"

@@ -35,6 +35,7 @@ class Why(enum.Enum):
 
     NOBODY_ASKS = "no group asks"
     GATHERING = "this lighthouse is new to the job, and waits for groups that it has not seen"
+    STARTING = "a cold start waits for groups that are started together"
     AWAITED = "groups that live have not asked"
     TOO_FEW = "too few groups ask"
     NOT_BELIEVED = "all that ask tell a step that is not believed"
@@ -153,6 +154,9 @@ def _before_all_are_here(view: JobView, config: QuorumConfig, now: float) -> Wai
     until = view.gathering.until
     if until is not None and now < until and num_missing > 0:
         return Waiting(Why.GATHERING, until, num_missing=num_missing)
+    starts_at = view.gathering.starts_at
+    if starts_at is not None and now < starts_at:
+        return Waiting(Why.STARTING, starts_at)
     awaited = {key: at for key, at in absent_deadlines(view, config).items() if at > now}
     if awaited:
         until = min(awaited.values())

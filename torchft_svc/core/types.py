@@ -271,13 +271,15 @@ class QuorumConfig:
     phase of its own work for ``hang_timeout_s`` (None: no limit) is reported; with
     ``on_hang="kill"`` it is ended, with ``"evict"`` the members of its quorum that wait continue
     without it. ``heal_timeout_s`` (None: the join timeout) is the join timeout for a group while it
-    heals.
+    heals. A job none of whose groups was in a quorum before waits for ``startup_wait_s`` after its
+    first request for groups that are started together.
     """
 
     min_replicas: int = 1
     join_timeout_s: float = 60.0
     heal_timeout_s: float | None = None
     startup_timeout_s: float | None = None
+    startup_wait_s: float = 0.0
     heartbeat_timeout_s: float = 5.0
     on_step_regression: Literal["auto", "hold", "warn"] = "auto"
     on_step_jump: Literal["heal", "follow"] = "heal"
@@ -298,6 +300,7 @@ class QuorumConfig:
             "join_timeout_s",
             "heal_timeout_s",
             "startup_timeout_s",
+            "startup_wait_s",
             "heartbeat_timeout_s",
         ):
             value = getattr(self, field)

@@ -122,6 +122,12 @@ def _election_options(main: Callable[..., None]) -> Callable[..., None]:
     help="The same, for groups that are new to the job, in a cold start.",
 )
 @option(
+    "--startup-wait-ms",
+    type=MILLISECONDS,
+    default=1_000,
+    help="How long a cold start waits after the first request for groups that are not here yet.",
+)
+@option(
     "--heartbeat-timeout-ms",
     type=MILLISECONDS,
     default=5_000,

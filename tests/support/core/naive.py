@@ -43,6 +43,7 @@ class Naive:
     loss_accepted: bool = False
     told_num_groups: list[tuple[int, float]] = field(default_factory=list)  # and when
     others_known: bool = False  # lighthouses; by one of them
+    asked_alone: list[float] = field(default_factory=list)  # newcomers, or that were alone: when
     all_told: list[tuple[str, int]] = field(default_factory=list)  # as told, also by the dead
     questions: list[LastQuorum] = field(default_factory=list)  # what those that asked knew of
     begun_anew: int = 0  # the first quorum, if none of it knew another one
@@ -166,7 +167,10 @@ class Naive:
 
     def _gathering(self) -> Gathering:
         if not self.told_num_groups:
-            return Gathering()
+            knows_job = max(self.questions, default=NO_QUORUM) > NO_QUORUM
+            if knows_job or not self.asked_alone:
+                return Gathering()
+            return Gathering(starts_at=min(self.asked_alone) + self.config.startup_wait_s)
         first = min(now for _, now in self.told_num_groups)
         most = max(num for num, _ in self.told_num_groups)
         until = first + min(GATHER_S, self.config.join_timeout_s)
@@ -195,6 +199,7 @@ class Naive:
                 self.newest = NO_QUORUM
             self.loss_accepted = False
             self.told_num_groups, self.all_told, self.others_known = [], [], False
+            self.asked_alone = []
             self.questions = []
             self.last_id = max(self.last_id, self.heard_id)
         while True:
@@ -230,6 +235,7 @@ class Naive:
         self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
         self.veterans |= set(ids)
         self.told_num_groups, self.all_told, self.others_known = [], [], False
+        self.asked_alone = []
         self.questions = []
         top = max(member.step for member in members)
         self.loss_accepted = False
@@ -252,6 +258,8 @@ class Naive:
         if self.previous is None and member.last_num_groups > 1:
             self.told_num_groups.append((member.last_num_groups, now))
             self.others_known |= not member.sole_lighthouse
+        elif self.previous is None:
+            self.asked_alone.append(now)
         if member.step >= self._floor():
             self.loss_accepted = False
 

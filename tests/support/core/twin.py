@@ -64,6 +64,9 @@ def still_waited_for(view: JobView, config: QuorumConfig, now: float) -> list[fl
     few = len(view.living) + view.num_gone < view.gathering.num_groups
     if few and gather_until is not None and now < gather_until:
         return [gather_until]
+    starts_at = view.gathering.starts_at
+    if starts_at is not None and now < starts_at:
+        return [starts_at]
     if view.previous and all(replica_id in view.waiting for replica_id in view.previous):
         return []
     return [until for until in waited_for(view, config).values() if until > now]
