@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -451,6 +452,38 @@ class Manager:
     def disallow_state_dict_read(self) -> None:
         """The state is about to change: wait for readers, and block new ones."""
         self._registry.gate.shut(self._rules.timeouts.collective_s)
+
+    @contextlib.contextmanager
+    def consistent_state(self, timeout: timedelta | None = None) -> Iterator[None]:
+        """A block in which the weights and `state_dict` are those of one step::
+
+            with manager.consistent_state():
+                saved = copy.deepcopy(model.state_dict()), manager.state_dict()
+
+        For any thread, such as one that saves checkpoints. On another thread than the training one
+        it waits while an update, or a healed state, is being applied. Inside the block nothing of
+        this is begun: the training thread waits in its vote, and the other groups wait for its next
+        sums. So copy in the block, and write to a disk after it: after the manager's ``timeout``
+        the training thread discards its step. Forward passes go on, and may change buffers.
+
+        On the training thread the block belongs between two steps, or before the vote: what was
+        applied after `should_commit` counts as complete with it.
+
+        Args:
+            timeout: longest wait for the block to begin (default: the manager's).
+
+        Raises:
+            DeadlineExceeded: the state was being changed for longer than ``timeout``.
+            RequestRefused: the weights are not those of a step. Or the training thread calls this
+                while it changes the state (in the block of `commit`, in a hook of the optimizer),
+                or begins or votes on a step inside the block.
+        """
+        limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
+        self._stepper.prepare_to_read()
+        with self._registry.gate.reading(limit):
+            with self._worker.changing() as round_:
+                round_.step.check_whole()
+            yield
 
     def state_dict(self) -> dict[str, int]:
         """The manager's own state; store it in every periodic checkpoint.

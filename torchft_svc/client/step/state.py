@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +50,11 @@ class ReadGate:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._shut = False
-        self._num_readers = 0
+        self._readers: Counter[int] = Counter()  # by their threads
+
+    def is_reading(self) -> bool:
+        """Whether this thread reads the state."""
+        return self._readers[threading.get_ident()] > 0
 
     def open(self) -> None:
         with self._lock:
@@ -65,29 +70,33 @@ class ReadGate:
         """
         with self._lock:
             before, self._shut = self._shut, True
-            if not self._num_readers:
+            if not self._readers:
                 return
-            if not self._changed.wait_for(lambda: self._num_readers == 0, timeout_s):
+            if not self._changed.wait_for(lambda: not self._readers, timeout_s):
                 self._shut = before
                 self._changed.notify_all()
                 raise DeadlineExceeded("waiting for readers of the state", timeout_s)
 
     @contextlib.contextmanager
     def reading(self, timeout_s: float) -> Iterator[None]:
-        """Allow the block to read the state.
+        """Allow the block to read the state; a thread may nest such blocks.
 
         Raises:
             DeadlineExceeded: the gate was shut for ``timeout_s`` seconds.
         """
+        thread = threading.get_ident()
         with self._lock:
-            if not self._changed.wait_for(lambda: not self._shut, timeout_s):
+            is_nested = thread in self._readers
+            if not is_nested and not self._changed.wait_for(lambda: not self._shut, timeout_s):
                 raise DeadlineExceeded("reading the state", timeout_s, "it is being changed")
-            self._num_readers += 1
+            self._readers[thread] += 1
         try:
             yield
         finally:
             with self._lock:
-                self._num_readers -= 1
+                self._readers[thread] -= 1
+                if not self._readers[thread]:
+                    del self._readers[thread]
                 self._changed.notify_all()
 
 

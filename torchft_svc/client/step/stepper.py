@@ -163,6 +163,7 @@ class Stepper:
 
     def start(self, request: RoundRequest) -> None:
         """See `Manager.start_quorum`."""
+        self._check_not_reading()
         self._end_last_step()
         self._clearing.begin()
         self._allows_heal = request.allow_heal
@@ -196,7 +197,10 @@ class Stepper:
             self.wait_for_quorum()
             if self._heals_first():
                 self._wait_for_task()
-                self._apply_heal()
+                try:
+                    self._apply_heal()
+                finally:
+                    self._deps.registry.gate.open()
 
     def _begin_sums(self, epoch: int) -> None:
         self._sum_error = None
@@ -463,6 +467,7 @@ class Stepper:
         ``ends_update``: the caller reports the outcome of the update with `end_update` or
         `lose_update`. Otherwise the steps of the optimizers show it, or a call of `lose_update`.
         """
+        self._check_not_reading()
         self._ends_update = ends_update
         try:
             committed = self._decide(timeout_s)
@@ -486,6 +491,33 @@ class Stepper:
             if self.state.phase is Phase.APPLYING:
                 round_.step.end_update()
         self._deps.registry.gate.open()
+
+    def prepare_to_read(self) -> None:
+        """The program is about to read its state, see `Manager.consistent_state`.
+
+        On the training thread it is not changing the state then, so a present update is over.
+
+        Raises:
+            RequestRefused: it is changing it, further up in the calls of this thread.
+        """
+        is_other = threading.get_ident() != self._thread_of_step
+        if is_other or self._deps.registry.gate.is_reading():
+            return
+        applies = self.state.phase is Phase.APPLYING
+        if self._loads or (applies and (self._ends_update or self._updates.is_under_way())):
+            raise RequestRefused(
+                "this thread is changing the state: read it after the update, not in the block of "
+                "commit(), in a hook of the optimizer or in a load function"
+            )
+        if applies:
+            self.end_update()
+
+    def _check_not_reading(self) -> None:
+        if self._deps.registry.gate.is_reading():
+            raise RequestRefused(
+                "this thread reads the state, which a step may change: leave the block of "
+                "consistent_state() first"
+            )
 
     def allow_read(self) -> None:
         """See `Manager.allow_state_dict_read`; ends the update unless `decide`'s caller does."""
@@ -761,6 +793,7 @@ class Stepper:
         state = runner.state
         try:
             self._loads = True
+            self._deps.registry.gate.shut(self._rules.timeouts.collective_s)
             self._deps.registry.check(state, runner.quorum.recover_src_manager_address)
             self._deps.transport.retract_checkpoint()
             self.weights_version += 1

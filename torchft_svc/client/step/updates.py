@@ -92,6 +92,14 @@ class UpdateWatch:
             self._window.close()
             self._window = None
 
+    def is_under_way(self) -> bool:
+        """Whether this call is made inside of an optimizer's step of the update."""
+        window = self._window
+        if window is None or not window.under_way:
+            return False
+        running = _running_steps()
+        return any(ref() is each for ref in window.under_way for each in running)
+
     def find_failure(self) -> LostUpdate | None:
         """What is wrong with the update so far: a step of an optimizer was left by an exception."""
         window = self._window
