@@ -199,7 +199,9 @@ class _SwallowingWork(WrappedWork):
 
     def _fail(self, error: Exception) -> CompletedWork:
         """Report ``error``, and return the work of a skipped operation."""
-        self._report(error)
+        # The frames of its traceback hold the work, which keeps connections open whose end the
+        # other members wait for.
+        self._report(error.with_traceback(None))
         return self._skip()
 
 
