@@ -6,7 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.sharded_groups import LIMIT_S, heal_part_by_part, pause_a_worker
+from support.sharded_groups import LIMIT_S, change_a_part, heal_part_by_part, pause_a_worker
+
+NOT_IN_2_7 = pytest.mark.skipif(
+    torch.__version__.startswith("2.7."), reason="its HSDP cannot work on CPUs"
+)
 
 
 @pytest.mark.timeout(LIMIT_S)
@@ -14,13 +18,7 @@ from support.sharded_groups import LIMIT_S, heal_part_by_part, pause_a_worker
     ("layout", "num_workers"),
     [
         ("fsdp", 2),
-        pytest.param(
-            "hsdp",
-            2,
-            marks=pytest.mark.skipif(
-                torch.__version__.startswith("2.7."), reason="its HSDP cannot work on CPUs"
-            ),
-        ),
+        pytest.param("hsdp", 2, marks=NOT_IN_2_7),
         ("fsdp+tp", 4),
     ],
 )
@@ -40,3 +38,10 @@ def test_a_worker_that_pauses_for_too_long_does_not_lock_its_group(
     tmp_path: Path, group_rank: int, as_a_whole: bool
 ) -> None:
     pause_a_worker(tmp_path, group_rank, as_a_whole=as_a_whole)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(LIMIT_S)
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("hsdp", marks=NOT_IN_2_7)])
+def test_a_part_that_differs_on_one_rank_is_found(tmp_path: Path, layout: str) -> None:
+    change_a_part(tmp_path, layout)

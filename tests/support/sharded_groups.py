@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,13 +30,20 @@ class Cluster:
     num_workers: int
     device: str
     quorum_timeout_s: float = 40.0
+    changes_at: int = 0
     groups: list[Group] = field(default_factory=list)
 
     def start(self, name: str) -> Group:
         group = Group(
             name=name,
             run=sharded_trainer.run,
-            arguments=(self.layout, self.folder / name, self.device, self.quorum_timeout_s),
+            arguments=(
+                self.layout,
+                self.folder / name,
+                self.device,
+                self.quorum_timeout_s,
+                self.changes_at,
+            ),
             num_workers=self.num_workers,
             log=self.folder / f"{name}.log",
             lighthouse=self.lighthouse,
@@ -114,3 +122,33 @@ def pause_a_worker(folder: Path, group_rank: int, *, as_a_whole: bool) -> None:
             )
             assert "is discarded" in cluster.log("a")
             assert len({line["pid"] for line in cluster.told("a")}) == 2
+
+
+def change_a_part(folder: Path, layout: str) -> None:
+    """The part that one of two workers holds of group b's weights is changed: assert that this is
+    found, that the whole group heals, and that all parts are equal from then on."""
+    changes_at = 6
+    with lighthouse_process("--min-replicas=2") as lighthouse:
+        cluster = Cluster(lighthouse.address, folder, layout, 2, "cpu", changes_at=changes_at)
+        with ending(cluster.groups):
+            for name in ("a", "b"):
+                cluster.start(name)
+            eventually(
+                lambda: min(cluster.last_step(name) for name in ("a", "b")) > changes_at + 5,
+                WITHIN_S,
+                "no progress after the change",
+            )
+            for name in ("a", "b"):
+                found = re.findall(
+                    r"is discarded: in the check of step (\d+), (.*)", cluster.log(name)
+                )
+                assert [int(step) for step, _ in found] == [changes_at], cluster.log(name)
+                assert "in group b are not those of group a" in found[0][1]
+            assert "healed to step 6" in cluster.log("b")
+    lines = {
+        name: {(line["step"], line["group_rank"]): line["hash"] for line in cluster.told(name)}
+        for name in ("a", "b")
+    }
+    common = lines["a"].keys() & lines["b"].keys()
+    assert {rank for step, rank in common if step > changes_at} == {0, 1}
+    assert all(lines["a"][key] == lines["b"][key] for key in common)

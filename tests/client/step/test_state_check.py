@@ -30,6 +30,7 @@ from support.training import (
 )
 from torch import nn
 
+from demo.torch_wrapper import torch_data_parallel
 from torchft_svc.client import DistributedDataParallel, Optimizer, WorldSizeMode
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import ConfigError, RequestRefused, StateDiverged
@@ -50,7 +51,7 @@ def address_of_three() -> Iterator[str]:
         yield address
 
 
-def find(*groups: Trainer) -> StateDiverged:
+def find(*groups: Trainer | PlainTrainer) -> StateDiverged:
     """Train until a check finds a difference; all groups must find the same, in one step."""
     for _ in range(MAX_STEPS):
         results = together(*(group.step for group in groups))
@@ -66,7 +67,7 @@ def find(*groups: Trainer) -> StateDiverged:
     raise AssertionError(f"nothing was found in {MAX_STEPS} steps")
 
 
-def train(num_steps: int, *groups: Trainer) -> None:
+def train(num_steps: int, *groups: Trainer | PlainTrainer) -> None:
     for _ in range(num_steps):
         assert all(together(*(group.step for group in groups)))
 
@@ -244,6 +245,69 @@ def test_an_optimizer_in_backward_hooks_is_found(address: str) -> None:
         found = find(a, b)
         assert "the values of parameter '0.weight' and 3 more in group b" in str(found)
         assert "3 checks in a row" in end_of(b, a)
+
+
+class PlainTrainer:
+    """The loop of programs that step a bare optimizer; torch's wrapper averages, or ours."""
+
+    def __init__(self, address: str, name: str, seed: int, *, by_torch: bool) -> None:
+        torch.manual_seed(seed)
+        self.model = nn.Linear(4, 2)
+        self.inner = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.data = torch.Generator().manual_seed(seed)
+        self.manager = make_manager(address, name, check_every=EVERY)
+        self.manager.set_state_dict_fns(self.load_state_dict, self.state_dict)
+        wrap = torch_data_parallel if by_torch else DistributedDataParallel
+        self.parallel = wrap(self.manager, self.model)
+        if by_torch:
+            self.manager.register_optimizer(self.inner)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.inner.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["optimizer"])
+
+    def step(self) -> bool:
+        self.manager.start_quorum()
+        self.inner.zero_grad()
+        self.parallel(torch.randn(3, 4, generator=self.data)).square().mean().backward()
+        committed = self.manager.should_commit()
+        if committed:
+            self.inner.step()
+        return committed
+
+
+@pytest.mark.parametrize("by_torch", [False, True], ids=["ours", "torch's wrapper"])
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [(True, "the learning rate of optimizer 0 (SGD), group 0 is 0.5"), (False, "the values of")],
+    ids=["a setting", "a value"],
+)
+def test_programs_with_a_bare_optimizer_are_compared(
+    address: str, setting: bool, words: str, by_torch: bool
+) -> None:
+    pair = together(
+        lambda: PlainTrainer(address, "a", 0, by_torch=by_torch),
+        lambda: PlainTrainer(address, "b", 1, by_torch=by_torch),
+    )
+    try:
+        a, b = pair
+        train(EVERY + 1, a, b)
+        if setting:
+            b.inner.param_groups[0]["lr"] = 0.5
+        else:
+            with torch.no_grad():
+                b.model.weight[1, 2] += 1
+        found = find(a, b)
+        assert (found.groups, found.step, found.last_equal) == (("b",), 2 * EVERY, EVERY)
+        assert words in str(found)
+        train(EVERY, a, b)
+        assert bits(a.state_dict()) == bits(b.state_dict())
+    finally:
+        for each in pair:
+            each.manager.shutdown()
 
 
 # -- who is blamed ---------------------------------------------------------------------------------

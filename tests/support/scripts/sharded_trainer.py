@@ -145,13 +145,20 @@ class Pauses:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def run(layout: str, file: Path, device: str, quorum_timeout_s: float = 40.0) -> None:
+def run(
+    layout: str,
+    file: Path,
+    device: str,
+    quorum_timeout_s: float = 40.0,
+    changes_at: int = 0,
+) -> None:
     """Train until this process is ended.
 
     ``layout``: ``fsdp``, ``hsdp`` or ``fsdp+tp``. ``device``: ``cpu`` (gloo) or ``cuda`` (NCCL, and
     all workers of all groups are on one device). Appends to ``file`` one JSON object for every
     committed step, with a hash of this worker's part of the weights and of the optimizer's state.
-    A pause takes longer than ``quorum_timeout_s``.
+    A pause takes longer than ``quorum_timeout_s``. ``changes_at``: the step in which rank 1 of
+    group b changes its part (0: none); then all groups compare their states in every step.
     """
     pauses = Pauses(2 * quorum_timeout_s)
     on_gpu = device == "cuda"
@@ -180,16 +187,22 @@ def run(layout: str, file: Path, device: str, quorum_timeout_s: float = 40.0) ->
         timeout=min(TIMEOUT, timedelta(seconds=quorum_timeout_s)),
         connect_timeout=min(TIMEOUT, timedelta(seconds=quorum_timeout_s)),
         quorum_timeout=timedelta(seconds=quorum_timeout_s),
+        check_every=1 if changes_at else None,
     )
     build(model, manager, layout, device)
     adam = torch.optim.Adam(model.parameters(), lr=1e-2)
     optimizer = OptimizerWrapper(manager, adam)
     rank = dist.get_rank()
+    changes = bool(changes_at) and (os.environ["REPLICA_GROUP_ID"], rank) == ("b", 1)
     # Workers that share tensors share their data.
     data_rank = rank // TENSOR_PARALLEL if layout == "fsdp+tp" else rank
     while True:
         time.sleep(PACE_S)
         pauses.take()
+        if changes and manager.current_step() >= changes_at:
+            changes = False
+            with torch.no_grad():
+                next(p.to_local() for p in model.parameters() if p.to_local().numel()).add_(1e-3)
         optimizer.zero_grad()
         step, group = manager.current_step(), manager.participating_rank() or 0
         for part in range(2):  # two microbatches
