@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchft_svc.client.gradients.buckets import describe_tensors, plain_names
 from torchft_svc.client.gradients.early_updates import guard_updates, raise_early_update
+from torchft_svc.client.gradients.module_watch import ModuleWatch
 from torchft_svc.client.gradients.reducer import (
     check_running,
     is_plain_backward,
@@ -106,7 +107,18 @@ class _ShardedSums:
         ]
         summed = {id(param) for part in sharded for param in part}
         self.names = [name for key, name in names.items() if key in summed]
+        self._module_watch = ModuleWatch(model, self._known)
         self.layout = f"sharded in {len(groups)} groups: {describe_tensors(shards, named)}"
+
+    def _known(self) -> set[int]:
+        """The identities of all parameters that FSDP knows, sharded and whole."""
+        params = [param for _, param, _ in self._summed]
+        whole = [getattr(param, "_unsharded_param", None) for param in params]
+        return {id(each) for each in (*(param.sharded_param for param in params), *whole)}
+
+    def unsummed(self) -> list[tuple[str, nn.Parameter]]:
+        """See `Reducing.unsummed`."""
+        return self._module_watch.find_unsummed()
 
     def average(self, reduced: torch.Tensor) -> None:
         """FSDP's hook: average ``reduced`` in place."""

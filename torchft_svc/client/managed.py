@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.distributed import ReduceOp
 
 from torchft_svc.client.gradients.reducer import check_running
@@ -66,6 +67,10 @@ class ManagedProcessGroup(ProcessGroup):
         return self._manager.errored()
 
     def replaced(self) -> list[str]:
+        """None that is known."""
+        return []
+
+    def unsummed(self) -> list[tuple[str, nn.Parameter]]:
         """None that is known."""
         return []
 

@@ -357,6 +357,10 @@ class Manager:
         """
         self._stepper.add_reducer(reducer)
 
+    def _unregister_reducer(self, reducer: Reducing) -> None:
+        """Call ``reducer`` no more."""
+        self._stepper.remove_reducer(reducer)
+
     def weights_version(self) -> int:
         """Grows when the weights are replaced by another group's, and at the beginning of the first
         step in which that may happen: then the graph of an earlier forward pass is stale."""

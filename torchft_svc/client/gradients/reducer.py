@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torchft_svc.client.gradients.buckets import Bucket, describe_tensors, plain_name
 from torchft_svc.client.gradients.early_updates import guard_updates, raise_early_update
+from torchft_svc.client.gradients.module_watch import KindWatch, ModuleWatch
 from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled, unfinished_pass
 from torchft_svc.client.reduce.reduction import CurrentParameter, Reduction
 from torchft_svc.errors import ConfigError, RequestRefused
@@ -43,6 +44,10 @@ _ENDED = (
     "the manager that the model was wrapped for was shut down, so nothing would be averaged: wrap "
     "the model again for the manager that trains now; to train without one, call the module that "
     "was wrapped"
+)
+_OTHER_KIND = (
+    "the buckets of gradients were made for what it was when the module was wrapped: wrap the "
+    "module again after .to(), .bfloat16(), or another change of its parameters"
 )
 _OVERWRITTEN = (
     "the averages across groups were overwritten in the same backward pass: the parameters are "
@@ -79,6 +84,9 @@ class Reducer:
         self.layout = describe_tensors(
             parts, [[names[id(each)] for each in part] for part in parts]
         )
+        summed = frozenset(map(id, self.parameters))
+        self._module_watch = ModuleWatch(module, lambda: summed)
+        self._kind_watch = KindWatch(self.parameters)
         self.enabled = True
         self._active = False
         self._failed = False
@@ -89,7 +97,7 @@ class Reducer:
         self._outer: _OuterPass | None = None
         self._is_nested = False
         self._arrived: dict[int, int] = {}  # versions of the parameters whose gradients are there
-        self._versions_before: dict[int, int] = {}  # see `_record_version`
+        self._versions_before: dict[int, int] = {}  # see `_register_hooks`
         self._reductions: list[Reduction] = []
         hooks = [
             handle
@@ -97,9 +105,26 @@ class Reducer:
             for parameter in bucket.parameters
             for handle in self._register_hooks(index, parameter)
         ]
-        weakref.finalize(self, _remove_hooks, hooks).atexit = False
+        self._remove_hooks = weakref.finalize(self, _remove_hooks, hooks)
+        self._remove_hooks.atexit = False
+        known = _reducers.get(module)
+        before = None if known is None else known()
+        if before is not None and (before._manager is manager or before._manager.has_ended()):
+            before.retire()
+        _reducers[module] = weakref.ref(self)
         guard_updates(self)
         manager.register_reducer(self)
+
+    def retire(self) -> None:
+        """Sum nothing any more, because another reducer of the same module takes over.
+
+        Whoever wraps a module again may still have the wrapper before, if only in the traceback of
+        an error.
+        """
+        self.enabled = False
+        self.settle()
+        self._remove_hooks()
+        self._manager._unregister_reducer(self)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -134,6 +159,10 @@ class Reducer:
         """See `Reducing.replaced`."""
         gone = {id(each) for each in self.parameters} - set(map(id, self._module.parameters()))
         return [name for key, name in self._names.items() if key in gone]
+
+    def unsummed(self) -> list[tuple[str, nn.Parameter]]:
+        """See `Reducing.unsummed`."""
+        return self._module_watch.find_unsummed()
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See `Reducing.average_of`."""
@@ -289,6 +318,12 @@ class Reducer:
     ) -> None:
         """Begin the pass of ``graph``; ``running``: what torch calls at its end, if it is queued
         already, or else at the end of the present graph."""
+        changed = self._kind_watch.find_changed()
+        if changed is not None:
+            parameter, how = changed
+            error = ConfigError(self._names[id(parameter)], how, _OTHER_KIND)
+            self._manager.report_error(error)
+            raise error
         self._active = True
         self._failed = False
         self.graph = graph
@@ -449,6 +484,10 @@ def _register_first(
 def _remove_hooks(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
+
+
+# The last one of each wrapped module.
+_reducers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Reducer]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)

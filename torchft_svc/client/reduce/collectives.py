@@ -120,6 +120,7 @@ class Collectives:
         self._epoch = 0
         self._outstanding: list[Reduction] = []
         self._works: list[ManagedWork] = []  # of `allreduce`
+        self.has_averages = False  # whether the program has called `allreduce` in this step
         # Backward passes that launched operations and have not ended.
         self._passes: set[int] = set()
         self.launched = False
@@ -135,6 +136,7 @@ class Collectives:
         self._unread = []
         self._outstanding = []
         self._works = []
+        self.has_averages = False
         self._passes = set()
 
     @property
@@ -146,11 +148,6 @@ class Collectives:
     def has_device(self) -> bool:
         """Whether an operation was launched, so that its device is known."""
         return self._device is not None
-
-    @property
-    def has_any(self) -> bool:
-        """Whether `allreduce` was called in this step."""
-        return bool(self._works)
 
     def allreduce(
         self,
@@ -184,6 +181,7 @@ class Collectives:
                 values.copy_(copy)
             return tensor
 
+        self.has_averages |= kind is Kind.AVERAGE
         self._works.append(ManagedWork(finish))
         return self._works[-1]
 

@@ -45,6 +45,10 @@ class Reducing(Protocol):
     def replaced(self) -> list[str]:
         """Names of the parameters that it sums, and in whose place the model has others now."""
 
+    def unsummed(self) -> list[tuple[str, nn.Parameter]]:
+        """Parameters of its model, with their names, that have a gradient which it does not sum:
+        the model has got them, or has begun to train them, since it was wrapped."""
+
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The last average of the parameter's gradient, if the reducer still has it."""
 

@@ -62,6 +62,11 @@ _OTHER_PARAMETERS = (
     "the healed state freezes other parameters (requires_grad) than this step did: the next one "
     "heals again; if that does not end, give the manager use_async_quorum=False"
 )
+_NEW_PARAMETER = (
+    "the module has got this parameter, or has begun to train it, after it was wrapped, so nothing "
+    "averages its gradient: wrap the module again, in the same step on all groups, and give the "
+    "optimizer the new parameters"
+)
 _UNSUMMED = (
     "nothing averages the gradients of %d parameters (the first one's shape is %s) that an "
     "optimizer updates: they will differ between groups. Wrap the module that they belong to, such "
@@ -108,6 +113,8 @@ class Stepper:
         )
         self._thread_of_step: int | None = None
         self._has_warned = False  # about gradients that are not summed
+        self._updated: list[int] = []  # what the optimizers update: the parameters' identities,
+        self._apart: list[torch.Tensor] = []  # and those of them that no reducer sums
         self._loads = False  # a healed state is being loaded
         self._runner = RoundRunner(deps, rules, worker)
         self._task: Task | None = None  # a round on the background thread
@@ -410,6 +417,10 @@ class Stepper:
     def add_reducer(self, reducer: Reducing) -> None:
         """See `Manager.register_reducer`."""
         self._reducers = [weakref.ref(each) for each in (*self.reducers(), reducer)]
+
+    def remove_reducer(self, reducer: Reducing) -> None:
+        """Call ``reducer`` no more; idempotent."""
+        self._reducers = [weakref.ref(each) for each in self.reducers() if each is not reducer]
 
     def reducers(self) -> list[Reducing]:
         """The registered reducers that are alive, in the order of registration."""
@@ -728,18 +739,40 @@ class Stepper:
         problems = [reducer.settle() for reducer in reducers]
         for error in filter(None, [*problems, sums.unfinished()]):
             self._fail(error)
+        self._check_new_parameters(reducers)
         if reducers and not sums.launched and self.state.error is None:
             self._fail(RequestRefused(_NOTHING_REDUCED))
-        if self._worker.round.has_connected and not self._collectives.has_any:
+        if not self._collectives.has_averages:
             self._warn_of_unsummed(reducers)
+
+    def _check_new_parameters(self, reducers: list[Reducing]) -> None:
+        """Raise `ConfigError` if a wrapped module trains a parameter that nothing sums."""
+        found = [each for reducer in reducers for each in reducer.unsummed()]
+        if not found:
+            return
+        summed = {id(each) for reducer in reducers for each in reducer.parameters}
+        names = [name for name, parameter in found if id(parameter) not in summed]
+        if not names:  # the module was wrapped again, and the wrapper before still lives
+            return
+        error = ConfigError(names[0], f"one of {len(names)} new parameters", _NEW_PARAMETER)
+        if not self._collectives.has_averages:
+            self._fail(error)
+            raise error
+        if not self._has_warned:  # the program may average it by hand
+            self._has_warned = True
+            log.warning("%s", error)
 
     def _warn_of_unsummed(self, reducers: list[Reducing]) -> None:
         """Warn, once, about gradients that are not averaged, so that groups would differ."""
-        summed = {id(each) for reducer in reducers for each in reducer.parameters}
-        if self._has_warned or not all(reducer.parameters for reducer in reducers) or not summed:
+        if self._has_warned or not reducers or not all(each.parameters for each in reducers):
             return  # it is not known what is summed
         updated = self._deps.registry.updated_parameters()
-        apart = [each for each in updated if each.grad is not None and id(each) not in summed]
+        present = list(map(id, updated))
+        if present != self._updated or self._worker.round.has_connected:
+            summed = {id(each) for reducer in reducers for each in reducer.parameters}
+            self._updated = present
+            self._apart = [each for each in updated if id(each) not in summed]
+        apart = [each for each in self._apart if each.grad is not None]
         if apart:
             self._has_warned = True
             log.warning(_UNSUMMED, len(apart), str(tuple(apart[0].shape)))
