@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-from torchft_svc.client.process.forks import keep_term_signals
+from torchft_svc.client.process.forks import end_children_by_term
 from torchft_svc.errors import PeerError
 
 log = logging.getLogger(__name__)
@@ -34,12 +34,11 @@ class TermSignal:
         self._inform = inform
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._first_at: float | None = None
-        self._pid = os.getpid()
         self._installed = threading.current_thread() is threading.main_thread() and _is_free(
             signal.getsignal(signal.SIGTERM)
         )
         if self._installed:
-            keep_term_signals()
+            end_children_by_term(_is_ours)
             signal.signal(signal.SIGTERM, self._on_signal)
             self._thread = threading.Thread(target=self._run, name="torchft-drain", daemon=True)
             self._thread.start()
@@ -69,13 +68,10 @@ class TermSignal:
         return self._first_at is not None and time.monotonic() - self._first_at <= REPEAT_S
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        # A forked child, such as a pool's worker, inherits the handler, but not the thread, and has
-        # to end on SIGTERM.
-        is_ours = os.getpid() == self._pid
-        if is_ours and self._installed and self._first_at is None:
+        if self._installed and self._first_at is None:
             self._first_at = time.monotonic()
             self._signals.put(True)
-        elif not is_ours or not self._may_be_repeated():
+        elif not self._may_be_repeated():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -88,6 +84,10 @@ class TermSignal:
             self._inform(reason)
         except PeerError as error:
             log.warning("the manager could not be informed, the next step will do it: %s", error)
+
+
+def _is_ours(handler: object) -> bool:
+    return isinstance(getattr(handler, "__self__", None), TermSignal)
 
 
 def _is_free(handler: object) -> bool:

@@ -1,4 +1,4 @@
-"""Closes descriptors in forked children, and delivers SIGTERM to them from the first moment."""
+"""Closes descriptors in forked children, and lets SIGTERM end them from the first moment."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -43,22 +44,36 @@ class _Masks(threading.local):
 
 
 _masks = _Masks()
-_keeps = threading.Event()
+_is_own_handler: Callable[[object], bool] | None = None
 
 
-def keep_term_signals() -> None:
-    """From now on deliver SIGTERM to a child also if it arrives during the fork.
+def end_children_by_term(is_own_handler: Callable[[object], bool]) -> None:
+    """From now on let SIGTERM end forked children as if this process did not handle it.
 
-    In a child Python drops signals that arrived during the fork, before their handlers could run.
-    The kernel keeps them as long as they are blocked.
+    A handler in Python runs only when the interpreter comes to it: a child that is about to block
+    in a system call, as each worker of a pool does, would never run it. So a child that has
+    inherited a handler of ours, by ``is_own_handler``, gets the default back. A signal that arrives
+    during the fork counts, too: Python drops it in a child, but the kernel keeps it as long as it
+    is blocked.
     """
-    if not _keeps.is_set():
-        _keeps.set()
-        os.register_at_fork(before=_block, after_in_child=_unblock, after_in_parent=_unblock)
+    global _is_own_handler
+    if _is_own_handler is None:
+        os.register_at_fork(
+            before=_block, after_in_child=_unblock_in_child, after_in_parent=_unblock
+        )
+    _is_own_handler = is_own_handler
 
 
 def _block() -> None:
     _masks.blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+
+def _unblock_in_child() -> None:
+    assert _is_own_handler is not None
+    with contextlib.suppress(ValueError):  # in a subinterpreter
+        if _is_own_handler(signal.getsignal(signal.SIGTERM)):
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    _unblock()
 
 
 def _unblock() -> None:
