@@ -291,6 +291,75 @@ def test_a_late_report_does_not_replace_what_a_worker_has_offered() -> None:
     assert (formed.state.source, formed.state.handle) == (StateSource.PEER, "offered")
 
 
+@pytest.mark.parametrize("num_formings", [1, 2])
+def test_what_a_worker_has_offered_is_its_own_until_somebody_trains(num_formings: int) -> None:
+    story = Story()
+    trained(story, 7)
+    story.lose(2)
+    story.offer(0, 7)
+    story.end_all()
+    for _ in range(num_formings):  # the next workers are lost before all have joined
+        assert not story.of(FindCheckpoint)
+        first, *_ = story.of(StartWorker)
+        story.do("started", first.worker)
+        story.lose(first.worker)
+        story.end_all()
+    workers = story.form(step=7)
+    (formed,) = story.of(ReportFormed)
+    assert (formed.state.source, formed.state.handle) == (StateSource.PEER, "0@7")
+    # All that train are lost: it is what the trainer has left now.
+    story.train(workers, 8)
+    story.end_all()
+    assert story.of(FindCheckpoint)
+    story.form(step=7)
+    (formed,) = story.of(ReportFormed)
+    assert (formed.state.source, formed.state.handle) == (StateSource.HELD, "0@7")
+
+
+def untaken(story: Story) -> str:
+    """Why the next workers go on from what the trainer holds."""
+    story.end_all()
+    story.form(step=5)
+    (formed,) = story.of(ReportFormed)
+    assert formed.state.source is StateSource.HELD
+    return str(formed.untaken)
+
+
+def held_story() -> Story:
+    story = Story()
+    trained(story, 7)
+    story.do("hold", KnownState(source=StateSource.HELD, step=5, handle="held"))
+    story.lose(2)
+    return story
+
+
+def test_why_no_state_of_a_worker_that_lived_was_taken() -> None:
+    ended = held_story()
+    ended.lose(0, "its process ended")
+    assert untaken(ended) == (
+        "worker 0 ended before it offered one (its process ended); "
+        "worker 1 ended before it offered one (killed)"
+    )
+    late = held_story()
+    late.beat_for(RULES.offer_timeout_s + 0.2)
+    assert untaken(late).startswith("worker 0 offered none in 20")
+    older = held_story()
+    older.offer(0, 4)
+    assert "worker 0 offered that of step 4, and that of step 5 is here" in untaken(older)
+
+
+def test_why_a_state_was_not_taken_belongs_to_one_incident() -> None:
+    story = held_story()
+    for _ in range(2):
+        assert untaken(story).count("before it offered one") == 2, "of the two that were left"
+    story = held_story()
+    story.offer(0, 7)
+    story.end_all()
+    story.form(step=7)
+    (formed,) = story.of(ReportFormed)
+    assert (formed.state.source, formed.untaken) == (StateSource.PEER, ""), "one was"
+
+
 @pytest.mark.parametrize("is_offered_first", [True, False])
 def test_a_state_that_is_further_at_the_same_step_is_taken(is_offered_first: bool) -> None:
     """The last step of a pass is done before the pass has ended."""

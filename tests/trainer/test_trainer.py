@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
@@ -125,6 +126,27 @@ def test_no_step_is_lost_with_a_worker_that_is_killed(
     assert_equal(weights(trainer), undisturbed)
 
 
+def die_once_after_a_loss(config: Any) -> None:
+    """In one of the workers that are started for the one that has met its fault."""
+    folder = config["faults"]._folder
+    if (folder / "fault-0").exists():
+        with contextlib.suppress(FileExistsError):
+            os.close(os.open(folder / "died", os.O_CREAT | os.O_EXCL))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_the_state_of_a_worker_is_its_own_if_the_next_ones_form_twice(
+    running: Any, undisturbed: Any
+) -> None:
+    """The first new workers are lost before all have joined, as on a node that is lost, too."""
+    trainer = running((STEPS - 2, 0, "kill"), epochs=2, setup=die_once_after_a_loss)
+    found = trainer.train(max_retries=1)
+    (incident,) = found["incidents"]
+    assert (incident.source, incident.lost_steps, incident.untaken) == ("peer", 0, "")
+    assert (found["result"], found["retries"]) == (2 * STEPS, 1)
+    assert_equal(weights(trainer), undisturbed)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_worker_is_lost_between_the_last_step_of_a_pass_and_its_end(
     running: Any, undisturbed: Any, mode: str
@@ -188,6 +210,7 @@ def test_all_workers_are_killed_and_the_trainer_holds_a_state(processes: Sharing
         assert (found["step"], found["retries"]) == (STEPS + 1, 1)
         (incident,) = found["incidents"]
         assert (incident.source, incident.lost_steps) == ("trainer", 0)
+        assert incident.untaken == "" or "before it offered one" in incident.untaken
         assert not torch.equal(before["weight"], weights(trainer)["weight"])
 
 

@@ -38,6 +38,7 @@ from torchft_svc.core.retry_orders import (
     RequestWorkers,
     RetryRules,
     SendCommand,
+    StateSource,
 )
 from torchft_svc.core.retry_states import (
     KnownWorker,
@@ -45,6 +46,9 @@ from torchft_svc.core.retry_states import (
     RunPhase,
     WorkerStage,
 )
+
+# So many states that were not taken are told of one incident.
+MAX_REASONS = 8
 
 
 class RetryMachine(RunMembers):
@@ -64,6 +68,7 @@ class RetryMachine(RunMembers):
         self._num_started_at_error = 0
         self._verdict: EndCommand | None = None
         self._begin = BeginState()
+        self._untaken: list[str] = []  # why states of workers that ended were not taken
         # Instants of what is to be done in the present phase.
         self._end_by = self._alone_at = self._grow_at = math.inf
         self._waits_since: float | None = None
@@ -88,6 +93,7 @@ class RetryMachine(RunMembers):
         self._leader_only, self._trains = leader_only, trains
         self.retries = Retries(budget, self.best_step)
         self._error = self._verdict = None
+        self._untaken = []
         for worker in self._workers.values():
             worker.heard_at = at
             worker.has_command = worker.is_done = False
@@ -236,6 +242,11 @@ class RetryMachine(RunMembers):
     def offered(self, worker: int, state: KnownState, now: float) -> RetryOrders:
         """It offers its state, and ends."""
         found = self._heard(worker, now)
+        if found is not None and state.place < self.held.place:
+            self._note_untaken(
+                f"worker {found.rank} offered that of step {state.step}, and that of step "
+                f"{self.held.step} is here"
+            )
         if state.step < self.held.step or (found is None and self.phase is not RunPhase.ENDING):
             self._orders.append(DropHandle(state.handle))
         else:
@@ -291,6 +302,8 @@ class RetryMachine(RunMembers):
         found = self._workers.pop(worker, None)
         if found is None:
             return ()
+        if found.stage is WorkerStage.LEAVING and not found.has_offered:
+            self._note_untaken(f"worker {found.rank} ended before it offered one ({reason})")
         if found.counts:
             self._break(found, IncidentCause.LOST, f"worker {found.rank}: {reason}")
         elif found.stage is WorkerStage.LEAVING and not found.has_offered and self._open.is_riddle:
@@ -400,7 +413,9 @@ class RetryMachine(RunMembers):
         self.retries.begin_at(step)
         begin = self._begin.of_world
         is_first = self._open.cause is None
-        self._orders.append(ReportFormed(begin, step, len(self._alive()), is_first))
+        untaken = "" if begin.source is StateSource.PEER else "; ".join(self._untaken)
+        self._orders.append(ReportFormed(begin, step, len(self._alive()), is_first, untaken))
+        self._untaken = []
         self._open.close()
         for worker in self._alive().values():
             worker.from_step = step
@@ -443,17 +458,18 @@ class RetryMachine(RunMembers):
 
     def _end_world(self, change: RunChange, *, offers: bool = True) -> None:
         """All workers end; those who have a state offer it before, unless nobody ``offers``."""
+        if self.phase is not RunPhase.FORMING:  # else nobody has trained since a state was offered
+            self._begin.is_settled = False
         self._move(change)
         reason = self._open.reason or "the command was interrupted"
         self._look_at = math.inf
-        self._begin.is_settled = False
         self._end_by = self._at + self.rules.offer_timeout_s
         self._alone_at = math.inf
         for number, worker in list(self._workers.items()):
             if worker.stage is WorkerStage.KILLED:
                 continue
             if worker.has_state and offers and worker.stage is not WorkerStage.LEAVING:
-                worker.stage = WorkerStage.LEAVING
+                worker.move(WorkerStage.LEAVING, self._at)
                 self._orders.append(LetAbandon(number, reason))
             else:
                 self._kill(number, worker)
@@ -473,6 +489,9 @@ class RetryMachine(RunMembers):
         for number, worker in self._workers.items():
             end_by = min(self._end_by, worker.silent_at(self.rules))
             if worker.stage is WorkerStage.LEAVING and at >= end_by:
+                if not worker.has_offered:
+                    waited_s = at - worker.stage_at
+                    self._note_untaken(f"worker {worker.rank} offered none in {waited_s:.3g} s")
                 self._kill(number, worker)
         is_killed = all(each.stage is WorkerStage.KILLED for each in self._workers.values())
         if is_killed and self._alone_at == math.inf:
@@ -480,6 +499,11 @@ class RetryMachine(RunMembers):
         if at >= self._alone_at:
             self._leave_alone(*self._workers)
             self._ended()
+
+    def _note_untaken(self, reason: str) -> None:
+        """The state of a worker that lived is not taken; only if no other one's is either."""
+        if self.phase is RunPhase.ENDING and not self._begin.is_settled:
+            self._untaken = [*self._untaken, reason][-MAX_REASONS:]
 
     def _ended(self) -> None:
         """No worker is left: go on, or give up."""

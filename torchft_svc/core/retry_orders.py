@@ -231,12 +231,16 @@ class ReportBroken:
 
 @dataclass(frozen=True, slots=True)
 class ReportFormed:
-    """All ``num_workers`` have joined, and go on from ``state``; ``is_first``: nothing broke."""
+    """All ``num_workers`` have joined, and go on from ``state``; ``is_first``: nothing broke.
+
+    ``untaken``: why it is not that of a worker that was left (empty: it is, or none was).
+    """
 
     state: KnownState
     step: int
     num_workers: int
     is_first: bool
+    untaken: str = ""
 
 
 @dataclass(frozen=True, slots=True)

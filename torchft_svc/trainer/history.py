@@ -36,6 +36,8 @@ class Incident:
         step: the last step that was done before.
         lost_steps: how many of these steps had to be done again.
         source: whose state training went on with.
+        untaken: why that is not the state of a worker that was left when the incident was noticed
+            (empty: it is, or none was left).
         num_workers: with how many workers it went on.
         waited_s: how long of this time there were too few resources.
     """
@@ -48,6 +50,7 @@ class Incident:
     lost_workers: tuple[int, ...] = ()
     lost_steps: int = 0
     source: Source = ""
+    untaken: str = ""
     num_workers: int = 0
     waited_s: float = 0.0
 
@@ -131,7 +134,14 @@ class RunHistory:
         if self._waits_since is None:
             self._waits_since = now
 
-    def resumed(self, now: float, position: Position, num_workers: int, source: Source) -> None:
+    def resumed(
+        self,
+        now: float,
+        position: Position,
+        num_workers: int,
+        source: Source,
+        untaken: str = "",
+    ) -> None:
         """Workers go on from ``position``; the incident is over with the next step."""
         self._stop_waiting(now)
         self._resumed_at_step = position.step
@@ -140,7 +150,12 @@ class RunHistory:
             done = max(self._open.step, self._step)
             lost = self._open.lost_steps + max(self._step - position.step, 0)
             self._open = replace(
-                self._open, step=done, lost_steps=lost, source=source, num_workers=num_workers
+                self._open,
+                step=done,
+                lost_steps=lost,
+                source=source,
+                num_workers=num_workers,
+                untaken=untaken,
             )
         self._step = position.step
         self._note(Point(now - self.began_at, position.step, num_workers))

@@ -236,6 +236,8 @@ class _Worker:
                 return
             state = self._held.whole(by_main=by_main)
             if state is None:
+                if by_main:
+                    log.warning("no state is offered: the update of a step is not complete")
                 return
             self._offered = True
             handle = self._give(state)
