@@ -120,6 +120,7 @@ class Stepper:
         self._task: Task | None = None  # a round on the background thread
         self._ends_update = False  # whether the caller reports the outcome of an update
         self._clearing = ClearingPattern()
+        self._sums_begun = False  # whether no exception has ended `start` before
         self._updates = UpdateWatch(self._updates_state, self._averaged_gradient)
         self._sum_error: Exception | None = None  # of a sum, or of the way to the members
         self._has_shown_members = False  # in this step, to the program
@@ -171,6 +172,7 @@ class Stepper:
     def start(self, request: RoundRequest) -> None:
         """See `Manager.start_quorum`."""
         self._check_not_reading()
+        self._sums_begun = False
         self._end_last_step()
         self._clearing.begin()
         self._allows_heal = request.allow_heal
@@ -466,7 +468,11 @@ class Stepper:
     def continues_step(self, site: Hashable) -> bool:
         """See `Manager._continues_step`."""
         sums = self._collectives
-        if not self._has_begun() or (sums.unfinished() is not None and not _is_in_pass()):
+        if (
+            not self._has_begun()
+            or not self._sums_begun
+            or (sums.unfinished() is not None and not _is_in_pass())
+        ):
             return False
         num_launched = max(1, sums.num_launched) if sums.launched else 0
         has_failed = self.state.error is not None
