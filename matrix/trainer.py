@@ -183,6 +183,7 @@ class Training:
             job_id=options.job,
             replica_id=options.name,
             checkpoint_transport=transport,
+            check_every=2,  # programs are short, and their groups must never seem to differ
             **settings,
         )
         manager.set_state_dict_fns(self.load_state_dict, self.state_dict)

@@ -17,7 +17,9 @@ MAX_STALL_S = 12.0
 # How much of what was seen is shown.
 _NUM_EVENTS = 12
 _NUM_LINES = 5
+_MAX_LINE = 300
 _REFUSAL = "ConfigError"
+_ACCUSATION = "in the check of step "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +48,7 @@ def judge(run: Run) -> list[Verdict]:
             judge_end(run),
             judge_stalls(run),
             judge_heals(run),
+            judge_accusations(run),
             chaos.judge_ids(seen),
             chaos.judge_identity(seen),
             chaos.judge_progress(seen),
@@ -113,6 +116,17 @@ def judge_heals(run: Run) -> Verdict:
     return Verdict.of("a healed group has all that its source has", faults, f"{num_compared} heals")
 
 
+def judge_accusations(run: Run) -> Verdict:
+    """No check of the groups' states finds a difference, which would be one by design."""
+    found = [
+        f"{life}: {line.strip()[:_MAX_LINE]}"
+        for life, said in run.words.items()
+        for line in said.splitlines()
+        if _ACCUSATION in line
+    ]
+    return Verdict.of("no group's state is taken for another one", found, "no check found any")
+
+
 def judge_refusal(run: Run) -> Verdict:
     """All groups are; a worker may be ended before, because another one of its group was."""
     faults = [run.missed] if run.missed else []
@@ -129,7 +143,7 @@ def tell(run: Run) -> str:
     """What is wrong, the last that happened, and the last words of every life."""
     last = [event for event in run.events if not isinstance(event, PhaseBegan)][-_NUM_EVENTS:]
     said = [
-        f"    -- {life}\n" + "\n".join(f"    {line[:300]}" for line in lines[-_NUM_LINES:])
+        f"    -- {life}\n" + "\n".join(f"    {line[:_MAX_LINE]}" for line in lines[-_NUM_LINES:])
         for life, words in run.words.items()
         if (lines := words.strip().splitlines())
     ]

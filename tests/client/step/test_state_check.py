@@ -358,28 +358,71 @@ def test_a_group_that_healed_is_compared_at_once(is_async: bool) -> None:
         )
         a.until(6)
         b = stack.enter_context(Trainer(address, "b", 1, **options))
-        found: list[StateDiverged] = []
-        told: list[str] = []
-
-        def until_ended() -> None:
-            while not told:
-                try:
-                    b.step()
-                except RequestRefused as error:
-                    told.append(str(error))
-                    b.manager.shutdown()
-                latched = b.manager.errored()
-                found.extend([latched] if isinstance(latched, StateDiverged) else [])
-
-        def beside() -> None:
-            while not told:
-                a.step()
-
-        together(until_ended, beside)
-        assert found[0].groups == ("b",)
-        assert "the values of parameter" in str(found[0])
-        assert "3 checks in a row" in told[0]
+        found, told = until_ended(b, a)
+        assert found.groups == ("b",)
+        assert "the values of parameter" in str(found)
+        assert "3 checks in a row" in told
         a.until(a.manager.current_step() + 2)
+
+
+class ForgetfulTrainer(Trainer):
+    """Its state has the scheduler, but not the optimizer whose learning rate that has changed."""
+
+    def __init__(self, address: str, name: str, seed: int, **options: Any) -> None:
+        super().__init__(address, name, seed, **options)
+        self.scheduler = torch.optim.lr_scheduler.MultiStepLR(self.inner, [3])
+
+    def state_dict(self) -> dict[str, Any]:
+        scheduler = getattr(self, "scheduler", None)  # asked for once before it is there
+        saved = {} if scheduler is None else scheduler.state_dict()
+        return {"model": self.model.state_dict(), "scheduler": saved}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.scheduler.load_state_dict(state["scheduler"])
+
+    def step(self) -> bool:
+        committed = super().step()
+        if committed:
+            self.scheduler.step()
+        return committed
+
+
+def test_a_state_without_the_optimizer_is_found() -> None:
+    with lighthouse(min_replicas=1) as address, ExitStack() as stack:
+        a = stack.enter_context(ForgetfulTrainer(address, "a", 0))
+        a.until(6)
+        b = stack.enter_context(ForgetfulTrainer(address, "b", 1))
+        found, told = until_ended(b, a)
+        assert found.groups == ("b",)
+        assert (
+            "the learning rate of optimizer 0 (Adam), group 0 is 0.01 in group b and 0.001"
+            in str(found)
+        )
+        assert "3 checks in a row" in told
+
+
+def until_ended(group: Trainer, other: Trainer) -> tuple[StateDiverged, str]:
+    """Train, each on its own, until ``group`` ends: the first difference, and its last words."""
+    found: list[StateDiverged] = []
+    told: list[str] = []
+
+    def train_group() -> None:
+        while not told:
+            try:
+                group.step()
+            except RequestRefused as error:
+                told.append(str(error))
+                group.manager.shutdown()
+            latched = group.manager.errored()
+            found.extend([latched] if isinstance(latched, StateDiverged) else [])
+
+    def train_other() -> None:
+        while not told:
+            other.step()
+
+    together(train_group, train_other)
+    return found[0], told[0]
 
 
 # -- policies --------------------------------------------------------------------------------------
