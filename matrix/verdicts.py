@@ -19,7 +19,7 @@ _NUM_EVENTS = 12
 _NUM_LINES = 5
 _MAX_LINE = 300
 _REFUSAL = "ConfigError"
-_ACCUSATION = "in the check of step "
+_ACCUSATIONS = ("in the check of step ", "cannot be compared with the others")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +122,7 @@ def judge_accusations(run: Run) -> Verdict:
         f"{life}: {line.strip()[:_MAX_LINE]}"
         for life, said in run.words.items()
         for line in said.splitlines()
-        if _ACCUSATION in line
+        if any(accusation in line for accusation in _ACCUSATIONS)
     ]
     return Verdict.of("no group's state is taken for another one", found, "no check found any")
 

@@ -19,7 +19,7 @@ from torchft_svc.client.step.fingerprint import (
     show_setting,
     take_fingerprint,
 )
-from torchft_svc.core.state_check import Part
+from torchft_svc.core.state_check import Part, find_item
 
 
 class Wrapper:
@@ -129,6 +129,18 @@ def test_an_optimizer_that_another_one_has_replaced_is_left_out() -> None:
     assert differing(of(model, first, second), of(model, second)) == []
     part = torch.optim.SGD(list(model.parameters())[:1], lr=0.1)
     assert Part.OPTIMIZERS in differing(of(model, first), of(model, part, first, part))
+
+
+def test_parameters_of_two_wrappers_may_have_one_name() -> None:
+    model, optimizer = made()
+    wrappers = [Wrapper(layer) for layer in model]
+    before = take_fingerprint(wrappers, [optimizer])
+    with torch.no_grad():
+        model[1].bias[1] += 1
+    after = take_fingerprint(wrappers, [optimizer])
+    item = find_item(before.items[Part.VALUES], after.items[Part.VALUES])
+    assert item is not None
+    assert before.name(Part.VALUES, item.name) == "parameter 'bias' of wrapper 1"
 
 
 def test_without_a_known_model_the_optimizers_have_the_parameters() -> None:

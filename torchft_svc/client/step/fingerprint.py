@@ -58,11 +58,14 @@ def take_fingerprint(
     parameters, such as that of torch's own wrapper, has those of ``optimizers``.
     """
     present = _without_replaced(optimizers)
-    parameters = [each for reducer in reducers for each in _parameters_of(reducer)]
-    if not parameters:
+    known = [list(_parameters_of(reducer)) for reducer in reducers]
+    parameters = [each for part in known for each in part]
+    if parameters:
+        names = list(_names_of(known))
+    else:
         parameters = list(_parameters_of_optimizers(present))
+        names = [each.name for each in parameters]
     tensors = [each.parameter for each in parameters]
-    names = [f"{each.name!r}" for each in parameters]
     keys = [_digest(name.encode()) for name in names]
     places = {id(tensor): index for index, tensor in enumerate(tensors)}
     present = [each for each in present if _first_place(each, places) < len(places)] or present
@@ -99,6 +102,14 @@ def _parameters_of(reducer: Reducing) -> Iterable[CurrentParameter]:
         CurrentParameter(f"number {index} of its wrapper", parameter, is_wrapped=True)
         for index, parameter in enumerate(reducer.parameters)
     ]
+
+
+def _names_of(known: Sequence[Sequence[CurrentParameter]]) -> Iterator[str]:
+    """The names of the parameters of all wrappers; those of two may have one name."""
+    num_known = sum(bool(part) for part in known)
+    for wrapper, part in enumerate(known):
+        whose = f" of wrapper {wrapper}" if num_known > 1 else ""
+        yield from (f"{each.name!r}{whose}" for each in part)
 
 
 def _parameters_of_optimizers(
