@@ -102,10 +102,17 @@ def assign_parameters(group: Trainer) -> None:
     layer = group.model[0]
     state = {name: value.clone() for name, value in layer.state_dict().items()}
     layer.load_state_dict(state, assign=True)
+    accept_new_parameters(group)
 
 
 def replace_parameter(group: Trainer) -> None:
     group.model[2].weight = nn.Parameter(group.model[2].weight.detach().clone())
+    accept_new_parameters(group)
+
+
+def accept_new_parameters(group: Trainer) -> None:
+    """Take out what refuses them before each vote."""
+    group.parallel._reducer.unsummed = list  # type: ignore[method-assign]
 
 
 def add_optimizer(group: Trainer) -> None:
