@@ -40,6 +40,7 @@ from torchft_svc.core.step import StepMachine
 from torchft_svc.core.types import limited_s
 from torchft_svc.env import Environment
 from torchft_svc.errors import TorchFTError
+from torchft_svc.rpc.descriptors import TRAINER_DESCRIPTORS, require_descriptors
 
 log = logging.getLogger(__name__)
 
@@ -593,6 +594,7 @@ def _shortened(error: TorchFTError) -> TorchFTError:
 
 def _start(*parts: Any) -> Runtime:
     try:
+        require_descriptors(TRAINER_DESCRIPTORS, "a trainer")
         return start_runtime(*parts)
     except TorchFTError as error:
         raise _shortened(error) from None

@@ -18,6 +18,7 @@ from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.channel import KEEPALIVE_MS, MAX_CONNECTING_MS, open_channel
 from torchft_svc.rpc.codec import JOB_KEY
+from torchft_svc.rpc.descriptors import limit_error, shortage
 from torchft_svc.rpc.security import Security, security_or_environment
 from torchft_svc.rpc.status import came_early, to_error
 
@@ -96,6 +97,9 @@ class Client:
                 ).close()
                 return
             except OSError as error:
+                if reason := shortage():
+                    self.close()
+                    raise limit_error(reason) from None
                 if time.monotonic() + RETRY_S > deadline:
                     self.close()
                     reason = f"no connection within {timeout_s:g} s ({error})"

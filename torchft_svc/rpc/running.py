@@ -16,6 +16,7 @@ from typing import Any, TextIO
 import uvloop
 
 from torchft_svc.errors import UsageError
+from torchft_svc.rpc.descriptors import SERVICE_DESCRIPTORS, require_descriptors
 from torchft_svc.rpc.line_writer import unblocked_output
 from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
 from torchft_svc.rpc.upkeep import UPKEEP
@@ -48,6 +49,7 @@ def run(
         UPKEEP.switch_on()
         _allow_descriptors()
         try:
+            require_descriptors(SERVICE_DESCRIPTORS, "this service")
             status = uvloop.run(_until_stopped(service, stop_signal))
         except UsageError as error:
             print(f"Error: {error}", file=sys.stderr, flush=True)

@@ -22,6 +22,7 @@ from torchft_svc.errors import (
     Unauthorized,
     Unreachable,
 )
+from torchft_svc.rpc.descriptors import shortage
 from torchft_svc.rpc.tls_reasons import closing_hint, tls_reason
 
 log = logging.getLogger(__name__)
@@ -154,6 +155,8 @@ def to_not_leader(error: grpc.RpcError) -> NotLeader | None:
 
 def cause_of(code: grpc.StatusCode, details: str) -> str:
     """What gRPC says, without what every connection that is not made has in common."""
+    if code is grpc.StatusCode.UNAVAILABLE and (reason := shortage()):
+        return reason
     for said, cause in _CAUSES:
         found = re.fullmatch(said, details, re.DOTALL)
         if found:

@@ -41,6 +41,7 @@ from torchft_svc.errors import (
     StateDiverged,
     TornState,
 )
+from torchft_svc.rpc.descriptors import limit_error, shortage
 
 log = logging.getLogger(__name__)
 
@@ -725,6 +726,8 @@ class Stepper:
         if _GLOO.match(reason):
             reason = "the connection to another group has ended"
         log.warning("step %d is discarded: %s", state.step, reason)
+        if short := shortage():  # no further step could be committed either
+            raise limit_error(short)
 
     def _report_wait(self, waits: bool) -> None:
         """Tell the manager that this worker waits for other groups, and has not hung itself."""
