@@ -75,7 +75,8 @@ def main(first: str, second: str, *hosts: str) -> None:
     with trainer:
         found = trainer.train(max_retries=1)
     for each in found["incidents"]:
-        print("incident", each.rung, each.source, each.num_workers, each.lost_steps, flush=True)
+        told = each.rung, each.source, each.num_workers, each.lost_steps
+        print("incident", *told, *filter(None, [each.untaken]), flush=True)
     print("retries", found["retries"], flush=True)
 
 

@@ -82,6 +82,7 @@ def run(namespace: str, module: str, *arguments: str) -> list[str]:
     words = ("incident", "retries", "workers")
     told = [line for line in done.stdout.splitlines() if line.startswith(words)]
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    print(done.stderr[-4000:])  # what the trainer says of it, if the test fails
     return told
 
 
