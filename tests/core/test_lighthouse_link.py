@@ -408,6 +408,16 @@ def test_a_call_that_finds_nobody_is_repeated_while_the_heartbeats_go_on() -> No
     assert without_beats(link.until(MIN_PAUSE_S)) == [question(2, timeout_s=60.0 - MIN_PAUSE_S)]
 
 
+def test_a_report_does_not_wait_for_the_next_beat() -> None:
+    link = Link()
+    link(lambda machine: machine.start(0.0))
+    assert link(lambda machine: machine.report(0.0)) == [], "there is no session yet"
+    link.open()
+    assert link(lambda machine: machine.report(link.now)) == [SendBeat()]
+    link(lambda machine: machine.leave(Leave("it ends"), link.now))
+    assert link(lambda machine: machine.report(link.now)) == [], "a beat would bring it back"
+
+
 # -- beats -----------------------------------------------------------------------------------------
 
 

@@ -96,6 +96,10 @@ class LighthouseLink:
         """Nobody waits for the outcome of ``round_`` any more."""
         self._tell_soon(lambda machine, now: machine.withdraw(round_, now))
 
+    def report(self) -> None:
+        """See `LinkMachine.report`."""
+        self._tell(lambda machine, now: machine.report(now))
+
     async def leave(self, leave: Leave) -> None:
         """See `LinkMachine.leave`; returns when the group has left. Never raises."""
         self._left.clear()

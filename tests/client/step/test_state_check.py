@@ -472,6 +472,11 @@ def test_a_difference_may_end_all_groups(address: str) -> None:
         assert [(each.groups, each.step, each.last_equal) for each in found] == [
             (("b",), EVERY, 2)
         ] * 2
+        client = LighthouseClient(address, timedelta(seconds=5))
+        together(a.manager.shutdown, b.manager.shutdown)
+        (job,) = client.status()
+        assert job.num_differences == 1, "also of a job that ends because of it"
+        assert "the learning rate" in job.last_difference
 
 
 def test_no_check_without_an_interval(address: str) -> None:
