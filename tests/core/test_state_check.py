@@ -165,6 +165,13 @@ def test_which_steps_are_checked() -> None:
     assert schedule.is_settled(18 + NUM_STEPS_AFTER_MEETING)
 
 
+def test_a_job_that_goes_back_checks_three_steps_again() -> None:
+    schedule = CheckSchedule(1000)
+    schedule.answered(500, heals=False, is_new=True)
+    schedule.answered(20, heals=False, is_new=False)
+    assert [step for step in due(schedule, 600) if step >= 20] == [20, 21, 22]
+
+
 def test_zero_switches_the_checks_off() -> None:
     schedule = CheckSchedule(0)
     schedule.answered(0, heals=False, is_new=True)

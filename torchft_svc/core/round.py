@@ -391,6 +391,8 @@ class Round(Generic[Part]):
         quorum = self.quorum
         if quorum is None or quorum.replica_world_size < 2:
             return False
+        if self.common_step == 0 and not self._rules.init_sync:
+            return False  # no group could heal yet
         return self.checks.is_due(self.common_step)
 
     @property

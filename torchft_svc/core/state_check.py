@@ -47,7 +47,7 @@ class CheckRules:
     """Every ``check_every`` steps states are compared (0: never); ``on_difference``: what follows.
 
     ``heal``: the minority heals; ``warn``: the difference is logged; ``stop``: all groups end.
-    Both are equal in all groups of a job.
+    Both settings are equal in all groups of a job.
     """
 
     check_every: int = DEFAULT_CHECK_EVERY
@@ -114,7 +114,7 @@ class CheckSchedule:
         if heals or not self._is_member:
             self.since = step
         self._is_member = True
-        if is_new:
+        if is_new or step < self._met_at:  # the job may have gone back to a checkpoint
             self._met_at = step
 
     def is_due(self, step: int) -> bool:

@@ -322,6 +322,15 @@ def test_programs_with_a_bare_optimizer_are_compared(
             each.manager.shutdown()
 
 
+def test_weights_that_were_never_made_equal_are_found(address: str) -> None:
+    """As by groups that were to begin alike (``init_sync=False``), and do not."""
+    with trainers(address, 2, check_every=EVERY, init_sync=False) as (a, b):
+        found = find(a, b)
+        assert (found.groups, found.step) == (("b",), 1), "at step 0 no group heals"
+        train(EVERY, a, b)
+        assert_identical([a, b])
+
+
 # -- who is blamed ---------------------------------------------------------------------------------
 
 
