@@ -157,3 +157,24 @@ def test_memory_of_gradients_is_not_taken_from_the_system_again_in_each_pass() -
         [sys.executable, "-c", _FAULTS], capture_output=True, text=True, timeout=100, check=True
     )
     assert int(told.stdout) < 200, "faults; there are 2048 pages"
+
+
+@pytest.mark.parametrize("carries_wish", [False, True])
+def test_gradients_of_a_model_that_was_converted_and_back_are_summed(carries_wish: bool) -> None:
+    """A conversion gives the gradients, which are views of the memory, memory of their own."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    bucket = Bucket(list(model.parameters()), carries_wish=carries_wish)
+    model(torch.ones(1, 2)).sum().backward()
+    bucket.fill(1.0)
+    bucket.hand_out()
+    model.double().float()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad.fill_(8.0)
+    bucket.fill(0.5)
+    num = sum(parameter.numel() for parameter in model.parameters())
+    assert bucket.memory[:num].tolist() == [4.0] * num
+    bucket.hand_out()
+    bucket.memory.mul_(2.0)  # the sum of two groups
+    assert all(bool((each.grad == 8.0).all()) for each in model.parameters())
+    assert bucket.holds_gradients()

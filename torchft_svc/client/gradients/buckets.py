@@ -56,8 +56,22 @@ class Bucket:
                 return False
         return True
 
+    def _has_views(self) -> bool:
+        """Whether the views are still those of the memory.
+
+        A model that is converted to another dtype and back, or moved, takes the gradients along, so
+        that the views get memory of their own. The first and the last view show that.
+        """
+        first, last, memory = self.views[0], self.views[-1], self.memory
+        before_last = memory.numel() - int(self._carries_wish) - last.numel()
+        start = memory.data_ptr()
+        places = ((first, start), (last, start + before_last * memory.element_size()))
+        return all(not view.numel() or view.data_ptr() == place for view, place in places)
+
     def fill(self, scale: float) -> None:
         """Copy the parameters' gradients times ``scale``; zeros for 0.0 or a missing gradient."""
+        if not self._has_views():
+            self.memory, self.views, self.wish = _allocate(self.parameters, self._carries_wish)
         if scale == 0.0:
             self.memory.zero_()
             return
