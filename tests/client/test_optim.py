@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -190,8 +192,67 @@ def test_an_update_that_raises_spoils_the_weights(trainer: Trainer) -> None:
 
 def test_closures_are_refused(trainer: Trainer) -> None:
     trainer.backward()
-    with pytest.raises(ConfigError, match="one backward pass"):
+    with pytest.raises(ConfigError, match=r"with manager\.commit\(\)"):
         trainer.optimizer.step(lambda: 0.0)
+
+
+class Quasi(Trainer):
+    """A group that trains by LBFGS, whose closure returns the loss of the averaged pass."""
+
+    def __init__(self, address: str, name: str, seed: int, **options: Any) -> None:
+        super().__init__(address, name, seed, **options)
+        self.lbfgs = torch.optim.LBFGS(self.model.parameters(), lr=0.5, max_iter=1, history_size=4)
+        self.optimizer = Optimizer(self.manager, self.lbfgs)
+        self.manager.register_state_dict_fn(
+            "lbfgs", self.lbfgs.load_state_dict, self.lbfgs.state_dict
+        )
+
+    def step(self) -> bool:
+        self.optimizer.zero_grad()
+        loss = self.loss()
+        loss.backward()
+        with self.manager.commit() as committed:
+            if committed:
+                self.lbfgs.step(lambda: loss)
+        return committed
+
+
+def test_i3_an_optimizer_with_a_closure_is_stepped_in_the_block_of_commit() -> None:
+    def history(group: Quasi) -> Any:
+        state = group.lbfgs.state_dict()["state"][0]
+        return bits({name: each for name, each in state.items() if name != "prev_loss"})
+
+    with lighthouse() as address, Quasi(address, "a", 0) as a:
+        a.steps(3)
+        with Quasi(address, "b", 1) as b:
+            seen: list[dict[int, Any]] = [{}, {}]
+
+            def trains(index: int, group: Quasi) -> bool:
+                while len(seen[1]) < 6 and not over.is_set():
+                    if group.step():
+                        step = group.manager.current_step()
+                        seen[index][step] = (bits(group.model.state_dict()), history(group))
+                if group is b:
+                    over.set()
+                    b.manager.shutdown()
+                return True
+
+            over = threading.Event()
+            together(lambda: trains(0, a), lambda: trains(1, b))
+    common = seen[0].keys() & seen[1].keys()
+    assert len(common) >= 4
+    assert all(seen[0][step] == seen[1][step] for step in common)
+
+
+def test_an_optimizer_without_its_closure_is_refused_before_the_vote(trainer: Trainer) -> None:
+    lbfgs = torch.optim.LBFGS(trainer.model.parameters())
+    optimizer = Optimizer(trainer.manager, lbfgs)
+    optimizer.zero_grad()
+    trainer.loss().backward()
+    with pytest.raises(ConfigError, match=r"LBFGS needs max_iter=1"):
+        optimizer.step()
+    assert trainer.manager.current_step() == 0
+    assert trainer.optimizer.step(), "the step is still under way"
 
 
 def test_what_is_not_an_optimizer(trainer: Trainer) -> None:

@@ -24,6 +24,12 @@ _NOT_THE_PROGRAM = tuple(
     f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torchft_svc, torch)
 )
 
+_CLOSURE = (
+    "a step has its backward pass before step(), and a closure would make others after the vote: "
+    "call the optimizer's own step in the block of `with manager.commit()`, with a closure that "
+    "returns the loss of that pass; LBFGS needs max_iter=1 for this"
+)
+
 
 class Optimizer(torch.optim.Optimizer):
     """Wraps ``optim``: `zero_grad` begins a step, `step` votes and applies the update, or not.
@@ -87,8 +93,9 @@ class Optimizer(torch.optim.Optimizer):
         next step, and ends if there is no group to heal from.
 
         Raises:
-            ConfigError: a closure was given; it could run the backward pass several times. Or a
-                GradScaler is used without ``use_async_quorum=False``.
+            ConfigError: a closure was given, or is needed (LBFGS); it could run the backward pass
+                several times. Or a GradScaler is used without ``use_async_quorum=False``. Nothing
+                was voted on.
             CommitFailed: too many steps in a row were discarded.
         """
         try:
@@ -103,7 +110,9 @@ class Optimizer(torch.optim.Optimizer):
 
     def _check(self, closure: Callable[[], float] | None) -> None:
         if closure is not None:
-            raise ConfigError("closure", closure, "a step has one backward pass, before step()")
+            raise ConfigError("closure", closure, _CLOSURE)
+        if any(isinstance(optim, torch.optim.LBFGS) for optim in self.optims):
+            raise ConfigError("closure", None, _CLOSURE)
         if "found_inf" in self.__dict__ and self.manager.heals_during_steps():
             reason = (
                 "with a GradScaler it has to be False: a group that heals would divide the others' "
