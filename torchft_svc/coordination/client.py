@@ -16,6 +16,7 @@ import grpc
 from torchft_svc.core.types import check_name, limited_s
 from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
 from torchft_svc.rpc.address import parse_address
+from torchft_svc.rpc.caller import Caller
 from torchft_svc.rpc.channel import KEEPALIVE_MS, MAX_CONNECTING_MS, open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.descriptors import limit_error, shortage
@@ -53,7 +54,8 @@ class Client:
         self._metadata = ((JOB_KEY, job_id), *security.metadata)
         self.security = security
         self._keepalive_ms = keepalive_ms
-        self._channel = open_channel(addr, security, keepalive_ms)
+        self._caller = Caller()
+        self._channel = self._open(addr)
         self._closed = False
         self._lock = threading.Lock()
 
@@ -61,7 +63,11 @@ class Client:
         """Cancel what is under way and close the connection; may be called twice."""
         with self._lock:
             self._closed = True
-            self._channel.close()
+            self._caller.call(self._channel.close)
+            self._caller.close()
+
+    def _open(self, addr: str) -> grpc.Channel:
+        return self._caller.call(lambda: open_channel(addr, self.security, self._keepalive_ms))
 
     def _move(self, addr: str) -> None:
         """Go on at ``addr``; calls that are under way elsewhere fail as `Unreachable`."""
@@ -69,10 +75,10 @@ class Client:
             if self._closed or addr == self._addr:
                 return
             left = self._channel
-            self._channel = open_channel(addr, self.security, self._keepalive_ms)
+            self._channel = self._open(addr)
             self._addr = addr
         log.warning("the %s is at %s now", self._peer, addr)
-        left.close()
+        self._caller.call(left.close)
 
     def _lost_contact(self) -> None:
         """A call could not reach the service."""
@@ -148,7 +154,9 @@ class Client:
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
             try:
-                return method(request, timeout=left_s, metadata=self._metadata)
+                return self._caller.call(
+                    functools.partial(method, request, timeout=left_s, metadata=self._metadata)
+                )
             except grpc.RpcError as error:
                 if not came_early(error, deadline - time.monotonic()):
                     raise

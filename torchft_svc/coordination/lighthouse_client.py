@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import time
@@ -192,7 +193,10 @@ class LighthouseClient(Client):
             if began_at < self._look_at:
                 return
             for address in self._route.preferred:
-                if would_take_blocking(address, self._job_id, self.security, LOOK_BACK_S):
+                asks = functools.partial(
+                    would_take_blocking, address, self._job_id, self.security, LOOK_BACK_S
+                )
+                if self._caller.call(asks):
                     self._route.go_back(address)
                     self._move(address)
                     break

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import math
 import time
@@ -119,7 +120,7 @@ class ManagerClient(Client):
         counts as lost.
         """
         if self._attachment is not None:
-            self._attachment.close(failure)
+            self._caller.call(functools.partial(self._attachment.close, failure))
         super().close()
 
     def _lost_contact(self) -> None:

@@ -1,0 +1,110 @@
+"""Makes calls on threads that no signal reaches.
+
+Python runs handlers of signals on the main thread, between any two instructions. Ctrl-C raises
+there, also within gRPC's own code, between taking a lock and the block that releases it: then
+every further call of this process waits for that lock for ever.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+# An interrupt that is no signal to the thread that waits is seen after so long.
+NOTICE_S = 0.2
+# A call returns at once when its channel is closed.
+_JOIN_S = 0.5
+
+
+class _Outcome(Generic[T]):
+    """What a call has returned or raised."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self.make = make
+        self.over: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self.values: list[T] = []
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.values.append(self.make())
+        except BaseException as error:  # noqa: BLE001 - raised by `wait`
+            self.error = error
+
+    def wait(self) -> T:
+        while True:
+            try:
+                self.over.get(timeout=NOTICE_S)
+                break
+            except queue.Empty:
+                continue
+        if self.error is not None:
+            try:
+                raise self.error
+            finally:
+                self.error = None  # it refers to this frame
+        return self.values.pop()
+
+
+class _Worker:
+    """A thread that makes one call after the other; it is in ``idle`` between them."""
+
+    def __init__(self, idle: deque[_Worker]) -> None:
+        self.calls: queue.SimpleQueue[_Outcome[Any] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(
+            target=_run, args=(self, idle), name="torchft-call", daemon=True
+        )
+        self.thread.start()
+
+
+def _run(worker: _Worker, idle: deque[_Worker]) -> None:
+    while (outcome := worker.calls.get()) is not None:
+        outcome.run()
+        idle.append(worker)
+        outcome.over.put(True)
+        del outcome  # the thread must not hold what the call has returned
+
+
+class Caller:
+    """Makes the calls of the main thread on others, which it keeps for the next ones. Thread-safe.
+
+    A call that an interrupt leaves goes on until it returns; the next one does not wait for it.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[_Worker] = deque()
+        self._workers: list[_Worker] = []
+        self._is_closed = False
+
+    def call(self, make: Callable[[], T]) -> T:
+        """What ``make`` returns or raises; on a thread that gets no signals it is called here."""
+        if self._is_closed or threading.current_thread() is not threading.main_thread():
+            return make()
+        try:
+            worker = self._idle.pop()
+        except IndexError:
+            worker = _Worker(self._idle)
+            self._workers.append(worker)
+        outcome = _Outcome(make)
+        worker.calls.put(outcome)
+        return outcome.wait()
+
+    def close(self) -> None:
+        """End the threads; later calls are made where they come from. May be called twice."""
+        self._is_closed = True
+        self._end()
+        for worker in self._workers:
+            if worker.thread is not threading.current_thread():
+                worker.thread.join(_JOIN_S)
+
+    def _end(self) -> None:
+        for worker in self._workers:
+            worker.calls.put(None)
+
+    def __del__(self) -> None:
+        self._end()
