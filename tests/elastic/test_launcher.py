@@ -16,6 +16,7 @@ from torch.distributed.elastic.agent.server.api import RunResult
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig as TorchLaunchConfig
 
 from torchft_svc.core.restart import REACTIONS, Reaction, RunEvent
 from torchft_svc.elastic.agent import ElasticAgent
@@ -82,6 +83,25 @@ def test_workers_that_do_not_answer_and_end_well_have_failed(tmp_path: Path) -> 
     settings = config(tmp_path, restart_policy=RestartPolicy.SOFT, soft_ready_timeout=2.0)
     with pytest.raises(TrainingFailed, match="after 0 retries: workers did not answer within 2 s"):
         elastic_launch(settings, end_well_when_told)()
+
+
+@pytest.mark.parametrize(
+    "policy", ["soft", RestartPolicy.SOFT_REPLACE, SoftRestartPolicyStrategy()]
+)
+def test_a_soft_policy_uses_the_lighthouse_unless_a_back_end_is_named(policy: Any) -> None:
+    assert LaunchConfig(1, 1, 1, restart_policy=policy).rdzv_backend == "lighthouse"
+    named = LaunchConfig(1, 1, 1, rdzv_backend="c10d", restart_policy=policy)
+    assert named.rdzv_backend == "c10d"
+
+
+def test_the_hard_policy_has_the_back_end_of_torch() -> None:
+    assert LaunchConfig(1, 1, 1).rdzv_backend == TorchLaunchConfig(1, 1, 1).rdzv_backend
+
+
+@pytest.mark.processes
+def test_a_soft_policy_needs_no_other_setting(tmp_path: Path) -> None:
+    settings = LaunchConfig(1, 1, 1, restart_policy=RestartPolicy.SOFT, start_method="fork")
+    assert elastic_launch(settings, place)("word")[0][:3] == ("word", 0, 1)
 
 
 @both

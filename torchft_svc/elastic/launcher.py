@@ -66,6 +66,8 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     """torch's, and what a restart policy needs.
 
     Args:
+        rdzv_backend: where the nodes meet; the default is the lighthouse under a soft policy, as
+            for ``torchft-run``, and torch's default otherwise.
         restart_policy: one of ours, or a strategy of your own.
         soft_ready_timeout: under a soft policy, seconds that a worker has to reach a new world
             before it is treated as failed; 0: it may take however long.
@@ -86,6 +88,7 @@ class LaunchConfig(torch_launcher.LaunchConfig):
         ConfigError: a value that cannot work.
     """
 
+    rdzv_backend: str = ""
     restart_policy: RestartPolicy | RestartPolicyStrategy = RestartPolicy.HARD
     soft_ready_timeout: float = 300.0
     max_soft_failures: int = MAX_SOFT_FAILURES
@@ -100,6 +103,9 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     def __post_init__(self) -> None:
         if isinstance(self.restart_policy, str):
             self.restart_policy = _policy(self.restart_policy)
+        if not self.rdzv_backend:
+            is_soft = isinstance(_strategy(self), SoftRestartPolicyStrategy)
+            self.rdzv_backend = BACKEND if is_soft else torch_launcher.LaunchConfig.rdzv_backend
         for name in ("soft_ready_timeout", "exit_barrier_timeout"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
