@@ -10,7 +10,9 @@ import dataclasses
 import inspect
 import logging
 import math
+import signal
 import sys
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +61,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+# How a process is told that a terminal is none of its business. SIGTERM always ends the launcher.
+_MAY_BE_IGNORED = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT
 
 
 @dataclass
@@ -166,7 +171,45 @@ def _named_etcd_errors() -> Iterator[None]:
         raise RendezvousConnectionError(text) from error
 
 
+@contextlib.contextmanager
+def _seeing_ends_of_children() -> Iterator[None]:
+    """Withdraw that this process ignores SIGCHLD, as some programs have their children do.
+
+    The system would forget how workers end: a killed one would look like one that has finished.
+
+    Raises:
+        UsageError: it is ignored, and this is not the main thread.
+    """
+    if signal.getsignal(signal.SIGCHLD) is not signal.SIG_IGN:
+        yield
+        return
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "SIGCHLD is ignored, so no end of a worker could be seen: launch it on the main thread"
+        )
+    log.warning("SIGCHLD was ignored, which would hide how workers end: its default is back")
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def _chosen_signals(names: str) -> str:
+    """Those of ``names`` that end the launcher: not those that were ignored when it was started.
+
+    ``nohup`` ignores SIGHUP, and a shell without job control SIGINT and SIGQUIT of what it starts
+    in the background.
+    """
+    ignored = {
+        number.name for number in _MAY_BE_IGNORED if signal.getsignal(number) is signal.SIG_IGN
+    }
+    listed = (name.strip() for name in names.split(","))
+    return ",".join(name for name in listed if name not in ignored)
+
+
 @_named_etcd_errors()
+@_seeing_ends_of_children()
 def launch_agent(
     config: LaunchConfig,
     entrypoint: Entrypoint | None,
@@ -194,7 +237,8 @@ def launch_agent(
         log.warning("config has no run_id, generated a random run_id: %s", config.run_id)
     if config.rdzv_backend != BACKEND:
         env.withdraw_preferences()
-    env.update({"TORCHELASTIC_SIGNALS_TO_HANDLE": config.signals_to_handle})
+    signals = _chosen_signals(config.signals_to_handle)
+    env.update({"TORCHELASTIC_SIGNALS_TO_HANDLE": signals})
     name = _entrypoint_name(entrypoint, args)
     log.debug("launching %s as %s", name, config)
     initialize_metrics(MetricsConfig(config.metrics_cfg))
@@ -209,7 +253,7 @@ def launch_agent(
         env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     handler = _rendezvous_handler(parameters)
     preload = config.warm_start_preload if config.warm_start else None
-    settings = AgentSettings(strategy, parameters, config.signals_to_handle, preload)
+    settings = AgentSettings(strategy, parameters, signals, preload)
     agent = _agent(config, (entrypoint, args), settings, handler, health_check_server)
     ends_run = True
     try:

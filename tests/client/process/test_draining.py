@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -142,6 +144,44 @@ def test_a_later_manager_is_drained_after_the_first_one_was() -> None:
     eventually(lambda: later)
     after.close()
     assert len(first) == 1
+
+
+HUNG = """
+import os, sys, time
+from torchft_svc.client.process import draining
+draining.REPEAT_S = 0.0
+draining.TermSignal(lambda reason: print("drains", flush=True), lambda reason: None)
+print(os.getpid(), os.readlink("/proc/self"), flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_init", [True, False])
+def test_a_second_sigterm_ends_a_program_that_hangs(is_init: bool) -> None:
+    """Also where it is the first process of a container, whose signals have no default action."""
+    own_ids = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    if is_init and (
+        shutil.which("unshare") is None or subprocess.run([*own_ids, "true"]).returncode
+    ):
+        pytest.skip("no namespace of process ids can be made here")
+    with subprocess.Popen(
+        [*(own_ids if is_init else []), sys.executable, "-c", HUNG],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment(),
+    ) as program:
+        try:
+            assert program.stdout is not None
+            own_pid, pid = map(int, program.stdout.readline().split())
+            assert (own_pid == 1) is is_init
+            os.kill(pid, signal.SIGTERM)
+            assert program.stdout.readline() == "drains\n"
+            os.kill(pid, signal.SIGTERM)
+            status = 128 + signal.SIGTERM if is_init else -signal.SIGTERM
+            assert program.wait(DEADLINE_S) == status
+        finally:
+            program.kill()
 
 
 @pytest.mark.usefixtures("no_handler")

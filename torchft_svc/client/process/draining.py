@@ -19,6 +19,10 @@ log = logging.getLogger(__name__)
 # A launcher forwards SIGTERM while the system sends it to all processes: that is one request.
 REPEAT_S = 1.0
 _JOIN_S = 0.5
+# The first process of a container: the kernel has no default actions for its signals.
+_INIT_PID = 1
+# What a shell, and so a container, reports for a process that was ended by a signal.
+_SHELL_STATUS = 128
 
 
 class TermSignal:
@@ -73,6 +77,8 @@ class TermSignal:
             self._signals.put(True)
         elif not self._may_be_repeated():
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            if os.getpid() == _INIT_PID:
+                os._exit(_SHELL_STATUS + signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _run(self) -> None:

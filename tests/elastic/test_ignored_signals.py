@@ -1,0 +1,70 @@
+"""Launchers that are started with signals ignored, as by nohup, shells and some schedulers."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from support.launched import LAUNCH_S, OURS
+from support.programs import Program
+
+pytestmark = pytest.mark.processes
+
+IGNORES = """
+import os, signal, sys
+signal.signal(signal.Signals[sys.argv[1]], signal.SIG_IGN)
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+WAITS = (
+    "import pathlib, sys, time\n"
+    "from torchft_svc.elastic import get_worker_info\n"
+    "get_worker_info()\n"
+    "print('waits', flush=True)\n"
+    "while not pathlib.Path(sys.argv[1]).exists():\n"
+    "    time.sleep(0.05)\n"
+)
+
+
+def launcher(ignored: str, policy: str, script: Path, *arguments: str) -> Program:
+    """A launcher of one worker, whose parent has had ``ignored`` ignored."""
+    line = [sys.executable, "-m", OURS, "--standalone", f"--restart-policy={policy}"]
+    parent = [sys.executable, "-I", "-S", "-c", IGNORES, f"SIG{ignored}"]
+    return Program([*parent, *line, "--monitor-interval=0.05", str(script), *arguments])
+
+
+@pytest.mark.parametrize("policy", ["hard", "soft"])
+def test_a_killed_worker_has_failed_where_sigchld_is_ignored(policy: str, tmp_path: Path) -> None:
+    script = tmp_path / "dies.py"
+    script.write_text(DIES)
+    with launcher("CHLD", policy, script) as program:
+        assert program.wait(LAUNCH_S) == 1
+    told = "\n".join(program.lines)
+    assert "exitcode  : -9" in told, told
+    assert "SIGCHLD was ignored" in told, told
+
+
+@pytest.mark.parametrize(
+    ("policy", "name"), [("hard", "HUP"), ("soft", "HUP"), ("soft", "INT"), ("hard", "QUIT")]
+)
+def test_an_ignored_signal_does_not_end_a_launcher(policy: str, name: str, tmp_path: Path) -> None:
+    """As ``nohup`` does, and a shell script for what it starts in the background."""
+    script, end = tmp_path / "waits.py", tmp_path / "end"
+    script.write_text(WAITS)
+    with launcher(name, policy, script, str(end)) as program:
+        program.wait_for("waits")
+        program.signal(signal.Signals[f"SIG{name}"])
+        end.touch()
+        assert program.wait(LAUNCH_S) == 0, program.lines
+
+
+@pytest.mark.parametrize("policy", ["hard", "soft"])
+def test_sigterm_ends_every_launcher(policy: str, tmp_path: Path) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    with launcher("TERM", policy, script, str(tmp_path / "never")) as program:
+        program.wait_for("waits")
+        program.signal(signal.SIGTERM)
+        assert program.wait(LAUNCH_S) == 1
