@@ -32,6 +32,7 @@ SYNONYMS = [
 OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}
 OTHER_FLAGS = {"--help", "--max-restarts", "--build", "--prefix", "--hypothesis-profile"} | {
     "--allow-incomplete-ranks",  # of the analyzer of flight records
+    "--signal",  # of Slurm
     *("--rdzv-endpoint", "--rdzv-conf", "--local-addr"),  # of torchrun
 }
 

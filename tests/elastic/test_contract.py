@@ -307,6 +307,36 @@ def test_signals_end_the_workers_in_the_grace_time(
         assert has_said(run, "a", f"got signal: {int(number)}")
 
 
+LOADS = """
+import signal, torch
+from torch.utils.data import DataLoader
+from torchft_svc.elastic import get_worker_info
+get_worker_info()
+ends = []
+signal.signal(signal.SIGTERM, lambda *_: ends.append(True))
+num_later = 0
+for batch in DataLoader(torch.ones(10_000_000), batch_size=1, num_workers=2):
+    print("loads", flush=True)
+    num_later += bool(ends)
+    if num_later == 50:  # far more than its workers have sent already
+        print("saved", flush=True)
+        break
+"""
+
+
+@both
+def test_a_worker_that_is_ended_keeps_its_data_loader(policy: str, tmp_path: Path) -> None:
+    """Without it, it could neither finish its step nor save."""
+    script = tmp_path / "loads.py"
+    script.write_text(LOADS)
+    with launch(tmp_path, nnodes="1", policy=policy) as run:
+        program = run.start("a", script=[str(script)])
+        program.wait_for("loads")
+        program.signal(signal.SIGTERM)
+        assert program.wait() == 1
+        assert has_said(run, "a", "saved"), run.output()[-4000:]
+
+
 @both
 def test_two_agents_with_one_node_rank(policy: str, tmp_path: Path) -> None:
     with launch(tmp_path, "--node-rank=0", nnodes="1:2", policy=policy) as run:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import logging
 import signal
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,7 +44,7 @@ from torchft_svc.elastic.rendezvous.link import RendezvousLink
 from torchft_svc.elastic.rendezvous.own_lighthouse import own_lighthouse
 from torchft_svc.elastic.rendezvous.polled import PolledMeeting
 from torchft_svc.elastic.warm_start import WarmStart
-from torchft_svc.elastic.workers import LocalWorkers, untied
+from torchft_svc.elastic.workers import LocalWorkers, end_alone, untied
 from torchft_svc.errors import TrainingFailed
 from torchft_svc.rpc.address import HostPort, advertised_host
 from torchft_svc.rpc.security import PLAIN
@@ -52,6 +54,8 @@ log = logging.getLogger(__name__)
 # A lost node is told within milliseconds, a process that is killed with it ends at once, and
 # exceptions of others take some time to end theirs.
 CONSEQUENCE_S = 1.0
+# torch's: between the signal that ends workers and SIGKILL.
+KILL_AFTER_S = 30
 
 
 @dataclass(frozen=True)
@@ -109,6 +113,30 @@ class ElasticAgent(LocalElasticAgent):
             return result
         log.info("workers have failed because their world has broken")
         return RunResult(state=WorkerState.HEALTHY)  # torch looks for changes then
+
+    def _shutdown(
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = KILL_AFTER_S, **more: Any
+    ) -> None:
+        """As torch's; what Python programs have started gets SIGKILL when they have ended.
+
+        torch signals their sessions: without the workers of its DataLoader, a program cannot finish
+        its step.
+        """
+        spec = self._worker_group.spec
+        processes = [
+            each.proc for each in getattr(self._pcontext, "subprocess_handlers", {}).values()
+        ]
+        is_python = untied((spec.entrypoint, *spec.args))[0] == sys.executable
+        if (
+            is_python
+            and death_sig is not signal.SIGKILL
+            and not end_alone(processes, death_sig, timeout)
+        ):
+            death_sig = signal.SIGKILL
+        accepted = inspect.signature(super()._shutdown).parameters
+        if "timeout" in accepted:  # torch has it since 2.9
+            more["timeout"] = timeout
+        super()._shutdown(death_sig, **more)
 
     def _exit_barrier(self) -> None:
         """As torch's; a lighthouse knows which of the others still live."""

@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -51,6 +51,8 @@ POLL_S = 0.1
 # The end of a forked worker can be seen a moment before the fork server tells its exit code.
 _EXIT_CODE_S = 5.0
 _TORCH_PREFIX = "torchelastic_"
+# Signals that what a worker has started gets, too.
+_FOR_ALL = signal.SIGKILL, signal.SIGCONT
 _WRAPPER = "-I", "-S", parent_death.__file__
 
 
@@ -77,6 +79,26 @@ def tied(entrypoint: Entrypoint, args: tuple[Any, ...]) -> tuple[Entrypoint, tup
 def untied(command: tuple[Any, ...]) -> tuple[Any, ...]:
     """What was tied, of a command with its arguments."""
     return command[len(_WRAPPER) + 2 :] if command[1 : len(_WRAPPER) + 1] == _WRAPPER else command
+
+
+def end_alone(
+    processes: Sequence[subprocess.Popen[Any]], number: signal.Signals, timeout_s: float
+) -> bool:
+    """Signal processes that lead sessions; when one has ended, kill the rest of its session.
+
+    Returns whether all have ended within ``timeout_s``.
+    """
+    running = [process for process in processes if process.poll() is None]
+    for process in running:
+        log.warning("sending %s to worker process %d", number.name, process.pid)
+        process.send_signal(number)
+    deadline = time.monotonic() + timeout_s
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.0, deadline - time.monotonic()))
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return all(process.poll() is not None for process in running)
 
 
 class TiedFunction:
@@ -130,6 +152,7 @@ class LocalWorkers:
         self._running: dict[int, _Process] = {}
         self._logs: dict[int, _Tails] = {}
         self._error_files: dict[int, str] = {}
+        self._is_ending = False  # those that run were signalled
 
     @property
     def pids(self) -> dict[int, int]:
@@ -152,6 +175,7 @@ class LocalWorkers:
         destination = self._logs_specs.reify(environments)
         chosen = sorted(environments if local_ranks is None else local_ranks)
         assert not self._running.keys() & set(chosen)
+        self._is_ending = False
         for rank in chosen:
             self._stop_tails(rank)
             self._error_files[rank] = destination.error_files.get(rank, "")
@@ -166,7 +190,7 @@ class LocalWorkers:
             if exit_code is None:
                 continue
             del self._running[rank]
-            process.close(failed=exit_code != 0)
+            process.close(kill_rest=exit_code != 0 or self._is_ending)
             failure = None
             if exit_code != 0:
                 file = self._error_files[rank]
@@ -175,14 +199,18 @@ class LocalWorkers:
         return ended
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it to all workers that run, and to what they have started.
+        """Send it to all workers that run.
 
-        Those that are stopped go on: until then they would not notice it, and be waited for.
+        SIGKILL also goes to what they have started, and so does any signal to what a command that
+        is no Python program has started. A Python program may need its children to end in order:
+        without the workers of its DataLoader it cannot finish its step. They get SIGKILL when it
+        has ended. Workers that are stopped go on: until then they would not notice the signal.
         """
         for process in self._running.values():
             log.warning("sending %s to worker process %d", number.name, process.pid)
             process.signal(number)
             process.signal(signal.SIGCONT)
+        self._is_ending = self._is_ending or bool(self._running)
 
     def abandon(self) -> None:
         """Leave those alone that even SIGKILL has not ended: they hang in the kernel."""
@@ -268,22 +296,25 @@ class _Process(ABC):
     @abstractmethod
     def signal(self, number: signal.Signals) -> None: ...
 
-    def close(self, *, failed: bool) -> None:
+    def close(self, *, kill_rest: bool) -> None:
         if self._ends is not None:
             os.close(self._ends)
             self._ends = None
 
 
 class _Session(_Process):
-    """In a session of its own, as torch starts commands."""
+    """In a session of its own, as torch starts commands; ``is_python``: a Python program."""
+
+    is_python = True
 
     def signal(self, number: signal.Signals) -> None:
+        send = os.kill if self.is_python and number not in _FOR_ALL else os.killpg
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+            send(self.pid, number)
 
-    def close(self, *, failed: bool) -> None:
-        super().close(failed=failed)
-        if failed:  # what it has started (DataLoader workers, ...) would hold memory and devices
+    def close(self, *, kill_rest: bool) -> None:
+        super().close(kill_rest=kill_rest)
+        if kill_rest:  # what it has started (DataLoader workers, ...) would hold memory and devices
             _Session.signal(self, signal.SIGKILL)
 
 
@@ -309,6 +340,7 @@ class _Command(_Session):
                 start_new_session=True,
             )
         self.pid = self._process.pid
+        self.is_python = untied(command)[0] == sys.executable
         super().__init__()
 
     def poll(self) -> int | None:
@@ -376,8 +408,8 @@ class _Function(_Process):
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
-    def close(self, *, failed: bool) -> None:
-        super().close(failed=failed)
+    def close(self, *, kill_rest: bool) -> None:
+        super().close(kill_rest=kill_rest)
         self._values.close()
         self._process.close()
 

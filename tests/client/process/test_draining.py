@@ -26,6 +26,7 @@ from support.running import (
     manager_process,
     steady_address,
 )
+from support.scripts import loading_trainer
 from support.scripts.drained_trainer import leads_a_session
 from support.training import Trainer, lighthouse
 from support.warm import Warm
@@ -144,6 +145,38 @@ def test_a_later_manager_is_drained_after_the_first_one_was() -> None:
     eventually(lambda: later)
     after.close()
     assert len(first) == 1
+
+
+@pytest.mark.parametrize("first", ["workers", "all"])
+def test_the_end_of_its_data_loader_does_not_spoil_a_drain(first: str, tmp_path: Path) -> None:
+    """Slurm and systemd signal all processes of a job; the loader's workers end first."""
+    out = tmp_path / "out"
+    with lighthouse(min_replicas=1) as address:
+        process = Forked(Call(loading_trainer.leads_a_session, (address, "group"), {}, out))
+        try:
+            eventually(lambda: out.exists() and "training" in out.read_text(), DEADLINE_S)
+            if first == "workers":
+                workers = [pid for pid in children(process.pid) if is_fork(pid)]
+                assert len(workers) == loading_trainer.NUM_WORKERS
+                for pid in workers:
+                    os.kill(pid, signal.SIGTERM)
+            os.killpg(process.pid, signal.SIGTERM)
+            status = process.wait(DEADLINE_S)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        assert status == 0, out.read_text()
+        assert "saved" in out.read_text().splitlines()
+
+
+def children(pid: int) -> list[int]:
+    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_fork(pid: int) -> bool:
+    """Whether the process has its parent's command line, as the workers of a loader have."""
+    parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1]
+    return Path(f"/proc/{pid}/cmdline").read_bytes() == Path(f"/proc/{parent}/cmdline").read_bytes()
 
 
 HUNG = """

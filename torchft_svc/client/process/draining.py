@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+from torchft_svc.client.process import loaders
 from torchft_svc.client.process.forks import end_children_by_term
 from torchft_svc.errors import PeerError
 
@@ -43,6 +44,7 @@ class TermSignal:
         )
         if self._installed:
             end_children_by_term(_is_ours)
+            loaders.follow_drain(self._reason)
             signal.signal(signal.SIGTERM, self._on_signal)
             self._thread = threading.Thread(target=self._run, name="torchft-drain", daemon=True)
             self._thread.start()
@@ -81,10 +83,14 @@ class TermSignal:
                 os._exit(_SHELL_STATUS + signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)
 
+    def _reason(self) -> str:
+        """Why this process drains; empty: it does not."""
+        return "" if self._first_at is None else f"process {os.getpid()} got SIGTERM"
+
     def _run(self) -> None:
         if not self._signals.get():
             return
-        reason = f"process {os.getpid()} got SIGTERM"
+        reason = self._reason()
         self._drain(reason)
         try:
             self._inform(reason)
