@@ -408,6 +408,20 @@ def test_a_loss_explains_the_collective_that_failed_before_it_was_noticed() -> N
 # -- retries -------------------------------------------------------------------------------------
 
 
+def test_all_workers_that_are_lost_at_once_are_reported_in_one_incident() -> None:
+    story = Story()
+    first, second, third = trained(story, 7)
+    story.lose(first, "SIGKILL")
+    assert [each.rank for each in story.of(ReportBroken)] == [0]
+    story.lose(second, "SIGKILL")
+    (report,) = story.of(ReportBroken)
+    assert (report.rank, report.cause, report.explains) == (1, IncidentCause.LOST, False)
+    story.offer(third, 7)
+    story.lose(third, "ended")  # in order
+    assert not story.of(ReportBroken)
+    assert story.of(ReportFormed) == []
+
+
 def test_no_retry_is_left() -> None:
     story = Story()
     trained(story, 7, max_retries=0)

@@ -306,7 +306,7 @@ class RetryMachine(RunMembers):
             self._note_untaken(f"worker {found.rank} ended before it offered one ({reason})")
         if found.counts:
             self._break(found, IncidentCause.LOST, f"worker {found.rank}: {reason}")
-        elif found.stage is WorkerStage.LEAVING and not found.has_offered and self._open.is_riddle:
+        elif found.stage is WorkerStage.LEAVING and not found.has_offered and self._open.is_loss:
             self._orders += self._open.merge(
                 IncidentCause.LOST, f"worker {found.rank}: {reason}", found.rank
             )

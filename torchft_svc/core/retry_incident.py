@@ -25,6 +25,11 @@ class OpenIncident:
         """Whether a collective failed, and it is not known whose fault that is."""
         return self.cause is IncidentCause.COLLECTIVE
 
+    @property
+    def is_loss(self) -> bool:
+        """Whether workers were lost, or may have been: those lost at once are one incident."""
+        return self.cause is IncidentCause.LOST or self.is_riddle
+
     def interrupt(
         self, remedy: Remedy, cause: IncidentCause, reason: str, rank: int | None
     ) -> list[RetryOrder]:

@@ -32,7 +32,7 @@ class Incident:
         at_s, until_s: when it was noticed, and when the first step after it was done (None: not
             yet); in seconds since the run began.
         reason: what was noticed first.
-        lost_workers: their numbers.
+        lost_workers: the ranks of all that were lost, also at the same moment.
         step: the last step that was done before.
         lost_steps: how many of these steps had to be done again.
         source: whose state training went on with.
