@@ -213,6 +213,22 @@ def test_a_frozen_worker_is_ended_as_soon_as_the_others(tmp_path: Path) -> None:
         assert run.statuses() == {"a": 0}
 
 
+def test_a_worker_that_is_stopped_for_long_is_replaced(tmp_path: Path) -> None:
+    """Its agent lives, and no connection breaks: nobody else would notice it."""
+    options = "--max-restarts=1", "--stopped-worker-timeout=2"
+    with launch(tmp_path, *options, nnodes="1:2") as run:
+        run.start("a")
+        run.start("b")
+        before = run.await_world(a=1, b=1)
+        os.kill(before["b"][0], signal.SIGSTOP)
+        run.until(lambda: are_gone(before["b"]), "it is killed")
+        after = run.await_world(a=1, b=1)
+        assert after["a"] == before["a"]
+        assert "has been stopped for 2 s" in run.output()
+        run.finish()
+        assert run.statuses() == {"a": 0, "b": 0}
+
+
 def test_a_second_signal_ends_the_wait_for_workers(tmp_path: Path) -> None:
     with launch(tmp_path, "--shutdown-timeout=300", nnodes="1") as run:
         program = run.start("a", traits=("stubborn",))

@@ -186,6 +186,7 @@ class ElasticAgent(LocalElasticAgent):
                 self._meet(config, open_things),
                 self._shutdown_timeout,
                 config.connect_timeout_s,
+                strategy.stopped_timeout_s,
             )
             end = driver.run(self._settings.signals)
             self._remaining_restarts = machine.num_restarts_left

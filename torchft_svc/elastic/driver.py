@@ -44,6 +44,7 @@ from torchft_svc.core.agent_orders import (
     Tell,
     TellLeave,
 )
+from torchft_svc.core.stopped_workers import StoppedWorkers
 from torchft_svc.core.world import (
     AgentLeave,
     AgentState,
@@ -94,6 +95,7 @@ class AgentDriver:
         group: the local workers.
         meet: makes the way to the other agents; it calls its argument with news, on any thread.
         grace_s: between the signal that ends workers and SIGKILL.
+        stopped_timeout_s: for which a worker may be stopped (0: for ever).
         connect_timeout_s: how long there may be no way to the others in the beginning.
     """
 
@@ -104,12 +106,14 @@ class AgentDriver:
         meet: Callable[[Callable[[News], None]], Meeting],
         grace_s: float,
         connect_timeout_s: float,
+        stopped_timeout_s: float,
     ) -> None:
         self._machine = machine
         self._group = group
         self._meet = meet
         self._grace_s = grace_s
         self._connect_timeout_s = connect_timeout_s
+        self._stopped = StoppedWorkers(stopped_timeout_s, time.monotonic())
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
         self._wakes, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
@@ -158,6 +162,7 @@ class AgentDriver:
         deadlines = (
             self._machine.next_deadline(),
             self._group.deadline,
+            self._stopped.look_at if self._group.processes.pids else None,
             None if self._left is None else self._left[1],
             None if self._is_welcome else self._began_at + self._connect_timeout_s,
         )
@@ -182,6 +187,7 @@ class AgentDriver:
         self._look_at_workers()
         now = time.monotonic()
         self._look_at_left(now)
+        self._look_at_stopped(now)
         if not self._is_welcome and now - self._began_at > self._connect_timeout_s:
             text = f"no lighthouse within {self._connect_timeout_s:g} s: {self._trouble}"
             self._give_up(RendezvousConnectionError(text), text)
@@ -259,6 +265,21 @@ class AgentDriver:
             if orders:  # else a failure of a worker leads to another world already
                 log.info("workers have left the world of round %d, ask for another one", round_)
             self._do(orders)
+
+    def _look_at_stopped(self, now: float) -> None:
+        """Kill workers that do not run: the others of their world would wait for them."""
+        if now < self._stopped.look_at or self._group.is_stopping:
+            return
+        stopped = self._group.processes.stopped()
+        overdue = self._stopped.overdue(stopped.values(), now)
+        for rank, pid in stopped.items():
+            if pid in overdue:
+                log.error(
+                    "worker %d (process %d) has been stopped for %g s, as by SIGSTOP: killing it "
+                    "(--stopped-worker-timeout)",
+                    *(rank, pid, self._stopped.timeout_s),
+                )
+                self._group.processes.kill(rank)
 
     def _give_up(self, error: Exception, reason: str) -> None:
         if self._error is None:

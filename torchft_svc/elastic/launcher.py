@@ -39,6 +39,7 @@ from torchft_svc.core.world import FAILURE_WINDOW_S, MAX_FAILURES
 from torchft_svc.elastic.agent import AgentSettings, ElasticAgent
 from torchft_svc.elastic.policy import (
     MAX_SOFT_FAILURES,
+    STOPPED_TIMEOUT_S,
     HardRestartPolicyStrategy,
     RestartPolicyStrategy,
     SoftRestartPolicyStrategy,
@@ -76,6 +77,8 @@ class LaunchConfig(torch_launcher.LaunchConfig):
         restart_policy: one of ours, or a strategy of your own.
         soft_ready_timeout: under a soft policy, seconds that a worker has to reach a new world
             before it is treated as failed; 0: it may take however long.
+        stopped_worker_timeout: under a soft policy, seconds for which a worker may be stopped
+            (SIGSTOP) before it is killed, which is a failure; 0: it may be for ever.
         max_soft_failures: with soft-replace, more failures of a node's workers within
             ``failure_window`` restart all of them.
         failure_window: seconds for which a failure counts.
@@ -96,6 +99,7 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     rdzv_backend: str = ""
     restart_policy: RestartPolicy | RestartPolicyStrategy = RestartPolicy.HARD
     soft_ready_timeout: float = 300.0
+    stopped_worker_timeout: float = STOPPED_TIMEOUT_S
     max_soft_failures: int = MAX_SOFT_FAILURES
     failure_window: float = FAILURE_WINDOW_S
     max_run_failures: int | None = None
@@ -111,7 +115,7 @@ class LaunchConfig(torch_launcher.LaunchConfig):
         if not self.rdzv_backend:
             is_soft = isinstance(_strategy(self), SoftRestartPolicyStrategy)
             self.rdzv_backend = BACKEND if is_soft else torch_launcher.LaunchConfig.rdzv_backend
-        for name in ("soft_ready_timeout", "exit_barrier_timeout"):
+        for name in ("soft_ready_timeout", "stopped_worker_timeout", "exit_barrier_timeout"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, value, "use a finite number of seconds, 0 or more")
@@ -378,6 +382,7 @@ def _strategy(config: LaunchConfig) -> RestartPolicyStrategy:
         config.soft_ready_timeout,
         config.max_soft_failures,
         config.failure_window,
+        config.stopped_worker_timeout,
     )
 
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 # Of the workers of a node within the failure window: more of them restart all of its workers.
 MAX_SOFT_FAILURES = 3
+# A worker that is stopped for longer has failed. The lighthouse misses a stopped node after 5 s.
+STOPPED_TIMEOUT_S = 10.0
 
 
 class RestartPolicyStrategy(ABC):
@@ -49,12 +51,14 @@ class SoftRestartPolicyStrategy(RestartPolicyStrategy):
         ready_timeout_s: for a worker to reach a new world, before it has failed; 0: no limit.
         max_soft_failures: more of them within the window restart all workers of the node.
         failure_window_s: for so long a failure counts.
+        stopped_timeout_s: a worker that is stopped for longer (SIGSTOP) has failed; 0: no limit.
     """
 
     policy: RestartPolicy = RestartPolicy.SOFT
     ready_timeout_s: float = 300.0
     max_soft_failures: int = MAX_SOFT_FAILURES
     failure_window_s: float = FAILURE_WINDOW_S
+    stopped_timeout_s: float = STOPPED_TIMEOUT_S
 
     def reactions(self) -> Mapping[RunEvent, tuple[Reaction, ...]]:
         """The steps that each event begins: a row of the table in `torchft_svc.core.restart`."""

@@ -30,7 +30,7 @@ from torchft_svc import env
 from torchft_svc.core.restart import RestartPolicy
 from torchft_svc.core.world import FAILURE_WINDOW_S, MAX_FAILURES
 from torchft_svc.elastic.launcher import LaunchConfig, elastic_launch, from_torch
-from torchft_svc.elastic.policy import MAX_SOFT_FAILURES
+from torchft_svc.elastic.policy import MAX_SOFT_FAILURES, STOPPED_TIMEOUT_S
 from torchft_svc.elastic.rendezvous.config import EXIT_BARRIERS
 from torchft_svc.elastic.rendezvous.plugin import BACKEND
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
@@ -75,6 +75,15 @@ def _add_restart_arguments(parser: ArgumentParser) -> None:
         "it may take however long, for programs that treat the states by their own logic.",
         type=float,
         default=300.0,
+        metavar="SECONDS",
+    )
+    _add(
+        group,
+        "--stopped-worker-timeout",
+        "With a soft policy: a worker that is stopped for so long (SIGSTOP), not by a debugger, is "
+        f"killed, which is a failure (default {STOPPED_TIMEOUT_S:g}); 0: it may be for ever.",
+        type=float,
+        default=STOPPED_TIMEOUT_S,
         metavar="SECONDS",
     )
     _add(
@@ -181,7 +190,7 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
 
 
 def _check_numbers(told: Namespace) -> None:
-    for name in ("soft_ready_timeout", "exit_barrier_timeout"):
+    for name in ("soft_ready_timeout", "stopped_worker_timeout", "exit_barrier_timeout"):
         value = getattr(told, name)
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(_flag(name), value, "use a finite number of seconds, 0 or more")
@@ -227,6 +236,7 @@ def config_from_args(
         config,
         restart_policy=policy,
         soft_ready_timeout=args.soft_ready_timeout,
+        stopped_worker_timeout=args.stopped_worker_timeout,
         max_soft_failures=args.max_soft_failures,
         failure_window=args.failure_window,
         max_run_failures=args.max_run_failures,

@@ -164,6 +164,17 @@ class LocalWorkers:
         """Readable when `reap` has something to do. Empty: call it every `POLL_S` seconds."""
         return [each for process in self._running.values() for each in process.descriptors]
 
+    def stopped(self) -> dict[int, int]:
+        """Process ids of the workers that are stopped (SIGSTOP), by local rank.
+
+        Not of those that a debugger has stopped, nor where the system has no /proc.
+        """
+        return {rank: pid for rank, pid in self.pids.items() if _is_stopped(pid)}
+
+    def kill(self, local_rank: int) -> None:
+        """Kill one worker, and what it has started; `reap` returns its end."""
+        self._running[local_rank].signal(signal.SIGKILL)
+
     def start(
         self, environments: dict[int, dict[str, str]], local_ranks: Collection[int] | None = None
     ) -> None:
@@ -536,3 +547,11 @@ def _process_descriptor(pid: int) -> int | None:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
         return None
+
+
+def _is_stopped(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] == "T"  # a debugger's is "t"
