@@ -21,6 +21,7 @@ _COLUMNS = (
     Column("off_ms", "step ms: off", 3),
     Column("on_ms", "on", 3),
     Column("ratio", "on / off", 4),
+    Column("cpu_ratio", "of the CPU time", 4),
     Column("check_ms", "a check ms", 2),
     Column("share", "checks' share of a step", 5),
 )
@@ -53,9 +54,15 @@ def measure(name: str, steps: int, blocks: int, every: int) -> dict[str, Any]:
         "on_ms": on_ms,
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "cpu_ratio": _cpu_ms(on) / _cpu_ms(off),
         "check_ms": check_ms,
         "share": check_ms / every / off_ms,
     }
+
+
+def _cpu_ms(pair: Pair) -> float:
+    """CPU time of a trainer for each step, which other work on the machine changes little."""
+    return 1000 * pair.cpu_s["trainer"] / pair.num_steps
 
 
 def _check_ms(pair: Pair, num_steps: int, every: int) -> float:
@@ -93,6 +100,7 @@ def main(
         notes=[
             "a block's step time is the mean over its steps, checks included; 'on / off' is the "
             "median over neighbouring blocks",
+            "the CPU time is that of a trainer, for each step",
             "a check: how much longer than the median step of its block a step takes that compares",
         ],
     )
