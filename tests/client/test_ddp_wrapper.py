@@ -77,6 +77,26 @@ def test_gradients_that_nothing_averages_are_warned_of_once(
     assert all("2 parameters (the first one's shape is (1, 2))" in each for each in told)
 
 
+def test_a_group_that_is_alone_keeps_its_gradients_once(alone: Manager) -> None:
+    """They are not copied into the buckets, whose memory is not touched then."""
+    model = mlp()
+    other = copy.deepcopy(model)
+    parallel = DistributedDataParallel(alone, model)
+    for bucket in parallel._reducer._buckets:
+        bucket.memory.fill_(7)
+    for _ in range(2):
+        alone.start_quorum()
+        model.zero_grad()
+        parallel(ONE).sum().backward()
+        assert alone.should_commit()
+        got = [parameter.grad for parameter in model.parameters()]
+        other.zero_grad()
+        other(ONE).sum().backward()
+        torch.testing.assert_close(got, [parameter.grad for parameter in other.parameters()])
+    for bucket in parallel._reducer._buckets:
+        assert all((view == 7).all() for view in bucket.views)
+
+
 def test_a_wrapper_leaves_no_hooks_behind(alone: Manager) -> None:
     """Also where the parameters have hooks of the program."""
     model = mlp()

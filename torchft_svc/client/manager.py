@@ -345,6 +345,10 @@ class Manager:
         """As `launch_sum`, for memory with a place for the wish to ask before the next step."""
         return self._stepper.launch_sum(memory, carrier)
 
+    def _sums_alone(self) -> bool:
+        """Whether this group is the only member of the quorum: then a sum changes nothing."""
+        return self._stepper.sums_alone()
+
     def _sum_again(self, num_launched: int) -> bool:
         """Whether all sums of this step are to be launched again, among the groups that are left
         (rule E9): the caller has launched these ``num_launched``, none of which is over, and still

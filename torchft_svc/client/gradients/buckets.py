@@ -214,7 +214,10 @@ def _allocate(
     """The memory of a bucket, the parameters' views, and the place for the wish at the end."""
     first = parameters[0]
     numel = sum(parameter.numel() for parameter in parameters) + int(carries_wish)
-    memory = torch.zeros(numel, dtype=first.dtype, device=first.device)
+    # Not touched before it is filled: a group that is alone never needs it.
+    memory = torch.empty(numel, dtype=first.dtype, device=first.device)
+    if carries_wish:
+        memory[-1:].zero_()
     views = []
     offset = 0
     for parameter in parameters:

@@ -96,6 +96,8 @@ class Reducer:
         self._pass: weakref.ref[functools.partial[None]] | None = None
         self._outer: _OuterPass | None = None
         self._is_nested = False
+        self._is_alone = False  # the pass, in a quorum of this group
+        self._has_averages = False  # of the last pass, in the buckets
         self._arrived: dict[int, int] = {}  # versions of the parameters whose gradients are there
         self._versions_before: dict[int, int] = {}  # see `_register_hooks`
         self._reductions: list[Reduction] = []
@@ -166,6 +168,8 @@ class Reducer:
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See `Reducing.average_of`."""
+        if not self._has_averages:
+            return None
         for bucket in self._buckets:
             for each, view in zip(bucket.parameters, bucket.views, strict=True):
                 if each is parameter:
@@ -328,6 +332,7 @@ class Reducer:
         self._failed = False
         self.graph = graph
         self._is_nested = False
+        self._is_alone = False
         self._arrived = {}
         self._missing = [len(bucket.parameters) for bucket in self._buckets]
         self._next = self._num_launched = 0
@@ -371,6 +376,10 @@ class Reducer:
         if scale is None:
             self._failed = True
             return
+        self._is_alone = scale == 1.0 and self._manager._sums_alone()
+        if self._is_alone:
+            self._launch_wish(bucket)
+            return
         # In a backward pass it is off already, unless the pass makes a graph.
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             bucket.fill(scale)
@@ -381,6 +390,22 @@ class Reducer:
             bucket.renew()
             return
         self._reductions.append(reduction)
+
+    def _launch_wish(self, bucket: Bucket) -> None:
+        """Sum nothing but the wish, in place of ``bucket``.
+
+        The gradients are their averages, and stay where they are: copies of all of them in the
+        buckets would double their memory.
+        """
+        if bucket.wish is None:
+            return
+        self._num_launched += 1
+        reduction = self._manager._launch_gradients(bucket.wish, bucket.wish)
+        self._failed = reduction is None
+        if reduction is None:
+            bucket.renew()
+        else:
+            self._reductions.append(reduction)
 
     @uncompiled
     def _finish(self) -> None:
@@ -398,11 +423,14 @@ class Reducer:
             if not reduction.wait():
                 self._failed = True
                 bucket.renew()
+            elif self._is_alone:
+                continue
             elif self._hands_out:
                 bucket.hand_out()
             else:
                 bucket.copy_out()
-        if self._failed:
+        self._has_averages = not (self._failed or self._is_alone)
+        if not self._has_averages:
             # Other workers of the group may have their averages: all have the same gradients, since
             # a program may reduce those that it has inside the group.
             for bucket in self._buckets:
@@ -455,7 +483,7 @@ class Reducer:
 
     def _versions(self) -> list[Any]:
         """Version counters of the gradients; a write changes them."""
-        if self._hands_out:
+        if self._hands_out and not self._is_alone:
             return [bucket.memory._version for bucket in self._buckets]
         return [bucket.copied_versions() for bucket in self._buckets]
 
@@ -464,7 +492,8 @@ class Reducer:
         """Report an error if another wrapper has overwritten the gradients meanwhile."""
         if self._manager.errored() is not None:
             return
-        replaced = self._hands_out and not all(b.holds_gradients() for b in self._buckets)
+        hands_out = self._hands_out and not self._is_alone
+        replaced = hands_out and not all(bucket.holds_gradients() for bucket in self._buckets)
         if replaced or self._versions() != versions:
             self._manager.report_error(ConfigError("module", "wrapped twice", _OVERWRITTEN))
 

@@ -393,6 +393,10 @@ class Stepper:
         """See `Manager.launch_sum`; ``carrier``: see `Collectives.launch`."""
         return self._collectives.launch(tensor, carrier=carrier)
 
+    def sums_alone(self) -> bool:
+        """See `Manager._sums_alone`."""
+        return self._deps.pg.size() == 1
+
     def _wants_question(self) -> bool:
         return self._worker.round.wants_question
 
