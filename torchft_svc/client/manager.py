@@ -25,6 +25,7 @@ from torchft_svc.client.config import (
     resolve_timeouts,
 )
 from torchft_svc.client.process.deadlines import guard_future
+from torchft_svc.client.process.driven import DrivenManager
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.client.reduce.operations import Kind
@@ -187,8 +188,8 @@ class Manager:
         run = self._runtime = _start(self._rules, services, environment, given)
         self._worker = run.worker
         self._stepper = Stepper(run.deps, self._rules, run.worker, run.thread)
-        leads = self._rules.place.leads
-        self._finalizer = weakref.finalize(self, _close_in, os.getpid(), run, leads)
+        self._driven = _driven(services.job_id, services.replica_name, run)
+        self._finalizer = _close_at_exit(self, run, self._rules.place.leads)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -209,9 +210,11 @@ class Manager:
 
         Raises:
             PeerError: there is no quorum (only where this waits for it).
+            ConfigError: this thread trains the group in another job, too.
             Drained: the group was drained: a SystemExit with status 0. `wait_quorum` and
                 `should_commit` may raise it, too; then their step is not applied.
         """
+        self._driven.begin_step()
         limit = self._rules.timeouts.quorum_s if timeout is None else limited_s(timeout)
         request = RoundRequest(
             allow_heal=allow_heal,
@@ -604,8 +607,21 @@ def _start(*parts: Any) -> Runtime:
         raise _shortened(error) from None
 
 
+def _driven(job: str, group: str, run: Runtime) -> DrivenManager:
+    return DrivenManager(
+        job,
+        group,
+        is_over=lambda: run.closed,
+        has_others=lambda: len(getattr(run.worker.round.peers.quorum, "replica_ids", ())) > 1,
+    )
+
+
 def _log_leaving(step: int, leads: bool) -> None:
     log.log(logging.INFO if leads else logging.DEBUG, "leaves after step %d", step)
+
+
+def _close_at_exit(manager: Manager, run: Runtime, leads: bool) -> weakref.finalize[Any, Manager]:
+    return weakref.finalize(manager, _close_in, os.getpid(), run, leads)
 
 
 def _close_in(pid: int, runtime: Runtime, leads: bool) -> None:
