@@ -216,6 +216,7 @@ class Stepper:
         self._sum_error = None
         self._order.begin(lambda: self._worker.round.has_connected, self.state.step)
         self._collectives.begin(epoch)
+        self._sums_begun = True
 
     def sum_again(self, num_launched: int) -> bool:
         """See `Manager._sum_again`; ``num_launched``: the sums that the caller has launched."""
