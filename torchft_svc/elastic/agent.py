@@ -134,7 +134,7 @@ class ElasticAgent(LocalElasticAgent):
         ):
             death_sig = signal.SIGKILL
         accepted = inspect.signature(super()._shutdown).parameters
-        if "timeout" in accepted:  # torch has it since 2.9
+        if "timeout" in accepted:  # older releases of torch have none
             more["timeout"] = timeout
         super()._shutdown(death_sig, **more)
 

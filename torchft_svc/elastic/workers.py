@@ -377,6 +377,7 @@ class _Forked(_Session):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             if os.getpgid(self.pid) != self.pid:  # its session begins a moment after the fork
                 os.kill(self.pid, number)
+                return
         super().signal(number)
 
 
