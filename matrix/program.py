@@ -62,6 +62,11 @@ class Feature(Enum):
     TWO_OPTIMIZERS = "two optimizers"
     FORWARD_STATE = "forward changes state"
     PIECES = "state in pieces"
+    PENALTY = "gradient penalty"  # a second derivative, in the loss
+    FORCES = "gradients of inputs"  # as many as a group likes, in its steps and between them
+    CLEARS_TWICE = "clears twice"  # adversarial training: two passes with zero_grad() between
+    PUBLIC_LOOP = "loop of the public release"  # whose updates fail now and then, and which goes on
+    ASSIGN = "assign"  # a load function that replaces the parameters
 
 
 class Moment(Enum):
@@ -82,6 +87,8 @@ _SHARDED = frozenset({Wrapper.FSDP, Wrapper.HSDP})
 _ANY_STEP = tuple(moment for moment in Moment if moment not in (Moment.HEAL, Moment.SERVE))
 _DELAYS_MS = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
 _MAX_FEATURES = 6
+# How many programs that are refused are drawn again without what is refused.
+_RARELY = 0.75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,6 +134,11 @@ class Program:
     def is_refused(self) -> bool:
         """Whether the library promises to refuse it, with a `ConfigError`."""
         return self.has(Feature.SPARSE)
+
+    @property
+    def ends_with_heals(self) -> bool:
+        """Whether the library promises to end a group that heals, with a `ConfigError`."""
+        return self.has(Feature.ASSIGN)
 
     @property
     def min_replica_size(self) -> int:
@@ -205,6 +217,14 @@ def reason_against(program: Program) -> str | None:
             "only our wrapper promises to refuse them",
         ),
         (
+            has(Feature.SPARSE) and has(Feature.ASSIGN),
+            "no group gets so far that it heals",
+        ),
+        (
+            (has(Feature.PENALTY) or has(Feature.FORCES)) and program.is_sharded,
+            "FSDP frees weights that another backward pass needs",
+        ),
+        (
             has(Feature.TIED) and has(Feature.MIXED_TYPES) and program.is_sharded,
             "tied weights have to be sharded together, those of other types apart",
         ),
@@ -216,6 +236,10 @@ def draw(seed: int) -> Program:
     """The program of a seed; any combination that can work may come."""
     dice = random.Random(seed)
     while True:
+        num_features = dice.randint(0, _MAX_FEATURES)
+        features = set(dice.sample(list(Feature), num_features))
+        if dice.random() < _RARELY:  # nothing else of such a program is seen
+            features -= {Feature.ASSIGN, Feature.SPARSE}
         program = Program(
             seed=seed,
             # The isolated one costs two more processes for each life of each worker.
@@ -226,13 +250,12 @@ def draw(seed: int) -> Program:
             use_async_quorum=dice.random() < 0.5,
             num_workers=dice.choice((1, 2)),
             num_groups=dice.choice((2, 3)),
-            features=frozenset(dice.sample(list(Feature), dice.randint(0, _MAX_FEATURES))),
+            features=frozenset(features),
         )
         if reason_against(program) is None:
             break
-    return dataclasses.replace(
-        program, kills=() if program.is_refused else _draw_kills(dice, program)
-    )
+    has_end = program.is_refused or program.ends_with_heals
+    return dataclasses.replace(program, kills=() if has_end else _draw_kills(dice, program))
 
 
 def _draw_kills(dice: random.Random, program: Program) -> tuple[Kill, ...]:

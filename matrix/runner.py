@@ -117,6 +117,9 @@ class _Execution:
         if self.program.is_refused:
             yield self._all_have_ended, "not all groups were refused"
             return
+        if self.program.ends_with_heals:  # all have to begin with the weights of one of them
+            yield self._all_but_one_have_ended, "not all groups that heal were refused"
+            return
         yield self._kills_are_done, "the worker to be killed did not get so far"
         back_at = time.monotonic()
         yield lambda: self._all_commit(since=back_at), "not all groups trained together"
@@ -169,13 +172,14 @@ class _Execution:
         if workers[0].options.incarnation != end.incarnation or end.status == 0:
             return
         kills = [each for each in self.fleet.of(end.group, Killed) if each.life == end.life]
-        if not kills and not self.program.is_refused:
+        has_end = self.program.is_refused or self.program.ends_with_heals
+        if not kills and not has_end:
             self._dead.add(end.group)
             return
         for worker in workers:
             if worker.is_running:
                 self.fleet.kill(worker, with_manager=True)
-        if not self.program.is_refused:
+        if not has_end:
             self.fleet.start(end.group)
 
     def _discards_for_ever(self) -> bool:
@@ -212,6 +216,9 @@ class _Execution:
                 if len(mine) < _TOGETHER:
                     return False
         return True
+
+    def _all_but_one_have_ended(self) -> bool:
+        return len({each.options.group for each in self.fleet.lives if each.is_running}) <= 1
 
     def _all_have_ended(self) -> bool:
         return not any(worker.is_running for worker in self.fleet.lives)

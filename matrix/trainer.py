@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.optim import lr_scheduler as schedulers
 from torch.utils._pytree import tree_map
 
 from chaos.forked import fork_first
@@ -56,6 +57,37 @@ QUORUM_TIMEOUT = timedelta(seconds=40)
 TORN_STATUS = 70
 _BATCH = 4
 _PARTS = 2  # of a batch, where gradients are accumulated
+
+
+_STUMBLE_EVERY = 6  # steps
+
+
+def make_scheduler(optimizer: torch.optim.Optimizer, seed: int) -> Any:
+    """One of torch's schedulers, the same for a ``seed``."""
+    kinds: list[Callable[[], Any]] = [
+        lambda: schedulers.StepLR(optimizer, 5, 0.9),
+        lambda: schedulers.MultiStepLR(optimizer, [2, 5, 5, 9], 0.8),
+        lambda: schedulers.ExponentialLR(optimizer, 0.98),
+        lambda: schedulers.ConstantLR(optimizer, 0.5, 4),
+        lambda: schedulers.LinearLR(optimizer, 0.3, total_iters=8),
+        lambda: schedulers.PolynomialLR(optimizer, 50),
+        lambda: schedulers.CosineAnnealingLR(optimizer, 20),
+        lambda: schedulers.CosineAnnealingWarmRestarts(optimizer, 4, 2),
+        lambda: schedulers.CyclicLR(optimizer, 1e-3, 1e-2, 3, cycle_momentum=False),
+        lambda: schedulers.OneCycleLR(optimizer, 1e-2, 100_000),
+        lambda: schedulers.LambdaLR(optimizer, lambda step: 0.97**step),
+        lambda: schedulers.MultiplicativeLR(optimizer, lambda _: 0.98),
+        lambda: schedulers.ReduceLROnPlateau(optimizer, patience=2),
+        lambda: schedulers.ChainedScheduler(
+            [schedulers.ConstantLR(optimizer, 0.5, 3), schedulers.ExponentialLR(optimizer, 0.97)]
+        ),
+        lambda: schedulers.SequentialLR(
+            optimizer,
+            [schedulers.LinearLR(optimizer, 0.3), schedulers.MultiStepLR(optimizer, [2, 4])],
+            [3],
+        ),
+    ]
+    return kinds[seed % len(kinds)]()
 
 
 class Bomb:
@@ -130,13 +162,15 @@ class Training:
         self.model = self._wrap(options)
         self.optimizers = self._make_optimizers()
         # By hand there are both: a wrapped optimizer, and the calls that it consists of.
-        self.writes_calls = program.wrapper is Wrapper.BY_HAND and len(self.optimizers) > 1
+        self.writes_calls = program.has(Feature.PUBLIC_LOOP) or (
+            program.wrapper is Wrapper.BY_HAND and len(self.optimizers) > 1
+        )
         if self.writes_calls:
             for optimizer in self.optimizers:
                 self.manager.register_optimizer(optimizer)
         else:
             self.optimizer = OptimizerWrapper(self.manager, self.optimizers)
-        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizers[0], 5, 0.9)
+        self.scheduler = make_scheduler(self.optimizers[0], program.seed)
         # Grows until gradients are infinite, which has to be survived.
         self.scaler = torch.amp.GradScaler(
             "cpu",
@@ -146,9 +180,20 @@ class Training:
             enabled=program.has(Feature.GRAD_SCALER),
         )
         self._has_healed = False  # and not told it yet
+        self._stumbles = updates_fail(program, options)
+        self.is_spoiled = False  # an update has failed, and no state was loaded since
+        self._num_extra = 1 + options.group % 2  # passes that the other groups need not make
+        self.optimizers[-1].register_step_pre_hook(lambda *_: self._stumble())
         for optimizer in self.optimizers:
             optimizer.register_step_pre_hook(lambda *_: self.bomb.at(Moment.UPDATE))
         self.net.block.register_forward_hook(self._pass_block)
+
+    def _stumble(self) -> None:
+        """Fail in an update now and then; only if the others have it."""
+        quorum = self.manager.last_quorum()
+        is_whole = quorum is not None and len(quorum.replica_ids) == self.program.num_groups
+        if self._stumbles and is_whole and self.manager.current_step() % _STUMBLE_EVERY == 0:
+            raise Stumbled
 
     def _pass_block(self, _: nn.Module, __: Any, hidden: Tensor) -> None:
         self.bomb.at(Moment.FORWARD)
@@ -238,7 +283,7 @@ class Training:
         return {"model": self._model_state(), **rest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.net.load_state_dict(state["model"])
+        self.net.load_state_dict(state["model"], assign=self.program.has(Feature.ASSIGN))
         if not self.program.has(Feature.PIECES):
             self._load_rest(state)
         torn = self.net.memory and self.net.memory.check()
@@ -246,6 +291,7 @@ class Training:
             print(torn, file=sys.stderr, flush=True)
             os._exit(TORN_STATUS)
         self._has_healed = True
+        self.is_spoiled = False
 
     def _load_rest(self, state: dict[str, Any]) -> None:
         for optimizer, part in zip(self.optimizers, state["optimizers"], strict=True):
@@ -284,10 +330,12 @@ class Training:
         self._begin()
         self._tell_heal(is_whole=True)  # with that it goes forward, as the source does
         self.bomb.at(Moment.QUORUM)
-        loss = 0.0
-        for number, part in enumerate(inputs):
-            with self._syncing(is_last=number == len(inputs) - 1):
-                loss += self._backward(part) / len(inputs)
+        loss = self._pass(inputs)
+        if self.program.has(Feature.CLEARS_TWICE):
+            inputs = [part + 0.1 * _sign(part.grad) for part in inputs]
+            for clearing in self.optimizers if self.writes_calls else [self.optimizer]:
+                clearing.zero_grad()
+            loss = self._pass(inputs)
         if self.program.wrapper is Wrapper.BY_HAND:
             works = [
                 self.manager.allreduce(parameter.grad)
@@ -299,9 +347,29 @@ class Training:
         self.bomb.at(Moment.VOTE)
         committed = self._end()
         if committed and self.program.has(Feature.SCHEDULER):
-            self.scheduler.step()
+            if isinstance(self.scheduler, schedulers.ReduceLROnPlateau):
+                self.scheduler.step(1.0)  # a loss that is equal in all groups, and gets no better
+            else:
+                self.scheduler.step()
         self._tell_heal(is_whole=committed)  # it came at the end of the step
         return committed, loss
+
+    def _pass(self, inputs: list[Tensor]) -> float:
+        loss = 0.0
+        for number, part in enumerate(inputs):
+            with self._syncing(is_last=number == len(inputs) - 1):
+                loss += self._backward(part.requires_grad_()) / len(inputs)
+        return loss
+
+    def differentiate(self, inputs: Tensor) -> None:
+        """The gradients of the inputs alone, which nobody averages."""
+        own = inputs.detach().requires_grad_()
+        # Torch's wrapper does not allow it.
+        model = self.net if self.program.wrapper is Wrapper.TORCH_DDP else self.model
+        self.net.eval()
+        for _ in range(self._num_extra):
+            torch.autograd.grad(model(own).sum(), own)
+        self.net.train()
 
     def _begin(self) -> None:
         if not self.writes_calls:
@@ -326,21 +394,54 @@ class Training:
     def _backward(self, inputs: Tensor) -> float:
         target = inputs.sum(1, keepdim=True)
         with torch.autocast("cpu", torch.bfloat16, enabled=self.program.has(Feature.AUTOCAST)):
-            loss = (self.model(inputs) - target).square().mean()
+            outputs = self.model(inputs)
+            loss = (outputs - target).square().mean()
+            if self.program.has(Feature.PENALTY):
+                (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
+                loss = loss + 0.01 * slope.square().mean()
+        if self.program.has(Feature.FORCES):
+            self.differentiate(inputs)
         self.scaler.scale(loss).backward()
         return loss.item()
 
     def _end(self) -> bool:
-        if self.writes_calls:
-            with self.manager.commit() as committed:
-                if committed:
+        committed = False
+        try:
+            if self.program.has(Feature.PUBLIC_LOOP):
+                if self.manager.should_commit():
                     for optimizer in self.optimizers:
                         self.scaler.step(optimizer)
-        else:
-            committed = bool(self.scaler.step(self.optimizer))
+                    committed = True
+            elif self.writes_calls:
+                with self.manager.commit() as committed:
+                    if committed:
+                        for optimizer in self.optimizers:
+                            self.scaler.step(optimizer)
+            else:
+                committed = bool(self.scaler.step(self.optimizer))
+        except Stumbled:  # the loop goes on, as many do
+            self.is_spoiled = True
         if self.program.has(Feature.GRAD_SCALER):
             self.scaler.update(None if committed else self.scaler.get_scale())
         return committed
+
+
+class Stumbled(Exception):
+    """An update that fails."""
+
+
+def updates_fail(program: Program, options: WorkerOptions) -> bool:
+    """Whether updates of this life fail now and then: in one worker of the group that was killed,
+    when it is back, because the others have the newest state then."""
+    if not program.has(Feature.PUBLIC_LOOP) or not program.kills:
+        return False
+    is_back = options.group == program.kills[0].group and options.incarnation > 0
+    return is_back and options.worker == 0
+
+
+def _sign(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.nan_to_num().sign()
 
 
 def _make_pg(program: Program) -> ProcessGroup:
@@ -409,7 +510,8 @@ def run(options: WorkerOptions) -> None:
 def _one_step(training: Training, options: WorkerOptions, log: EventLog) -> None:
     manager, program = training.manager, training.program
     step = manager.current_step()
-    log.write(PhaseBegan, step=step, phase="forward", whole=training.whole_digest())
+    whole = "" if training.is_spoiled else training.whole_digest()
+    log.write(PhaseBegan, step=step, phase="forward", whole=whole)
     num_parts = _PARTS if program.has(Feature.ACCUMULATION) else 1
     committed, loss = training.update([_inputs(options, step, part) for part in range(num_parts)])
     quorum = manager.last_quorum()
@@ -426,9 +528,11 @@ def _one_step(training: Training, options: WorkerOptions, log: EventLog) -> None
             quorum_id=quorum.quorum_id,
             members=" ".join(quorum.replica_ids),
         )
-    else:
+    elif not training.is_spoiled:  # else these are the weights of no step
         reason = str(manager.errored() or "")
         log.write(Discarded, step=manager.current_step(), digest=training.digest(), reason=reason)
+    if program.has(Feature.FORCES):
+        training.differentiate(_inputs(options, step, 0))
     time.sleep(options.step_s)
 
 

@@ -42,6 +42,8 @@ def judge(run: Run) -> list[Verdict]:
     """The verdicts that are not good; none: the program works."""
     if run.program.is_refused:
         verdicts = [judge_refusal(run)]
+    elif run.program.ends_with_heals:
+        verdicts = [judge_ends_of_heals(run)]
     else:
         seen = chaos.Run(seen=[("", event) for event in run.events], incidents=())
         verdicts = [
@@ -137,6 +139,21 @@ def judge_refusal(run: Run) -> Verdict:
     if any(isinstance(event, Committed) for event in run.events):
         faults.append("steps were committed")
     return Verdict.of("an invalid program is refused", faults, _REFUSAL)
+
+
+def judge_ends_of_heals(run: Run) -> Verdict:
+    """All groups but the one that all others heal from end, and the error names the cause."""
+    faults = [run.missed] if run.missed else []
+    groups: dict[str, bool] = defaultdict(bool)
+    for life, said in run.words.items():
+        groups[life.rpartition(".")[0]] |= _REFUSAL in said and "assign=True" in said
+    committed = {event.group for event in run.events if isinstance(event, Committed)}
+    spared = [group for group, is_refused in groups.items() if not is_refused]
+    if len(spared) > 1:
+        faults.append(f"{' and '.join(spared)} were not refused")
+    if len(committed) > 1:
+        faults.append(f"groups {committed} committed steps")
+    return Verdict.of("a group that heals wrongly is ended", faults, _REFUSAL)
 
 
 def tell(run: Run) -> str:

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from chaos.options import WorkerOptions
+from demo.fingerprint import fingerprint
 from matrix.program import (
     Feature,
     Kill,
@@ -22,6 +29,7 @@ from matrix.program import (
     reason_against,
 )
 from matrix.smallest import find_smallest
+from matrix.trainer import make_scheduler, updates_fail
 
 MANY = [draw(seed) for seed in range(300)]
 
@@ -52,7 +60,48 @@ def test_only_what_can_work_is_drawn() -> None:
 
 
 def test_what_is_refused_has_nobody_to_kill() -> None:
-    assert all(bool(program.kills) is not program.is_refused for program in MANY)
+    for program in MANY:
+        assert bool(program.kills) is not (program.is_refused or program.ends_with_heals)
+
+
+@pytest.mark.parametrize("kind", range(15))
+def test_every_scheduler_makes_steps_and_travels(kind: int) -> None:
+    def make() -> Any:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        return make_scheduler(torch.optim.Adam([weight]), kind)
+
+    scheduler, other = make(), make()
+    for _ in range(20):
+        metrics = [1.0] if isinstance(scheduler, ReduceLROnPlateau) else []
+        scheduler.optimizer.step()
+        scheduler.step(*metrics)
+    other.load_state_dict(scheduler.state_dict())
+    assert fingerprint(other.state_dict()) == fingerprint(scheduler.state_dict())
+
+
+def test_schedulers_of_all_sorts_are_drawn() -> None:
+    weight = torch.nn.Parameter(torch.zeros(1))
+    seeds = {program.seed for program in MANY if program.has(Feature.SCHEDULER)}
+    made = {type(make_scheduler(torch.optim.Adam([weight]), seed)) for seed in seeds}
+    assert len(made) == 15
+
+
+def test_updates_fail_in_a_group_that_is_not_killed_any_more(tmp_path: Path) -> None:
+    """Except while it heals, or by others of which one lives: so there is a state to heal from."""
+    program = Program(
+        seed=1,
+        features=frozenset({Feature.PUBLIC_LOOP}),
+        kills=(Kill(group=1, moment=Moment.VOTE),),
+    )
+
+    def fails(group: int, life: int, worker: int = 0, drawn: Program = program) -> bool:
+        options = WorkerOptions(
+            folder=tmp_path, group=group, incarnation=life, worker=worker, lighthouse="nowhere:1"
+        )
+        return updates_fail(drawn, options)
+
+    assert [fails(0, 0), fails(1, 0), fails(1, 1), fails(1, 1, 1)] == [False, False, True, False]
+    assert not fails(1, 1, drawn=dataclasses.replace(program, features=frozenset()))
 
 
 def test_the_last_group_that_is_up_to_date_lives() -> None:

@@ -108,6 +108,21 @@ def test_what_is_refused_names_its_reason_and_commits_nothing() -> None:
     assert told == "steps were committed"
 
 
+ENDS = Program(seed=0, features=frozenset({Feature.ASSIGN}))
+ERROR = "torchft_svc.errors.ConfigError: load_state_dict: copy, without assign=True"
+
+
+def test_who_heals_by_replacing_parameters_is_ended_with_the_cause() -> None:
+    others = {"group-0.0.0": "healthy", "group-1.0.0": ERROR}
+    alone = [commit(0, 1, 1.0), commit(0, 2, 2.0)]
+    assert not faults(*alone, program=ENDS, **others)
+    unnamed = {**others, "group-1.0.0": "torchft_svc.errors.ConfigError: something"}
+    assert "group-0.0 and group-1.0 were not refused" in faults(*alone, program=ENDS, **unnamed)
+    both = faults(*alone, commit(1, 1, 1.1), program=ENDS, **others)
+    assert both == "groups {0, 1} committed steps"
+    assert "not in time" in faults(program=ENDS, missed="not in time", **others)
+
+
 def test_a_failure_is_told_with_the_last_words() -> None:
     told = tell(Run(program=PROGRAM, events=GOOD[:5], words={"group-0.0.0": "one\ntwo\n"}))
     assert "no group finished" in told
