@@ -34,6 +34,7 @@ from demo.torch_wrapper import torch_data_parallel
 from torchft_svc.client import DistributedDataParallel, Optimizer, WorldSizeMode
 from torchft_svc.client.step.stepper import Stepper
 from torchft_svc.coordination import LighthouseClient
+from torchft_svc.core.overview import JobStatus
 from torchft_svc.errors import ConfigError, RequestRefused, StateDiverged
 
 EVERY = 4
@@ -455,14 +456,14 @@ def test_a_difference_may_only_be_logged(address: str, caplog: pytest.LogCapture
         assert len(settings) == 2, "once in each group"
         assert b.inner.param_groups[0]["weight_decay"] == 0.5
 
-        client = LighthouseClient(address, timedelta(seconds=5))
+        eventually(lambda: status_of(address).num_differences >= 2, 10)
+        assert status_of(address).last_difference.startswith("in the check of step ")
 
-        def status() -> Any:
-            (job,) = client.status()
-            return job
 
-        eventually(lambda: status().num_differences >= 2, 10)
-        assert status().last_difference.startswith("in the check of step ")
+def status_of(address: str) -> JobStatus:
+    with LighthouseClient(address, timedelta(seconds=5)) as client:
+        (job,) = client.status()
+        return job
 
 
 def test_a_difference_may_end_all_groups(address: str) -> None:
@@ -481,9 +482,8 @@ def test_a_difference_may_end_all_groups(address: str) -> None:
         assert [(each.groups, each.step, each.last_equal) for each in found] == [
             (("b",), EVERY, 2)
         ] * 2
-        client = LighthouseClient(address, timedelta(seconds=5))
         together(a.manager.shutdown, b.manager.shutdown)
-        (job,) = client.status()
+        job = status_of(address)
         assert job.num_differences == 1, "also of a job that ends because of it"
         assert "the learning rate" in job.last_difference
 
