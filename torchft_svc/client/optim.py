@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import torchft_svc
 from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.errors import ConfigError
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 # Between a program and this module may be our own frames, and those of torch.compile.
 _NOT_THE_PROGRAM = tuple(
-    f"{Path(module.__file__ or '').parent}{os.sep}" for module in (torchft_svc, torch)
+    f"{folder}{os.sep}" for folder in (Path(__file__).parents[1], Path(torch.__file__).parent)
 )
 
 _CLOSURE = (
