@@ -7,8 +7,10 @@ import io
 import logging
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, TextIO
@@ -27,6 +29,8 @@ from torchft_svc.rpc.line_writer import (
 )
 from torchft_svc.rpc.log_limit import LimitedLog
 
+# A child that hangs is ended after so long.
+CHILD_S = 10
 # Far below anything that waits for a reader.
 AT_ONCE_S = 0.5
 # One line is with the thread, which cannot write it.
@@ -166,6 +170,37 @@ def test_a_forked_child_writes_its_own_lines_and_never_waits(is_stuck: bool) -> 
         writer.close()
     mine = [f"line {number}" for number in range(10)] if is_stuck else ["of the child"]
     assert lines == [*mine, "after"]
+
+
+@pytest.mark.processes
+def test_a_child_that_is_forked_while_a_thread_prints_can_print() -> None:
+    """It begins its own line, not in the middle of the parent's."""
+    with stuck_pipe() as pipe, writer_to(pipe) as writer:
+        pipe.skip_filling()
+        stream = LineStream(writer)
+        stream.write("unfinished")
+        prints, may_end = threading.Event(), threading.Event()
+
+        def print_slowly() -> None:
+            with stream._lock:
+                prints.set()
+                may_end.wait(CHILD_S)
+
+        thread = threading.Thread(target=print_slowly)
+        thread.start()
+        assert prints.wait(CHILD_S)
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(CHILD_S)
+            stream.write("of the child\n")
+            os._exit(0)
+        status = os.waitpid(pid, 0)[1]
+        may_end.set()
+        thread.join(CHILD_S)
+        assert status == 0, "it waits for a thread that it does not have"
+        stream.write(" line\n")
+        assert pipe.read(" line\n") == "of the child\nunfinished line\n"
+        writer.close()
 
 
 def log_in_child(descriptor: int) -> None:

@@ -18,7 +18,7 @@ class StuckPipe:
 
     def read(self, until: str) -> str:
         """What programs have written, up to ``until``, which is waited for."""
-        self._skip_filling()
+        self.skip_filling()
         text = b""
         while until.encode() not in text:
             more = os.read(self.reading, 1 << 16)
@@ -30,13 +30,14 @@ class StuckPipe:
         """What was written, until all that write have closed it."""
         os.close(self.writing)
         self.writing = -1
-        self._skip_filling()
+        self.skip_filling()
         text = b""
         while more := os.read(self.reading, 1 << 16):
             text += more
         return text.decode()
 
-    def _skip_filling(self) -> None:
+    def skip_filling(self) -> None:
+        """Read what has filled the pipe: from now on it has room."""
         while self.num_filled:
             self.num_filled -= len(os.read(self.reading, min(1 << 16, self.num_filled)))
 

@@ -222,8 +222,17 @@ class LineStream(io.TextIOBase):
     def __init__(self, writer: LineWriter, patience_s: float = 0.0) -> None:
         self.writer = writer
         self._patience_s = patience_s
+        self._begin()
+        _streams.add(self)
+
+    def _begin(self) -> None:
         self._lock = threading.RLock()
         self._part = ""
+
+    def renew_after_fork(self) -> None:
+        """Forget the parent's unfinished line, and its lock, which another thread may have held;
+        called in the child."""
+        self._begin()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -299,6 +308,7 @@ def flush_lines() -> None:
 
 
 _writers: weakref.WeakSet[LineWriter] = weakref.WeakSet()
+_streams: weakref.WeakSet[LineStream] = weakref.WeakSet()
 
 
 def _close(writers: tuple[LineWriter, ...]) -> None:
@@ -325,6 +335,8 @@ def _flush_before_hard_exit() -> None:
 def _renew_all() -> None:
     for writer in list(_writers):
         writer.renew_after_fork()
+    for stream in list(_streams):
+        stream.renew_after_fork()
 
 
 def _descriptor_of(stream: TextIO) -> int | None:
