@@ -306,10 +306,6 @@ class _Destroyer:
             pause_s = min(2 * pause_s, _LOOK_S)
 
 
-def _own_future(work: Any) -> Any:
-    return _get_future(work)
-
-
 def _tensors(value: Any) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         yield value
