@@ -1,4 +1,4 @@
-"""Compares the states of all groups in a step that checks them, and finds who differs (rule C1)."""
+"""Exchanges fingerprints with the other groups, and finds which group's state differs (rule C3)."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A check of ``step`` in quorum ``quorum_id`` has found a difference, as ``sentence`` says.
+    """The difference that the check of ``step`` in quorum ``quorum_id`` has found.
 
-    ``groups``: the names of those that are not like the others; ``is_ours``: this group is one of
-    them. ``is_news``: the check before has not found the same.
+    ``sentence`` says what differs. ``groups``: the names of those that are not like the others;
+    ``is_ours``: this group is one of them. ``is_news``: this group's check before has not found the
+    same. ``last_equal``: the step of this group's last check without a difference (None: none yet).
     """
 
     sentence: str
@@ -52,9 +53,12 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Checked:
-    """A check has taken place. ``finding``: None: all states are equal. ``is_compared``: this
-    group's was compared; a group that heals in this step has none yet."""
+class CheckResult:
+    """What a check has found: ``finding`` is None if all states that were compared are equal.
+
+    ``is_compared``: this group's state was one of them; a group that heals in the step has none
+    yet.
+    """
 
     finding: Finding | None
     is_compared: bool
@@ -75,7 +79,7 @@ class StateComparison:
         self._reducers = reducers
         self._optimizers = optimizers
         self._last_equal: int | None = None
-        self._last: tuple[object, ...] = ()  # what the last check has found
+        self._last_found: tuple[object, ...] = ()
 
     def compare(
         self,
@@ -85,33 +89,33 @@ class StateComparison:
         since: int,
         *,
         is_compared: bool,
-    ) -> Checked | None:
-        """Compare with the other members, which do the same; None: the sum failed (latched).
+    ) -> CheckResult | None:
+        """Compare with the other members, which do the same, and wait for them.
 
-        ``is_compared``: this group has a state of ``step``; ``since``: see `CheckSchedule`. Waits
-        for the other members.
+        Returns None if the exchange failed; the error was latched then. ``is_compared``: this group
+        has a state of ``step``; ``since``: see `CheckSchedule`.
         """
         if not sums.agree_on_states():
             return None
-        print_ = self._take() if is_compared else None
+        fingerprint = self._fingerprint_state() if is_compared else None
         rank, num_groups = quorum.replica_rank, quorum.replica_world_size
         rows = [[0] * ROW_LENGTH for _ in range(num_groups)]
-        if print_ is not None:
-            rows[rank] = print_.row(since).encode()
+        if fingerprint is not None:
+            rows[rank] = fingerprint.row(since).encode()
         summed = sums.sum_rows(rows)
         if summed is None:
             return None
         difference = find_difference([Row.decode(numbers) for numbers in summed])
         if difference is None:
-            if print_ is not None:
-                self._last_equal, self._last = step, ()
-            return Checked(None, print_ is not None)
-        item = self._find_item(sums, difference, print_, rank)
-        finding = self._report(difference, item, print_, quorum, step)
-        return Checked(finding, print_ is not None)
+            if fingerprint is not None:
+                self._last_equal, self._last_found = step, ()
+            return CheckResult(None, fingerprint is not None)
+        item = self._find_item(sums, difference, fingerprint, rank)
+        finding = self._report(difference, item, fingerprint, quorum, step)
+        return CheckResult(finding, fingerprint is not None)
 
-    def _take(self) -> Fingerprint | None:
-        """None: it cannot be taken; the others must not wait for it."""
+    def _fingerprint_state(self) -> Fingerprint | None:
+        """This group's fingerprint; None if it cannot be read: the others must not wait for it."""
         try:
             return take_fingerprint(self._reducers(), self._optimizers())
         except Exception:
@@ -119,16 +123,20 @@ class StateComparison:
             return None
 
     def _find_item(
-        self, sums: Collectives, difference: StateDifference, print_: Fingerprint | None, rank: int
+        self,
+        sums: Collectives,
+        difference: StateDifference,
+        fingerprint: Fingerprint | None,
+        rank: int,
     ) -> Item | None:
-        """What exactly differs: one group of each side sends the items of the part."""
+        """The first item that differs: one group of each side sends all of the part's."""
         num = difference.num_items
         if not num:
             return None
         rows = [[0] * (2 * num) for _ in range(2)]
         for row, sender in enumerate((difference.first, difference.majority[0])):
-            if rank == sender and print_ is not None:
-                rows[row] = pack_items(print_.items[difference.part], num)
+            if rank == sender and fingerprint is not None:
+                rows[row] = pack_items(fingerprint.items[difference.part], num)
         summed = sums.sum_rows(rows)
         if summed is None:
             return None
@@ -138,21 +146,21 @@ class StateComparison:
         self,
         difference: StateDifference,
         item: Item | None,
-        print_: Fingerprint | None,
+        fingerprint: Fingerprint | None,
         quorum: QuorumResult,
         step: int,
     ) -> Finding:
         names = names_of(quorum.replica_ids, quorum.replica_world_size, stable_name)
 
         def name_item(part: Part, digest: int) -> str:
-            return "" if print_ is None else print_.name(part, digest)
+            return "" if fingerprint is None else fingerprint.name(part, digest)
 
         sentence = describe_difference(
             difference, item, name_item, show_setting, names, step, self._last_equal
         )
         groups = tuple(names[each] for each in difference.minority)
         found = (difference.part, groups, item and item.name)
-        is_news, self._last = found != self._last, found
+        is_news, self._last_found = found != self._last_found, found
         return Finding(
             sentence=sentence,
             step=step,

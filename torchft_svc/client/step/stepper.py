@@ -150,7 +150,7 @@ class Stepper:
         )
 
     def _note_difference(self, found: Difference) -> None:
-        """The operations of two groups differed in an earlier step, which was discarded."""
+        """Log that this group and another one were at different operations of an earlier step."""
         quorum = self._worker.round.quorum
         names = [] if quorum is None else quorum.replica_ids
         other = stable_name(names[found.member]) if found.member < len(names) else "another group"
@@ -503,8 +503,8 @@ class Stepper:
             raise
 
     def end_update(self) -> None:
-        """The present update, if any, has been applied, unless the steps of the optimizers show
-        otherwise; the weights may be read again."""
+        """Record that the present update, if any, was applied, unless the steps of the optimizers
+        show otherwise; from now on the weights may be read again."""
         if self.state.phase is Phase.APPLYING:
             loss = self._updates.end(self.weights_version)
             if loss is not None:
@@ -550,14 +550,14 @@ class Stepper:
             self.end_update()
 
     def find_lost_update(self) -> None:
-        """If an exception that the program has caught has ended the present update, it is lost."""
+        """Record the present update as lost if an exception that was caught has ended it."""
         if self.state.phase is Phase.APPLYING:
             loss = self._updates.find_failure()
             if loss is not None:
                 self._lose_unnoticed(loss)
 
     def _lose_unnoticed(self, loss: LostUpdate) -> None:
-        """The program goes on as if it had applied the update."""
+        """Record an update as lost although the program goes on as if it were applied."""
         self.lose_update(loss.reason if loss.is_spoiled else "", why=loss.reason)
 
     def report_spoiled(self, error: BaseException) -> None:
@@ -650,26 +650,27 @@ class Stepper:
         return False
 
     def _compare_states(self) -> Finding | None:
-        """Compare this group's state with the others', if this step does that; the difference."""
+        """Compare this group's state with the others' if this step does that (rule C1); returns the
+        difference that was found."""
         round_, state = self._worker.round, self.state
-        if not round_.compares_states or not self._compares_all() or not self._can_reduce():
+        if not round_.compares_states or not self._can_compare() or not self._can_reduce():
             return None
         quorum, step = round_.quorum, round_.common_step
         assert quorum is not None
         is_whole = state.error is None and not state.unhealed and not state.spoiled
-        checked = self._comparison.compare(
+        result = self._comparison.compare(
             self._collectives, quorum, step, round_.checks.since, is_compared=is_whole
         )
-        finding = None if checked is None else checked.finding
+        finding = None if result is None else result.finding
         if finding is not None:
-            self._follow(finding)
-        elif checked is not None and checked.is_compared and round_.checks.is_settled(step):
+            self._handle_difference(finding)
+        elif result is not None and result.is_compared and round_.checks.is_settled(step):
             with self._worker.changing() as round_:
                 round_.step.confirm_state()
         return finding
 
-    def _compares_all(self) -> bool:
-        """Whether there are models to compare, and a way; equal in all groups."""
+    def _can_compare(self) -> bool:
+        """Whether models are wrapped, and the process group sums exactly; equal in all groups."""
         is_exact = self._deps.pg.sums_exactly
         return is_exact and self._collectives.has_device and bool(self.reducers())
 
@@ -677,7 +678,7 @@ class Stepper:
         """The registered optimizers, or those that the program has stepped in its last update."""
         return self._deps.registry.optimizers or self._updates.last_optimizers()
 
-    def _follow(self, finding: Finding) -> None:
+    def _handle_difference(self, finding: Finding) -> None:
         """Report a difference, and discard the step unless it is only to be logged.
 
         The members are not left: they find the same, maybe a moment later.
@@ -692,7 +693,7 @@ class Stepper:
             round_.step.latch(_diverged(finding))
 
     def _end_vote(self, decided: Decide, finding: Finding | None) -> None:
-        """The step has ended; this group's state is lost if a check has found it to differ."""
+        """Record the decision, and this group's state as lost if a check has found it to differ."""
         heals = self._rules.checks.on_difference == "heal"
         with self._worker.changing() as round_:
             try:
