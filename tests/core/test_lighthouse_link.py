@@ -411,11 +411,11 @@ def test_a_call_that_finds_nobody_is_repeated_while_the_heartbeats_go_on() -> No
 def test_a_report_does_not_wait_for_the_next_beat() -> None:
     link = Link()
     link(lambda machine: machine.start(0.0))
-    assert link(lambda machine: machine.report(0.0)) == [], "there is no session yet"
+    assert link(lambda machine: machine.beat_at_once(0.0)) == [], "there is no session yet"
     link.open()
-    assert link(lambda machine: machine.report(link.now)) == [SendBeat()]
+    assert link(lambda machine: machine.beat_at_once(link.now)) == [SendBeat()]
     link(lambda machine: machine.leave(Leave("it ends"), link.now))
-    assert link(lambda machine: machine.report(link.now)) == [], "a beat would bring it back"
+    assert link(lambda machine: machine.beat_at_once(link.now)) == [], "a beat would bring it back"
 
 
 # -- beats -----------------------------------------------------------------------------------------

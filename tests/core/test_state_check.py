@@ -152,14 +152,14 @@ def due(schedule: CheckSchedule, until: int) -> list[int]:
 
 def test_which_steps_are_checked() -> None:
     schedule = CheckSchedule(10)
-    schedule.answered(0, heals=True, is_new=True)
+    schedule.begin_quorum(0, heals=True, is_new=True)
     assert due(schedule, 25) == [0, 1, 2, 10, 20]
-    schedule.answered(13, heals=False, is_new=True)  # another group heals
+    schedule.begin_quorum(13, heals=False, is_new=True)  # another group heals
     assert [step for step in due(schedule, 25) if step >= 13] == [13, 14, 15, 20]
     assert schedule.since == 0
-    schedule.answered(17, heals=False, is_new=False)
+    schedule.begin_quorum(17, heals=False, is_new=False)
     assert not schedule.is_due(17)
-    schedule.answered(18, heals=True, is_new=True)
+    schedule.begin_quorum(18, heals=True, is_new=True)
     assert schedule.since == 18
     assert not schedule.is_settled(19), "a stale optimizer state may still be hidden"
     assert schedule.is_settled(18 + NUM_STEPS_AFTER_MEETING)
@@ -167,14 +167,14 @@ def test_which_steps_are_checked() -> None:
 
 def test_a_job_that_goes_back_checks_three_steps_again() -> None:
     schedule = CheckSchedule(1000)
-    schedule.answered(500, heals=False, is_new=True)
-    schedule.answered(20, heals=False, is_new=False)
+    schedule.begin_quorum(500, heals=False, is_new=True)
+    schedule.begin_quorum(20, heals=False, is_new=False)
     assert [step for step in due(schedule, 600) if step >= 20] == [20, 21, 22]
 
 
 def test_zero_switches_the_checks_off() -> None:
     schedule = CheckSchedule(0)
-    schedule.answered(0, heals=False, is_new=True)
+    schedule.begin_quorum(0, heals=False, is_new=True)
     assert due(schedule, 1000) == []
 
 
@@ -196,7 +196,7 @@ def test_all_members_check_the_same_steps(
         is_new = members != last or heals
         for group in members:
             returns = group not in last
-            schedules[group].answered(step, heals=returns or heals, is_new=is_new)
+            schedules[group].begin_quorum(step, heals=returns or heals, is_new=is_new)
         for later in range(num_steps + 1):
             assert len({schedules[group].is_due(step + later) for group in members}) == 1
         last, step = members, step + num_steps

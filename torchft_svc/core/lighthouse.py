@@ -174,11 +174,11 @@ class Lighthouse:
             return self._settle(job, state, orders, now)
         return ()
 
-    def differs(self, job: str, replica_id: str, report: DifferenceReport) -> None:
-        """A living group reports that a check has found the groups' states to differ."""
+    def record_difference(self, job: str, replica_id: str, report: DifferenceReport) -> None:
+        """Count a check that has found a difference, if a living group reports it."""
         state = self._jobs.get(job)
         if state is not None and state.members.knows(replica_id):
-            state.history.differs(report)
+            state.history.record_difference(report)
 
     def leave(self, job: str, replica_id: str, leave: Leave, now: float) -> tuple[Order, ...]:
         """The group is gone: its heartbeat timeout need not pass."""

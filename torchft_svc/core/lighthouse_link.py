@@ -182,9 +182,8 @@ class LinkMachine:
         if self.state is LinkState.OPENING:
             self._opened(connection, now)
 
-    def report(self, now: float) -> None:
-        """The next beat carries something that people wait for: it is sent at once, if there is a
-        session."""
+    def beat_at_once(self, now: float) -> None:
+        """Send the next beat now, if there is a session: it carries what people wait for."""
         if self._connection is not None and self.state is LinkState.OPEN:
             self._beat(self._connection, now)
 

@@ -561,7 +561,8 @@ class Membership:
 
     @property
     def gathers_until(self) -> float | None:
-        """See `Gathering`; of both waits only one ends in a quorum."""
+        """When the wait ends for groups that this lighthouse has not seen: for those of an earlier
+        quorum (`Gathering.until`), or else of a cold start (`Gathering.starts_at`)."""
         gathering = self._gathering
         return gathering.starts_at if gathering.until is None else gathering.until
 

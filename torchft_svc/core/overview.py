@@ -204,15 +204,13 @@ class History:
         self._num_expected = max(self._num_expected, len(self._remaining))
         self.heard(quorum.max_step, now)
 
-    def differs(self, report: DifferenceReport) -> bool:
-        """A group reports a difference, maybe again; returns whether it is a new one."""
+    def record_difference(self, report: DifferenceReport) -> None:
+        """Count the check that has found this difference, once: each group reports it."""
         which = report.quorum_id, report.step
-        if which in self._counted:
-            return False
-        self._counted.append(which)
-        self._num_differences += 1
-        self._last_difference = report.sentence
-        return True
+        if which not in self._counted:
+            self._counted.append(which)
+            self._num_differences += 1
+            self._last_difference = report.sentence
 
     def heard(self, step: int, now: float) -> None:
         """A group of the last quorum has reached ``step``."""

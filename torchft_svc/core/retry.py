@@ -47,7 +47,7 @@ from torchft_svc.core.retry_states import (
     WorkerStage,
 )
 
-# So many states that were not taken are told of one incident.
+# So many reasons are kept of one incident.
 MAX_REASONS = 8
 
 

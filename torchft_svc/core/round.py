@@ -334,7 +334,7 @@ class Round(Generic[Part]):
         heals = quorum.heal and may_heal
         some_heal = quorum.max_world_size < quorum.replica_world_size
         is_new = self.has_connected or some_heal
-        self.checks.answered(quorum.max_step, heals=quorum.heal, is_new=is_new)
+        self.checks.begin_quorum(quorum.max_step, heals=quorum.heal, is_new=is_new)
         before = self.step.state.step
         place = participation(
             quorum, heals_first=self.heals_first, num_wanted=self._rules.num_wanted

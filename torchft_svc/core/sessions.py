@@ -379,7 +379,7 @@ class LighthouseSessions:
             doing = Activity(beat.phase, beat.step, at - beat.lasts_s)
         orders = self._translate(self.lighthouse.heartbeat(job, replica_id, at, doing))
         for report in beat.differences:
-            self.lighthouse.differs(job, replica_id, report)
+            self.lighthouse.record_difference(job, replica_id, report)
         return orders
 
     def _pace(self, session: _Session) -> list[Order]:

@@ -70,7 +70,7 @@ class CheckRules:
 
 
 def as_policy(on_difference: str) -> OnDifference:
-    """Raise `ConfigError` unless ``on_difference`` is one of `ON_DIFFERENCE`."""
+    """``on_difference`` as one of `ON_DIFFERENCE`; raises `ConfigError` if it is none of them."""
     for known in ON_DIFFERENCE:
         if on_difference == known:
             return known
@@ -108,9 +108,12 @@ class CheckSchedule:
         self._is_member = False
         self.since = 0
 
-    def answered(self, step: int, *, heals: bool, is_new: bool) -> None:
-        """A quorum begins at ``step``. ``heals``: this group has to heal. ``is_new``: the members
-        connect, or one of them heals; all of them know that."""
+    def begin_quorum(self, step: int, *, heals: bool, is_new: bool) -> None:
+        """Note that a quorum begins at ``step``.
+
+        ``heals``: this group has to heal. ``is_new``: the members connect, or one of them heals;
+        all of them know that.
+        """
         if heals or not self._is_member:
             self.since = step
         self._is_member = True

@@ -164,7 +164,7 @@ class ManagerDriver:
             RequestRefused: a field is out of bounds.
         """
         self._core.receive_difference(difference_from_wire(message))
-        self._link.report()
+        self._link.beat_at_once()
 
     def beat(self) -> Beat:
         return self._core.beat(time.monotonic())

@@ -96,9 +96,9 @@ class LighthouseLink:
         """Nobody waits for the outcome of ``round_`` any more."""
         self._tell_soon(lambda machine, now: machine.withdraw(round_, now))
 
-    def report(self) -> None:
-        """See `LinkMachine.report`."""
-        self._tell(lambda machine, now: machine.report(now))
+    def beat_at_once(self) -> None:
+        """See `LinkMachine.beat_at_once`."""
+        self._tell(lambda machine, now: machine.beat_at_once(now))
 
     async def leave(self, leave: Leave) -> None:
         """See `LinkMachine.leave`; returns when the group has left. Never raises."""

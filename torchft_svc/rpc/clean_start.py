@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 
-# What follows it on a line that reports the error which has ended the process.
+# Begins a line that reports the error which has ended the process.
 FAILED = "failed: "
 # The longest such report: what a pipe accepts in one piece.
 MAX_FAILURE_BYTES = 512

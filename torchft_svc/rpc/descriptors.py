@@ -19,7 +19,7 @@ TRAINER_DESCRIPTORS = 24
 
 
 def shortage() -> str:
-    """Why no file can be opened now, or ``""``."""
+    """Why no file can be opened now; empty: one can be."""
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -190,7 +190,7 @@ def in_steps(*steps: tuple[int, list[Operation]], stuck: Operation | None = None
         for operation in operations:
             order.launched(operation)
     if stuck is not None:
-        order.got_stuck(stuck)
+        order.record_failure(stuck)
     order.begin(lambda: True, steps[-1][0] + (stuck is None))
     return order
 
@@ -201,13 +201,13 @@ def test_a_group_learns_afterwards_at_which_operation_another_one_was() -> None:
     mine = in_steps((4, step(1, 2)), (5, step(1, 2)), (6, [of(1)]), stuck=of(1))
     theirs = in_steps((4, step(1, 2)), (5, step(1, 2)[:-1]), stuck=of(9, position=3))
     headers = [order.header(of(1)) for order in (mine, theirs)]
-    found = mine.compared(headers[0], headers)
+    found = mine.read_headers(headers[0], headers)
     assert found is not None
     assert (found.step, found.mine, found.theirs, found.member) == (5, end, of(9, position=3), 1)
-    assert theirs.compared(headers[1], headers) is None, "it was in no step 6"
+    assert theirs.read_headers(headers[1], headers) is None, "it was in no step 6"
     again = [order.header(of(2, position=2)) for order in (mine, theirs)]
     assert [each.stuck for each in again] == [None, None], "it was sent"
-    assert mine.compared(again[0], again) is None
+    assert mine.read_headers(again[0], again) is None
 
 
 def test_groups_that_were_stuck_at_one_operation_do_not_differ() -> None:
@@ -222,13 +222,13 @@ def test_groups_that_were_stuck_at_one_operation_do_not_differ() -> None:
     for what, each in stuck.items():
         header = mine.header(of(1))
         other = Header(of(1), True, 0, OLD, each)
-        assert header.differed([header, other], mine._launched_in) is None, what
+        assert header.find_mismatch([header, other], mine._launched_in) is None, what
 
 
 def test_an_operation_that_was_compared_and_not_launched_counts() -> None:
     mine = in_steps((5, [of(1)]), stuck=of(7, position=2))
     other = Header(of(1), True, 0, OLD, Stuck(5, of(2, position=2)))
-    found = mine.compared(mine.header(of(1)), [mine.header(of(1)), other])
+    found = mine.read_headers(mine.header(of(1)), [mine.header(of(1)), other])
     assert found is not None
     assert (found.mine, found.is_misfit) == (of(7, position=2), True)
 
@@ -242,11 +242,11 @@ def test_a_group_that_launches_something_else_than_all_are_known_to_differs() ->
         assert order.expects(operation)
         order.launched(operation)
     other = of(7, position=3)
-    order.got_stuck(other)
+    order.record_failure(other)
     order.begin(lambda: True, 6)
     mine, alike = order.header(of(1)), Header(of(1), True, 0, OLD, Stuck(6, other))
     ended = Header(of(1), True, 0, OLD)
-    found = order.compared(mine, [alike, mine, ended])
+    found = order.read_headers(mine, [alike, mine, ended])
     assert found is not None
     assert (found.mine, found.theirs, found.member) == (other, step(1, 2)[-1], 2)
     assert not found.is_misfit, "most are like this one"

@@ -17,7 +17,7 @@ from torch.distributed import ReduceOp
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import CompletedWork
-from torchft_svc.client.reduce.operations import Difference, Header, Kind, LaunchOrder, Operation
+from torchft_svc.client.reduce.operations import Header, Kind, LaunchOrder, Mismatch, Operation
 from torchft_svc.client.reduce.reduction import ManagedWork, Reduction
 from torchft_svc.core.step import Participation
 from torchft_svc.errors import (
@@ -80,7 +80,7 @@ class Collectives:
     wait becomes long (True), and at its end (False). ``order`` holds the operations that all groups
     are known to launch; ``checks_all``: compare every operation nevertheless. ``between_steps``:
     the operations follow the end of a step; another group may have begun the next one, so what it
-    launches is not known. ``on_difference`` is called when a comparison shows that this group
+    launches is not known. ``on_mismatch`` is called when a comparison shows that this group
     differed from another one in an earlier step. ``wish`` tells whether this group wants a question
     before the next step, and is summed with the first operation of each step whose groups may go on
     without one (rule E2).
@@ -98,10 +98,10 @@ class Collectives:
         checks_all: bool = False,
         between_steps: bool = False,
         wish: Callable[[], bool] | None = None,
-        on_difference: Callable[[Difference], None] = lambda _: None,
+        on_mismatch: Callable[[Mismatch], None] = lambda _: None,
     ) -> None:
         self._order = order
-        self._on_difference = on_difference
+        self._on_mismatch = on_mismatch
         self._between_steps = between_steps
         self._wish = wish
         self._carriers: list[torch.Tensor] = []  # of the wishes in this step
@@ -361,9 +361,9 @@ class Collectives:
         """All groups' headers; None if their operations differ, and the error was latched."""
         mine = comparison.mine
         headers = [Header.decode(numbers) for numbers in comparison.rows.tolist()]
-        difference = self._order.compared(mine, headers)
-        if difference is not None:
-            self._on_difference(difference)
+        mismatch = self._order.read_headers(mine, headers)
+        if mismatch is not None:
+            self._on_mismatch(mismatch)
         theirs, is_misfit = mine.unlike(headers)
         if theirs is None:
             return headers
@@ -383,7 +383,7 @@ class Collectives:
     def _fail(self, error: Exception, epoch: int, operation: Operation | None) -> None:
         """``operation`` has failed: latch a known difference between the groups, too, if any."""
         if operation is not None and epoch == self._epoch:
-            self._order.got_stuck(operation)
+            self._order.record_failure(operation)
         unread, self._unread = self._unread, []
         if epoch == self._epoch:
             for comparison in unread:

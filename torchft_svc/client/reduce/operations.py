@@ -135,9 +135,11 @@ _NOT_STUCK = (-1,) + (0,) * len(Operation._fields)
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
-    """In ``step``, the group with index ``member`` was at ``theirs`` when this one was at ``mine``.
-    ``is_misfit``: see `Header.unlike`."""
+class Mismatch:
+    """This group was at operation ``mine`` of ``step`` while another one was at ``theirs``.
+
+    ``member``: the other group's index in the quorum. ``is_misfit``: see `Header.unlike`.
+    """
 
     step: int
     mine: Operation
@@ -194,13 +196,13 @@ class Header:
             return others[0].operation, self._is_new_among(others, len(headers))
         return first, bool(settled) or not any(each.is_settled for each in headers)
 
-    def differed(
+    def find_mismatch(
         self,
         headers: Sequence[Header],
         launched: Callable[[int, int], Operation | None],
         instead: Operation | None = None,
-    ) -> Difference | None:
-        """Whether this group and another one were at different operations when one was stuck.
+    ) -> Mismatch | None:
+        """Whether this group and another one were at different operations when one of them failed.
 
         ``launched``: what this group has launched in a step, at a position (None: not known).
         ``instead``: what all groups were known to launch where this one was stuck at another
@@ -218,7 +220,7 @@ class Header:
             return None
         member, step, mine, theirs = found[0]
         others = [headers[member] for member, *_ in found]
-        return Difference(step, mine, theirs, member, self._is_new_among(others, len(headers)))
+        return Mismatch(step, mine, theirs, member, self._is_new_among(others, len(headers)))
 
     def _is_new_among(self, others: Sequence[Header], num_groups: int) -> bool:
         """Whether this group is new, and one of ``others`` has been there for longer; not if most
@@ -290,19 +292,19 @@ class LaunchOrder:
         while len(self._by_step) > STEPS_TO_LOOK_BACK:
             del self._by_step[next(iter(self._by_step))]
 
-    def got_stuck(self, operation: Operation) -> None:
-        """``operation`` has failed; the first one of a step counts, until it was sent."""
+    def record_failure(self, operation: Operation) -> None:
+        """Note that ``operation`` has failed; the first one of a step counts, until it was sent."""
         if self._stuck is None or self._stuck.step != self._step:
             self._stuck = Stuck(self._step, operation)
             self._instead_of_it = self.instead(operation)
 
-    def compared(self, mine: Header, headers: Sequence[Header]) -> Difference | None:
-        """All groups have sent these headers: whether they show that this group differed from
-        another one in one of the last steps."""
+    def read_headers(self, mine: Header, headers: Sequence[Header]) -> Mismatch | None:
+        """Find in the ``headers`` of all groups whether this one and another one were at different
+        operations of one of the last steps. ``mine``: what this group has sent."""
         instead = self._instead_of_it
         if self._stuck is mine.stuck:
             self._stuck = self._instead_of_it = None
-        return mine.differed(headers, self._launched_in, instead)
+        return mine.find_mismatch(headers, self._launched_in, instead)
 
     def _launched_in(self, step: int, position: int) -> Operation | None:
         launched = self._by_step.get(step, ())

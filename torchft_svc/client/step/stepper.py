@@ -19,7 +19,7 @@ from torchft_svc.client.process.background import BackgroundThread, Task
 from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.bucket_hook import BucketHook
 from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives, check_arguments, uncompiled
-from torchft_svc.client.reduce.operations import Difference, Kind, LaunchOrder
+from torchft_svc.client.reduce.operations import Kind, LaunchOrder, Mismatch
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.step.comparison import Finding, StateComparison
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
@@ -146,10 +146,10 @@ class Stepper:
             checks_all=self._rules.checks_collectives,
             between_steps=between_steps,
             wish=wish,
-            on_difference=self._note_difference,
+            on_mismatch=self._note_mismatch,
         )
 
-    def _note_difference(self, found: Difference) -> None:
+    def _note_mismatch(self, found: Mismatch) -> None:
         """Log that this group and another one were at different operations of an earlier step."""
         quorum = self._worker.round.quorum
         names = [] if quorum is None else quorum.replica_ids
