@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import threading
@@ -119,6 +121,43 @@ def test_a_call_that_was_left_does_not_hold_up_the_next_one() -> None:
     assert time.monotonic() - began_at < RUN_S / 2
     goes_on.set()
     helper.join()
+    caller.close()
+
+
+def test_a_thread_whose_start_was_interrupted_ends_with_its_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def start_and_interrupt(thread: threading.Thread) -> None:
+        start(thread)
+        started.append(thread)
+        raise KeyboardInterrupt
+
+    caller = Caller()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            caller.call(threading.current_thread)
+    caller.close()
+    assert [thread.is_alive() for thread in started] == [False]
+
+
+@pytest.mark.processes
+def test_a_forked_child_does_not_wait_for_threads_of_its_parent() -> None:
+    caller = Caller()
+    caller.call(threading.current_thread)
+    child = os.fork()
+    if not child:
+        signal.alarm(int(RUN_S))
+        status = 1
+        try:
+            status = caller.call(lambda: 7) - 7
+            caller.close()
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0) == (child, 0)
     caller.close()
 
 

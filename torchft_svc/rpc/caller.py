@@ -59,7 +59,6 @@ class _Worker:
         self.thread = threading.Thread(
             target=_run, args=(self, idle), name="torchft-call", daemon=True
         )
-        self.thread.start()
 
 
 def _run(worker: _Worker, idle: deque[_Worker]) -> None:
@@ -85,13 +84,8 @@ class Caller:
         """What ``make`` returns or raises; on a thread that gets no signals it is called here."""
         if self._is_closed or threading.current_thread() is not threading.main_thread():
             return make()
-        try:
-            worker = self._idle.pop()
-        except IndexError:
-            worker = _Worker(self._idle)
-            self._workers.append(worker)
         outcome = _Outcome(make)
-        worker.calls.put(outcome)
+        self._idle_worker().calls.put(outcome)
         return outcome.wait()
 
     def close(self) -> None:
@@ -99,8 +93,18 @@ class Caller:
         self._is_closed = True
         self._end()
         for worker in self._workers:
-            if worker.thread is not threading.current_thread():
+            if worker.thread.is_alive() and worker.thread is not threading.current_thread():
                 worker.thread.join(_JOIN_S)
+
+    def _idle_worker(self) -> _Worker:
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.thread.is_alive():  # a forked child has none of its parent's threads
+                return worker
+        worker = _Worker(self._idle)
+        self._workers.append(worker)  # first: an interrupt may come while it starts
+        worker.thread.start()
+        return worker
 
     def _end(self) -> None:
         for worker in self._workers:
