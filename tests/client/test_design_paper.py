@@ -3,6 +3,7 @@
 # No annotations from __future__: torch reads those of the hook.
 
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,8 @@ from torchft_svc.errors import ConfigError, RequestRefused
 from torchft_svc.testing.transport_contract import bits
 
 NUM_STEPS = 6
+# Torch has one generator for all threads, which make their models at the same time.
+_SEEDING = threading.Lock()
 
 
 # As printed in section 5.2, but for annotations.
@@ -47,8 +50,9 @@ class Group:
     """A replica group that trains a model of its own weights and data with the paper's classes."""
 
     def __init__(self, address: str, name: str, seed: int, **kwargs: Any) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
+        with _SEEDING:
+            torch.manual_seed(seed)
+            self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8), nn.Linear(8, 2))
         self.sgd = optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.data = torch.Generator().manual_seed(seed)
         self.manager = FaultToleranceManager(

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import grpc
 
@@ -154,9 +154,12 @@ class Client:
         while True:
             left_s = max(deadline - time.monotonic(), 0.0)
             try:
-                return self._caller.call(
-                    functools.partial(method, request, timeout=left_s, metadata=self._metadata)
+                if not self._caller.hands_calls_over:
+                    return method(request, timeout=left_s, metadata=self._metadata)
+                call: _CancellableCall[Answer] = _CancellableCall(
+                    method, request, left_s, self._metadata
                 )
+                return self._caller.call(call.run, call.cancel)
             except grpc.RpcError as error:
                 if not came_early(error, deadline - time.monotonic()):
                     raise
@@ -166,6 +169,34 @@ class Client:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class _CancellableCall(Generic[Answer]):
+    """One call of ``method`` that another thread can cancel, so that a vote is withdrawn."""
+
+    def __init__(self, method: Any, request: Any, timeout_s: float, metadata: Any) -> None:
+        self._start = functools.partial(
+            method.future, request, timeout=timeout_s, metadata=metadata
+        )
+        self._lock = threading.Lock()
+        self._future: Any = None
+        self._is_cancelled = False
+
+    def run(self) -> Answer:
+        """Wait for the answer; raises what the call raises."""
+        with self._lock:
+            if self._is_cancelled:
+                raise RequestRefused("the call was interrupted before it began")
+            self._future = self._start()
+        answer: Answer = self._future.result()
+        return answer
+
+    def cancel(self) -> None:
+        """End the call; the service learns that nobody waits for its answer."""
+        with self._lock:
+            self._is_cancelled = True
+            if self._future is not None:
+                self._future.cancel()
 
 
 def _check_job(job_id: str) -> None:

@@ -29,14 +29,17 @@ class _Outcome(Generic[T]):
         self.over: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self.values: list[T] = []
         self.error: BaseException | None = None
+        self.is_done = False
 
     def run(self) -> None:
         try:
             self.values.append(self.make())
         except BaseException as error:  # noqa: BLE001 - raised by `wait`
             self.error = error
+        self.is_done = True
 
     def wait(self) -> T:
+        """What `make` has returned or raised; an interrupt of this thread leaves it running."""
         while True:
             try:
                 self.over.get(timeout=NOTICE_S)
@@ -72,7 +75,8 @@ def _run(worker: _Worker, idle: deque[_Worker]) -> None:
 class Caller:
     """Makes the calls of the main thread on others, which it keeps for the next ones. Thread-safe.
 
-    A call that an interrupt leaves goes on until it returns; the next one does not wait for it.
+    A call that an interrupt leaves is cancelled if that is possible; otherwise it goes on until it
+    returns. The next one does not wait for it.
     """
 
     def __init__(self) -> None:
@@ -80,13 +84,30 @@ class Caller:
         self._workers: list[_Worker] = []
         self._is_closed = False
 
-    def call(self, make: Callable[[], T]) -> T:
-        """What ``make`` returns or raises; on a thread that gets no signals it is called here."""
-        if self._is_closed or threading.current_thread() is not threading.main_thread():
+    @property
+    def hands_calls_over(self) -> bool:
+        """Whether signals may reach this thread, so that its calls are made on another one."""
+        return not self._is_closed and threading.current_thread() is threading.main_thread()
+
+    def call(self, make: Callable[[], T], cancel: Callable[[], None] | None = None) -> T:
+        """What ``make`` returns or raises; on a thread that gets no signals it is called here.
+
+        ``cancel``: ends ``make`` early, if an interrupt has left it; called on a third thread.
+        """
+        if not self.hands_calls_over:
             return make()
+        outcome = self._submit(make)
+        try:
+            return outcome.wait()
+        except BaseException:
+            if cancel is not None and not outcome.is_done:
+                self._submit(cancel)
+            raise
+
+    def _submit(self, make: Callable[[], T]) -> _Outcome[T]:
         outcome = _Outcome(make)
         self._idle_worker().calls.put(outcome)
-        return outcome.wait()
+        return outcome
 
     def close(self) -> None:
         """End the threads; later calls are made where they come from. May be called twice."""
