@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import pytest
 from support.training import Trainer, bits, lighthouse, together
 
 from torchft_svc.core.step import Phase
@@ -78,9 +79,10 @@ def everywhere(
     interrupted: Callable[[Trainer], object],
     before: Callable[[Trainer], object] = lambda _: None,
     stride: int = 1,
+    first: int = 0,
 ) -> None:
     """Two groups train; one of them is interrupted at each ``stride``-th place of a part of a step,
-    which comes after another part, and goes on with the next step."""
+    from the ``first`` one on, which comes after another part, and goes on with the next step."""
     witness = Witness()
     over = threading.Event()
 
@@ -91,7 +93,7 @@ def everywhere(
 
     def is_interrupted(a: Trainer) -> None:
         try:
-            at = 0
+            at = first
             while True:
                 a.until(a.manager.current_step() + 1)
                 before(a)
@@ -120,8 +122,9 @@ def everywhere(
         witness.check()
 
 
-def test_between_the_vote_and_the_end_of_the_update() -> None:
-    everywhere(lambda a: a.optimizer.step(), before=lambda a: a.backward())
+@pytest.mark.parametrize("first", [0, 1, 2])  # three tests, each with its own time limit
+def test_between_the_vote_and_the_end_of_the_update(first: int) -> None:
+    everywhere(lambda a: a.optimizer.step(), before=lambda a: a.backward(), stride=3, first=first)
 
 
 def test_in_the_vote_of_a_program_that_applies_the_update_itself() -> None:
