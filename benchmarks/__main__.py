@@ -51,6 +51,7 @@ BENCHMARKS = (
     ),
     Benchmark("replica_groups", ("--kills=1",), ("--kills=3",), 1200.0),
     Benchmark("trainer", ("--kills=2",), ("--kills=20",)),
+    Benchmark("memory", ("--repeat=1",), ("--repeat=9",)),
     Benchmark("healing", ("--gb=0.5", "--repeat=3"), ("--gb=2", "--repeat=7")),
 )
 _NAMES = [benchmark.name for benchmark in BENCHMARKS]

@@ -17,6 +17,7 @@ from benchmarks import (
     isolation,
     launcher,
     meeting,
+    memory,
     quorum_rounds,
     recovery,
     replica_groups,
@@ -222,3 +223,19 @@ def test_stall(run: Run) -> None:
     assert [step["groups"] for step in row["steps"]] == [2] * 5
     # What a link carries no faster is not waited for in the step of the heal.
     assert row["transfer_ms"] > 500
+
+
+@pytest.mark.timeout(300)  # four trainers, one after the other
+def test_memory(run: Run) -> None:
+    tiny = ("--mb=16", "--width=512", "--steps=4", "--repeat=1")
+    output, result = run(memory.main, *tiny)
+    assert "17 MB of parameters" in output
+    names = [row["trainer"] for row in result["rows"]]
+    assert names == ["plain", "DDP", "DDP, views", "ours"]
+    for row in result["rows"]:
+        # The parameters and their gradients are there after each step, whatever holds them.
+        assert row["whole_mb"] > row["peak_mb"] >= row["plateau_mb"] > 2 * 16
+        for other in ("plain", "ddp", "ddp_views"):
+            assert min(row[f"peak_of_{other}"], row[f"plateau_of_{other}"]) > 0
+    ours = result["rows"][-1]
+    assert ours["others_mb"] > 0, "the manager is a process of its own"
