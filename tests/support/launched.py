@@ -155,9 +155,17 @@ class Launch:
 
 
 @contextlib.contextmanager
-def launch(folder: Path, *options: str, nnodes: str, policy: str = "soft") -> Iterator[Launch]:
+def launch(
+    folder: Path,
+    *options: str,
+    nnodes: str,
+    policy: str = "soft",
+    heartbeat_timeout_ms: int | None = None,
+) -> Iterator[Launch]:
     """A run whose agents are started one by one, and killed with the block."""
-    with LighthouseServer("127.0.0.1:0", 1) as lighthouse:
+    with LighthouseServer(
+        "127.0.0.1:0", 1, heartbeat_timeout_ms=heartbeat_timeout_ms
+    ) as lighthouse:
         address = lighthouse.address().removeprefix("http://")
         run = (f"--restart-policy={policy}", f"--nnodes={nnodes}", *options)
         launched = Launch(folder, address, run)
