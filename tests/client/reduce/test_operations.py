@@ -233,6 +233,21 @@ def test_an_operation_that_was_compared_and_not_launched_counts() -> None:
     assert (found.mine, found.is_misfit) == (of(7, position=2), True)
 
 
+@pytest.mark.parametrize("num_launched", [1, 2])
+def test_a_known_operation_that_has_failed_shows_no_difference(num_launched: int) -> None:
+    """A group has left, so that the first operation fails after this and others were launched."""
+    order = LaunchOrder(lambda: True)
+    go(order, step(1, 2), is_first=True)
+    order.begin(bool, 6)
+    for operation in step(1, 2)[:num_launched]:
+        assert order.expects(operation)
+        order.launched(operation)
+    order.got_stuck(of(1))
+    order.begin(lambda: True, 6)
+    headers = [order.header(of(1)), Header(of(1), True, 0, OLD)]
+    assert order.compared(headers[0], headers) is None
+
+
 def test_a_group_that_launches_something_else_than_all_are_known_to_differs() -> None:
     """The others need not have been stuck: they have ended the step."""
     order = LaunchOrder(lambda: True)

@@ -33,6 +33,12 @@ def in_term(num: int) -> Iterator[list[Trainer]]:
         yield all_groups
 
 
+def _step_with_an_allreduce(trainer: Trainer) -> bool:
+    trainer.backward()
+    trainer.manager.allreduce(torch.ones(3))
+    return trainer.optimizer.step()
+
+
 def knows_of_a_loss(trainer: Trainer) -> None:
     eventually(trainer.manager._stepper._worker.who_is_lost)
 
@@ -124,3 +130,23 @@ def test_groups_that_end_at_one_step_log_nothing(caplog: pytest.LogCaptureFixtur
         together(*(each.manager.shutdown for each in groups))
     client = [each for each in caplog.records if each.name.startswith("torchft_svc.client")]
     assert [each.getMessage() for each in client if each.levelno >= logging.WARNING] == []
+
+
+@pytest.mark.parametrize("step_of", [Trainer.step, _step_with_an_allreduce])
+def test_a_group_that_takes_the_place_of_one_that_left_blames_nobody(
+    step_of: Callable[[Trainer], bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    with lighthouse(min_replicas=2) as address, trainers(address, 2) as (a, b):
+
+        def train(trainer: Trainer, until: int) -> None:
+            while trainer.manager.current_step() < until:
+                step_of(trainer)
+
+        def leave_and_come_back() -> None:
+            train(b, 4)
+            b.manager.shutdown()
+            with Trainer(address, "b", 2) as again:
+                train(again, 8)
+
+        together(lambda: train(a, 8), leave_and_come_back)
+    assert [each for each in caplog.messages if "different operations" in each] == []

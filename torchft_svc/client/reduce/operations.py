@@ -319,7 +319,7 @@ class LaunchOrder:
 
     def instead(self, operation: Operation) -> Operation | None:
         """The operation that all groups are known to launch instead of ``operation``, if any."""
-        place = len(self._launched)
+        place = operation.position - 1  # operations after it may have been launched
         known = self._in_force[place : place + 1]
         return known[0] if known and known[0] != operation else None
 
