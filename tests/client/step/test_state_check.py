@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import logging
 import re
+import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -557,6 +558,40 @@ def test_what_differs_by_design_is_no_difference() -> None:
             assert [a.manager.errored(), b.manager.errored()] == [None, None]
         assert bits(a.model[1].running_mean) != bits(b.model[1].running_mean)
         assert bits(list(a.model.parameters())) == bits(list(b.model.parameters()))
+
+
+class StagedTrainer(Trainer):
+    """An optimizer of the first layer from step 2 on, and one of the last layer from step 4 on."""
+
+    layer: nn.Module | None = None
+
+    def train_only(self, layer: nn.Module) -> None:
+        self.layer = layer
+        self.inner = torch.optim.Adam(layer.parameters(), lr=0.01)
+        self.optimizer = Optimizer(self.manager, self.inner)
+
+    def step(self) -> bool:
+        self.manager.start_quorum()
+        step = self.manager.current_step()
+        layer = self.model[0] if step < 4 else self.model[2]
+        if step >= 2 and layer is not self.layer:
+            self.train_only(layer)
+        return super().step()
+
+
+def test_an_optimizer_that_the_program_has_replaced_is_not_compared() -> None:
+    """A group that joins makes the last one alone."""
+    with lighthouse(min_replicas=1) as address, ExitStack() as stack:
+        options = {"check_every": 1, "use_async_quorum": False}
+        a = stack.enter_context(StagedTrainer(address, "a", 0, **options))
+        a.until(3)
+        replaced = weakref.ref(a.inner)
+        a.until(5)
+        b = stack.enter_context(StagedTrainer(address, "b", 1, **options))
+        b.train_only(b.model[2])
+        in_step(8, a, b)
+        assert_identical([a, b])
+        assert replaced() is None, "the manager keeps it alive"
 
 
 def test_a_check_ends_no_term(address: str) -> None:

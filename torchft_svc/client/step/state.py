@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -123,7 +124,7 @@ class StateRegistry:
         self, load: Callable[[Any], None] | None = None, save: Callable[[], Any] | None = None
     ) -> None:
         self._pieces: dict[str, _Piece] = {}
-        self._optimizers: list[torch.optim.Optimizer] = []
+        self._optimizers: list[weakref.ref[torch.optim.Optimizer]] = []
         self._check: Callable[[object], None] | None = None
         self._watched: Callable[[], list[nn.Parameter]] = list
         self._replaced: Callable[[], list[str]] = list
@@ -194,16 +195,20 @@ class StateRegistry:
         return {key: piece.save() for key, piece in self._pieces.items()}
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the state of ``optimizer`` changes only in its step."""
-        self._optimizers.append(optimizer)
+        """Note that the state of ``optimizer`` changes only in its step.
+
+        Only while the program keeps it: one that it has replaced is no part of the state.
+        """
+        self._optimizers = [ref for ref in self._optimizers if ref() is not None]
+        self._optimizers.append(weakref.ref(optimizer))
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The registered optimizers, in the order of registration."""
-        return list(self._optimizers)
+        """The registered optimizers that still exist, in the order of registration."""
+        return [each for ref in self._optimizers if (each := ref()) is not None]
 
     def updated_parameters(self) -> list[torch.Tensor]:
-        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
         return [parameter for group in groups for parameter in group["params"]]
 
     def holds_any(self, tensors: Sequence[torch.Tensor]) -> bool:
@@ -254,7 +259,7 @@ class StateRegistry:
 
     def _owned_storages(self) -> set[int]:
         held: list[Any] = self.updated_parameters()
-        for optimizer in self._optimizers:
+        for optimizer in self.optimizers:
             held += list(optimizer.state.values())
         return _storages(held)
 
@@ -313,7 +318,7 @@ class StateRegistry:
         watched = set(map(id, self._watched()))
         groups = [
             (f"parameters of {type(optimizer).__name__}", group["params"])
-            for optimizer in self._optimizers
+            for optimizer in self.optimizers
             for group in optimizer.param_groups
         ]
         apart = [(name, [p for p in params if id(p) not in watched]) for name, params in groups]
