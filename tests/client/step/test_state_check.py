@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import errno
 import logging
+import os
 import re
 import weakref
 from collections import Counter, OrderedDict
@@ -514,6 +516,63 @@ def test_groups_with_other_settings_are_refused(options: dict[str, Any], words: 
 def test_wrong_settings_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make_manager("127.0.0.1:1", "a", **options)
+
+
+# -- where no file can be opened -------------------------------------------------------------------
+
+
+@pytest.fixture
+def end_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Has this process find that it can open no more files; its connections stay as they are."""
+    open_file = os.open
+
+    def refuse(path: Any, *rest: Any, **named: Any) -> int:
+        if path == os.devnull:
+            raise OSError(errno.EMFILE, "Too many open files")
+        return open_file(path, *rest, **named)
+
+    return lambda: monkeypatch.setattr(os, "open", refuse)
+
+
+def test_a_state_that_differs_is_lost_also_where_no_file_can_be_opened(
+    address: str, end_files: Callable[[], None]
+) -> None:
+    with trainers(address, 2, check_every=EVERY) as (a, b):
+        train(EVERY + 1, a, b)
+        change_bit(b)
+        train(2 * EVERY - a.manager.current_step(), a, b)
+        end_files()
+
+        def ends(group: Trainer) -> None:
+            with pytest.raises(ConfigError, match="too many open files"):
+                group.step()
+
+        together(lambda: ends(a), lambda: ends(b))
+        assert isinstance(a.manager.errored(), StateDiverged)
+        assert a.manager.state_dict()["step"] == 2 * EVERY
+        with pytest.raises(RequestRefused, match="not that of the others"):
+            b.manager.state_dict()
+
+
+def test_a_step_that_was_given_up_is_left_also_where_no_file_can_be_opened(
+    address: str, end_files: Callable[[], None]
+) -> None:
+    with trainers(address, 2, check_every=0) as (a, b):
+        train(2, a, b)
+        a.manager.start_quorum()
+        end_files()
+
+        def gives_up() -> bool:
+            with pytest.raises(ConfigError, match="too many open files"):
+                a.manager.start_quorum()
+            return a.manager._stepper._deps.pg.errored() is not None
+
+        def waits() -> bool:
+            with pytest.raises(ConfigError, match="too many open files"):
+                b.step()
+            return True
+
+        assert together(gives_up, waits) == [True, True], "so nobody waits for its sums"
 
 
 # -- what is no difference -------------------------------------------------------------------------

@@ -272,7 +272,7 @@ class Stepper:
         # Before the end of its round: a heal may wait for groups that wait for sums of this worker,
         # or for the end of its connections.
         self.wait_until_ready()
-        self._give_up()
+        was_given_up = self._give_up()
         for reducer in self.reducers():  # an unfinished pass ends with its step
             reducer.settle()
         self._collectives.give_up()
@@ -282,6 +282,8 @@ class Stepper:
             self.end_update()
         elif self.state.phase in (Phase.APPLYING, Phase.VOTING):
             self.lose_update("it was interrupted")
+        if was_given_up:
+            _require_files()
 
     def _submit(self, round_: Callable[[], None]) -> None:
         """Run ``round_`` on the background thread."""
@@ -297,18 +299,20 @@ class Stepper:
             self._task = None
             self._runner.withdraw(error)
 
-    def _give_up(self) -> None:
-        """End a step without a vote, such as one whose backward pass has raised."""
+    def _give_up(self) -> bool:
+        """End a step without a vote, such as one whose backward pass has raised; returns whether
+        there was one."""
         state = self.state
         if state.phase in _BETWEEN_STEPS:
-            return
+            return False
         with self._worker.changing() as round_:
             orders = round_.give_up()
         if not orders:
-            return
+            return False
         self._log_discarded(state, "the program began another one")
         if self._deps.pg.errored() is None:
             self._leave_members(orders)
+        return True
 
     def _leave_members(self, orders: Orders) -> None:
         for order in orders:
@@ -645,6 +649,7 @@ class Stepper:
         self._deps.registry.gate.open()
         if finding is not None and self._rules.checks.on_difference == "stop":
             raise _diverged(finding)
+        _require_files()
         with self._worker.changing() as round_:
             round_.check_next()
         return False
@@ -732,8 +737,6 @@ class Stepper:
         if _GLOO.match(reason):
             reason = "the connection to another group has ended"
         log.warning("step %d is discarded: %s", state.step, reason)
-        if short := shortage():  # no further step could be committed either
-            raise limit_error(short)
 
     def _report_wait(self, waits: bool) -> None:
         """Tell the manager that this worker waits for other groups, and has not hung itself."""
@@ -905,6 +908,16 @@ class Update:
             self._stepper.end_update()
         else:
             self._stepper.lose_update(repr(error) if self.begun else "")
+
+
+def _require_files() -> None:
+    """Check, after a step was discarded, that this process can open a file.
+
+    Raises:
+        ConfigError: it cannot, so no further step could be committed either.
+    """
+    if short := shortage():
+        raise limit_error(short)
 
 
 def _diverged(finding: Finding) -> StateDiverged:
