@@ -195,6 +195,17 @@ def test_what_an_optimizer_updates_besides_is_warned_of_in_a_later_step(
     assert any("nothing averages the gradients of 1 parameters" in each for each in caplog.messages)
 
 
+def test_one_that_is_wrapped_within_its_first_step_is_not_warned_of(
+    program: Program, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert program.step()
+    program.manager.start_quorum()
+    program.model.frozen.requires_grad_(True)
+    program.wrap()
+    assert program.step()
+    assert not caplog.messages
+
+
 # -- changes of the kind of a parameter ------------------------------------------------------------
 
 

@@ -429,6 +429,7 @@ class Stepper:
     def add_reducer(self, reducer: Reducing) -> None:
         """See `Manager.register_reducer`."""
         self._reducers = [weakref.ref(each) for each in (*self.reducers(), reducer)]
+        self._updated = []  # it may sum what was apart
 
     def remove_reducer(self, reducer: Reducing) -> None:
         """Call ``reducer`` no more; idempotent."""
