@@ -30,7 +30,7 @@ import os, sys, torch
 from torchft_svc import Manager
 manager = Manager(state_dict=dict, load_state_dict=print, replica_id="a")
 kept = []
-while True:
+while sys.argv[1:] != ["ends"] or manager.current_step() < 2:
     manager.start_quorum()
     manager.allreduce(torch.ones(1)).wait()
     if sys.argv[1:] == ["leaks"]:
@@ -41,6 +41,7 @@ while True:
         except OSError:
             pass
     manager.should_commit()
+manager.shutdown()
 """
 SERVICES = {
     "lighthouse_server": ["--bind=127.0.0.1:0"],
@@ -83,6 +84,19 @@ def test_a_trainer_with_few_files_ends_at_its_start(
     assert last.startswith(f"torchft_svc.errors.ConfigError: ulimit -n={limit} cannot work: a trai")
     assert f"too many open files (EMFILE): this process may have {limit}" in last
     assert "resolve" not in done.stderr
+
+
+@pytest.mark.parametrize("limit", [28, 29])
+def test_a_trainer_that_can_start_but_not_connect_ends(
+    lighthouse: Process, tmp_path: Path, limit: int
+) -> None:
+    """Or it trains, where these files are enough; it must not discard the same step for ever."""
+    (tmp_path / "train.py").write_text(TRAINER)
+    told = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": f"few{limit}"}
+    done = run_with(limit, str(tmp_path / "train.py"), "ends", **told)
+    if done.returncode:
+        assert f"ConfigError: ulimit -n={limit} cannot work: " in done.stderr
+        assert "too many open files (EMFILE)" in done.stderr
 
 
 @pytest.mark.parametrize("module", SERVICES)

@@ -18,8 +18,16 @@ SERVICE_DESCRIPTORS = 16
 TRAINER_DESCRIPTORS = 24
 
 
-def shortage() -> str:
-    """Why no file can be opened now; empty: one can be."""
+def shortage(error: BaseException | None = None) -> str:
+    """Why no file can be opened now, or could not when ``error`` was raised; empty: one can be.
+
+    ``error``: one that torch's backends have caused; what they had opened is closed again.
+    """
+    cause = None if error is None else error.__cause__
+    if isinstance(cause, RuntimeError):  # torch's only class for errors of its backends
+        for number in (errno.EMFILE, errno.ENFILE):
+            if os.strerror(number) in str(cause):
+                return _explain(OSError(number, os.strerror(number)))
     try:
         os.close(os.open(os.devnull, os.O_RDONLY))
     except OSError as error:

@@ -650,7 +650,7 @@ class Stepper:
         self._deps.registry.gate.open()
         if finding is not None and self._rules.checks.on_difference == "stop":
             raise _diverged(finding)
-        _require_files()
+        _require_files(state.error)
         with self._worker.changing() as round_:
             round_.check_next()
         return False
@@ -911,13 +911,13 @@ class Update:
             self._stepper.lose_update(repr(error) if self.begun else "")
 
 
-def _require_files() -> None:
-    """Check, after a step was discarded, that this process can open a file.
+def _require_files(error: Exception | None = None) -> None:
+    """Check, after a step was discarded by ``error``, that this process can open a file.
 
     Raises:
-        ConfigError: it cannot, so no further step could be committed either.
+        ConfigError: it cannot, or could not then; so no further step could be committed either.
     """
-    if short := shortage():
+    if short := shortage(error):
         raise limit_error(short)
 
 
