@@ -1,4 +1,4 @@
-"""Each planted fault in the rules of terms (E1 to E8) is found by some seed (rule X3)."""
+"""Each planted fault in the rules of terms (E1 to E9) is found by some seed (rule X3)."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from torchft_svc.core.term import RunningTerm, TermEnds
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import Scenario, draw_long_terms, draw_returns, draw_steady
 from torchft_svc.sim.site import Site
+from torchft_svc.sim.trainer_actor import WorkerActor
 
 NUM_GROUPS = 3  # few: such runs are short
 Draw = Callable[[int, int], Scenario]
@@ -325,6 +326,39 @@ def what_a_worker_has_begun_is_not_heeded(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(CommitBarrier, "went_on", lambda self, group_rank, step: [])
 
 
+# -- a step that is summed again (E9) ------------------------------------------------------------
+
+
+def a_sum_that_is_made_again_is_divided_by_the_old_number(plant: pytest.MonkeyPatch) -> None:
+    real_sum_again, real_num_groups = WorkerActor._sum_again, WorkerActor._num_groups
+    old: dict[WorkerActor, tuple[int, int]] = {}  # the epoch, and the number in the sum before
+
+    def sum_again(self: WorkerActor, step: Any) -> None:
+        num_groups = real_num_groups(self)
+        real_sum_again(self, step)
+        old[self] = self._step.epoch, num_groups
+
+    def num_groups(self: WorkerActor) -> int:
+        epoch, before = old.get(self, (-1, 0))
+        return before if epoch == self._step.epoch else real_num_groups(self)
+
+    plant.setattr(WorkerActor, "_sum_again", sum_again)
+    plant.setattr(WorkerActor, "_num_groups", num_groups)
+
+
+def one_of_several_workers_sums_again(plant: pytest.MonkeyPatch) -> None:
+    real = Round.may_sum_again
+
+    def may_sum_again(self: Any) -> bool:
+        rules, self._rules = self._rules, dataclasses.replace(self._rules, group_world_size=1)
+        try:
+            return real(self)
+        finally:
+            self._rules = rules
+
+    plant.setattr(Round, "may_sum_again", may_sum_again)
+
+
 def draw_long_terms_of_four(seed: int, _: int | None = None) -> Scenario:
     """Enough groups that one loses its answer while another one joins."""
     return draw_long_terms(seed, NUM_GROUPS + 1)
@@ -347,7 +381,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     a_worker_does_not_heed_the_end: (draw_long_terms, 0),
     the_end_of_an_earlier_quorum_counts: (draw_long_terms, 5),
     a_group_always_says_that_all_know: (draw_long_terms, 0),
-    an_agreement_from_before_the_term_counts: (draw_long_terms, 0),
+    an_agreement_from_before_the_term_counts: (draw_long_terms, 600),
     a_quorum_that_was_left_keeps_its_id: (draw_long_terms, 5),
     a_quorum_that_a_member_has_left_keeps_its_id: (draw_long_terms, 13),
     what_beats_tell_is_not_noted: (draw_steady, 209),
@@ -362,13 +396,15 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     who_was_late_in_a_term_is_waited_for_again: (draw_long_terms, 104),
     an_update_that_is_under_way_counts_as_done: (draw_steady, 5),
     a_newcomer_asks_before_the_members_are_back: (draw_long_terms, 83),
-    who_comes_first_waits_for_nobody: (draw_returns, 0),
-    the_end_of_a_reported_quorum_counts_for_a_newer_one: (draw_returns, 0),
+    who_comes_first_waits_for_nobody: (draw_returns, 46),
+    the_end_of_a_reported_quorum_counts_for_a_newer_one: (draw_returns, 79),
     members_are_believed_for_ever_after_newcomers: (draw_returns, 122),
     the_end_of_a_session_is_a_loss: (draw_steady, 15),
     another_manager_is_another_incarnation: (draw_steady, 15),
     nobody_misses_who_has_not_come_back: (draw_long_terms_of_four, 90),
     what_a_worker_has_begun_is_not_heeded: (draw_long_terms, 34),
+    a_sum_that_is_made_again_is_divided_by_the_old_number: (draw_long_terms, 0),
+    one_of_several_workers_sums_again: (draw_long_terms, 0),
 }
 
 

@@ -181,6 +181,14 @@ class Identity:
             lambda: f"different states (step, weights) in one sum of {where}: {states}",
         )
 
+    def divided(self, where: str, num_groups: dict[str, int]) -> None:
+        """``num_groups``: by how many groups each worker that contributes divides its gradients."""
+        must(
+            all(num == len(num_groups) for num in num_groups.values()),
+            "I3",
+            lambda: f"the sum of {where} is no average of those that contribute: {num_groups}",
+        )
+
     def committed(self, key: tuple[Any, ...], who: str, weights: int) -> None:
         """``key``: job, group rank, quorum id and step."""
         other, theirs = self._committed.setdefault(key, (who, weights))

@@ -26,6 +26,16 @@ class State:
     weights: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Contribution:
+    """What a member puts into a sum: gradients for ``state``, which are divided by ``num_groups``
+    (None: it contributes zeros), and its ``wish`` to end the term."""
+
+    state: State | None
+    num_groups: int
+    wish: float
+
+
 @dataclass(frozen=True, slots=True)
 class Sum:
     """Of all members' states, as a ``digest``, and of their ``wishes`` to end the term."""
@@ -141,20 +151,22 @@ class Ring:
         self.members = frozenset(members)
         self.seats: dict[str, Seat] = {}
         self.is_broken = False
-        self._arrived: dict[int, dict[str, tuple[State | None, float, Done]]] = {}
+        self._arrived: dict[int, dict[str, tuple[Contribution, Done]]] = {}
 
-    def arrive(self, number: int, seat: Seat, state: State | None, wish: float, done: Done) -> None:
-        """``state`` is None for a seat that contributes zeros."""
+    def arrive(self, number: int, seat: Seat, part: Contribution, done: Done) -> None:
         arrived = self._arrived.setdefault(number, {})
-        arrived[seat.me] = (state, wish, done)
+        arrived[seat.me] = part, done
         if len(arrived) < len(self.members) or self.is_broken:
             return
         del self._arrived[number]
-        states = {who: (each.step, each.weights) for who, (each, _, _) in arrived.items() if each}
-        self.sums.invariants.identity.contributed(str(self.key), states)
+        parts = {who: part for who, (part, _) in arrived.items() if part.state is not None}
+        states = {who: (it.state.step, it.state.weights) for who, it in parts.items() if it.state}
+        identity = self.sums.invariants.identity
+        identity.contributed(str(self.key), states)
+        identity.divided(str(self.key), {who: part.num_groups for who, part in parts.items()})
         digest = hash(tuple(states[who] for who in sorted(states)))
-        result = Sum(digest, sum(wish for _, wish, _ in arrived.values()))
-        for who, (_, _, tell) in arrived.items():
+        result = Sum(digest, sum(part.wish for part, _ in arrived.values()))
+        for who, (_, tell) in arrived.items():
             other = self.seats[who]
             delay_s = self.sums.network.latency(other.process)
             other.result_at = self.sums.network.world.now + delay_s
@@ -188,10 +200,10 @@ class Seat:
     def quorum_id(self) -> int:
         return self._ring.key[2]
 
-    def reduce(self, state: State | None, wish: float, done: Done) -> None:
+    def reduce(self, part: Contribution, done: Done) -> None:
         self._num_begun += 1
         self._pending = done
-        self._when_connected(self._ring.arrive, self._num_begun, self, state, wish, done)
+        self._when_connected(self._ring.arrive, self._num_begun, self, part, done)
 
     def receive(self, number: int, result: Sum, done: Done) -> None:
         if self._pending is done and number == self._num_begun:

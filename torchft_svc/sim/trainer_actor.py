@@ -46,12 +46,15 @@ from torchft_svc.sim.line_actor import LineActor
 from torchft_svc.sim.offers import Fetched, Offers
 from torchft_svc.sim.scenario import MEAN_COPY_S, TrainerRules
 from torchft_svc.sim.shared import Home, Shared
-from torchft_svc.sim.sums import Result, Seat, State
+from torchft_svc.sim.sums import Contribution, Result, Seat, State
 from torchft_svc.sim.terms import CommittedStep, NewcomerPatience, TermStep
 from torchft_svc.sim.world import Event, Process
 
 PAUSE_S = 0.01  # until a loop that catches a failed quorum tries again
 WAITS_LOOK_S = 1.0
+# How long a worker whose sum has failed waits for the news that a member has left, and how often it
+# looks.
+NEWS_S, NEWS_LOOK_S = 0.2, 0.02
 ROUNDING_S = 1e-6
 NO_STEP = -1  # of weights that an update has spoiled
 
@@ -360,9 +363,12 @@ class WorkerActor:
         self._tell_phase(Phase.QUORUM)  # it waits for others
         contributes = self.machine.state.participation.participating_rank is not None
         step.expiry = self.process.after(self._rules.collective_s, self._reduce_expired, step, seat)
-        state = self._state() if contributes else None
-        wish = float(self.round.wants_question)
-        seat.reduce(state, wish, lambda result: self._reduced(step, result))
+        part = Contribution(
+            state=self._state() if contributes else None,
+            num_groups=self._num_groups(),
+            wish=float(self.round.wants_question),
+        )
+        seat.reduce(part, lambda result: self._reduced(step, result))
         if step.part is not None and step.part.steady:
             step.waits_since = self.process.world.now
             self._check_wait(step)
@@ -385,6 +391,9 @@ class WorkerActor:
             step.expiry.cancelled = True
         if isinstance(result, PeerError):
             self._carry_out(step, self.round.broke(result, step.epoch))
+            if step.goes_on:
+                self._await_news(step, self.process.world.now + NEWS_S)
+                return
         else:
             if self.dies_with_sum and not self._shared.is_calm:
                 self._end("it dies with a sum")
@@ -393,6 +402,37 @@ class WorkerActor:
             self.round.summed(result.wishes)
         if not step.is_fetching:
             self.process.after(0.0, self._end_backward, step)
+
+    def _num_groups(self) -> int:
+        """By how many groups the gradients are divided before they are summed."""
+        return self.machine.state.participation.num_participants
+
+    def _await_news(self, step: _Step, until: float) -> None:
+        """The sum of a step that asked nobody has failed: sum again if a member has left (E9)."""
+        if step is not self._step or self._is_hanging(self._await_news, step, until):
+            return
+        if self.round.may_sum_again():
+            self._sum_again(step)
+        elif self.process.world.now < until:
+            self.process.after(NEWS_LOOK_S, self._await_news, step, until)
+        else:
+            self._end_backward(step)
+
+    def _sum_again(self, step: _Step) -> None:
+        """The gradients are there: only the quorum is asked for, and the sum follows it."""
+        if self._seat is not None and self._seat.error is None:
+            self._leave_members()
+        now = self.process.world.now
+        try:
+            epoch = self.round.sum_again()
+        except RequestRefused as error:
+            self._end(error)
+            return
+        again = self._step = _Step(epoch, now, began_at=now, is_forward_done=True)
+        self._shared.invariants.newcomers.asks(self.process.name)
+        step_number = self.machine.state.step
+        self._shared.companions.began(self.home.name, self.group_rank, step_number, now)
+        self._carry_out(again, self.round.ask(now))
 
     def _end_backward(self, step: _Step) -> None:
         """In the second half of the backward pass the workers of a group need one another."""
