@@ -348,6 +348,18 @@ def test_of_two_groups_the_one_that_joined_last_heals() -> None:
         assert second.inner.param_groups[0]["lr"] == 0.5
 
 
+def test_a_check_while_all_others_heal_has_compared_nothing() -> None:
+    with lighthouse(min_replicas=1) as address, ExitStack() as stack:
+        a = stack.enter_context(Trainer(address, "a", 0, check_every=10_000))
+        a.until(3)
+        b = stack.enter_context(Trainer(address, "b", 1, check_every=10_000))
+        in_step(4, a, b)
+        change_bit(b)
+        found = find(a, b)
+        assert (found.groups, found.last_equal) == (("b",), None), "b has healed in the step before"
+        assert str(found).endswith("(they were not compared before)")
+
+
 def test_a_spare_is_compared_too(address_of_three: str) -> None:
     options = {"min_replica_size": 2, "world_size_mode": WorldSizeMode.FIXED_WITH_SPARES}
     with trainers(address_of_three, 3, check_every=EVERY, **options) as groups:

@@ -56,8 +56,8 @@ class Finding:
 class CheckResult:
     """What a check has found: ``finding`` is None if all states that were compared are equal.
 
-    ``is_compared``: this group's state was one of them; a group that heals in the step has none
-    yet.
+    ``is_compared``: this group's state was one of them, and not the only one; a group that heals in
+    the step has none yet.
     """
 
     finding: Finding | None
@@ -105,11 +105,14 @@ class StateComparison:
         summed = sums.sum_rows(rows)
         if summed is None:
             return None
-        difference = find_difference([Row.decode(numbers) for numbers in summed])
+        groups = [Row.decode(numbers) for numbers in summed]
+        difference = find_difference(groups)
         if difference is None:
-            if fingerprint is not None:
+            has_others = sum(group.is_present for group in groups) > 1
+            was_compared = fingerprint is not None and has_others
+            if was_compared:
                 self._last_equal, self._last_found = step, ()
-            return CheckResult(None, fingerprint is not None)
+            return CheckResult(None, was_compared)
         item = self._find_item(sums, difference, fingerprint, rank)
         finding = self._report(difference, item, fingerprint, quorum, step)
         return CheckResult(finding, fingerprint is not None)
