@@ -20,8 +20,10 @@ from support.training import (
     trainers,
 )
 from torch import nn
+from torch.optim import optimizer as torch_optimizer
 
 from torchft_svc.client import DistributedDataParallel
+from torchft_svc.client.step import updates
 from torchft_svc.client.step.updates import NUM_USUAL
 from torchft_svc.errors import RequestRefused
 
@@ -157,6 +159,55 @@ def test_the_state_may_be_saved_from_a_hook_of_the_optimizer(address: str) -> No
         a.inner.register_step_post_hook(lambda *_: saved.append(a.manager.state_dict()["step"]))
         a.steps(2)
         assert saved == [1, 2]
+
+
+class HooksFromElsewhere(torch.optim.SGD):
+    """As a torch whose hooks are not called by the function around ``step``."""
+
+    def step(this, closure: Any = None) -> None:  # type: ignore[override]  # noqa: N805
+        call_hooks(torch_optimizer._global_optimizer_pre_hooks, this)
+        raise RuntimeError("out of memory")
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch puts nothing around it
+
+
+def call_hooks(hooks: dict[int, Any], which: torch.optim.Optimizer) -> None:
+    for hook in hooks.values():
+        hook(which, (), {})
+
+
+def test_torch_runs_a_step_in_the_function_that_calls_its_hooks() -> None:
+    """Otherwise no update that an exception has left can be found any more."""
+    watch = updates.UpdateWatch(lambda _: True, lambda _: None)
+    weight = torch.ones(1, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    seen: list[tuple[bool, object]] = []
+
+    def look() -> float:
+        seen.append((watch.is_under_way(), watch.find_failure()))
+        return 0.0
+
+    watch.open()
+    optimizer.step(look)
+    assert seen == [(True, None)]
+    assert not watch.is_under_way()
+
+    def fail() -> float:
+        raise RuntimeError("out of memory")
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step(fail)
+    assert watch.end(1) == updates.LostUpdate("an exception has ended SGD.step()", is_spoiled=True)
+
+
+def test_a_step_that_cannot_be_followed_is_not_called_spoiled() -> None:
+    watch = updates.UpdateWatch(lambda _: True, lambda _: None)
+    optimizer = HooksFromElsewhere([torch.ones(1, requires_grad=True)], lr=0.1)
+    watch.open()
+    with pytest.raises(RuntimeError, match="out of memory"):
+        optimizer.step()
+    assert watch.find_failure() is None
+    assert watch.end(1) is None
 
 
 def test_an_update_that_is_left_out_does_not_count(address: str) -> None:

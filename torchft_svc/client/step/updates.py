@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -210,6 +210,8 @@ def _register_hooks() -> None:
 def _begin_step(optimizer: Optimizer, _: Any, __: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    if not _windows.of_thread or not _is_step(sys._getframe(1), optimizer):
+        return
     for window in _windows.of_thread:
         if len(window.under_way) <= MAX_OPTIMIZERS:
             ref = weakref.ref(optimizer)
@@ -233,7 +235,22 @@ def _running_steps() -> list[Any]:
     found = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_code.co_name == "wrapper":  # of Optimizer.profile_hook_step
+        if frame.f_code in _step_codes:
             found.append(frame.f_locals.get("self"))
         frame = frame.f_back
     return found
+
+
+# Torch's function around ``Optimizer.step``, which calls the hooks.
+_step_codes: set[CodeType] = set()
+
+
+def _is_step(caller: FrameType, optimizer: Optimizer) -> bool:
+    """Whether ``caller``, which has called a hook, is what `_running_steps` finds ``optimizer`` by.
+
+    If it is not, as another version of torch may have it, nobody can know which steps are running:
+    then none is followed, rather than one reported as left that runs.
+    """
+    if caller.f_code not in _step_codes and caller.f_locals.get("self") is optimizer:
+        _step_codes.add(caller.f_code)
+    return caller.f_code in _step_codes
