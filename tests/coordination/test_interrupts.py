@@ -11,9 +11,11 @@ import time
 from pathlib import Path
 
 import pytest
+from support import bounds
 from support.running import environment, eventually
 
 from torchft_svc.coordination import LighthouseServer
+from torchft_svc.rpc import caller as caller_module
 from torchft_svc.rpc.caller import Caller
 
 # With calls on the main thread, gRPC's lock was taken for good after 20 interrupts or fewer.
@@ -142,6 +144,20 @@ def test_a_thread_whose_start_was_interrupted_ends_with_its_caller(
             caller.call(threading.current_thread)
     caller.close()
     assert [thread.is_alive() for thread in started] == [False]
+
+
+def test_the_end_waits_for_all_calls_that_were_left_together(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(caller_module, "_JOIN_S", 1.0)
+    caller, goes_on = Caller(), threading.Event()
+    for _ in range(6):
+        caller._submit(lambda: goes_on.wait(RUN_S))
+    began_at = time.monotonic()
+    caller.close()
+    took_s = time.monotonic() - began_at
+    goes_on.set()
+    bounds.check("an end with six calls", took_s, 2.0)
 
 
 @pytest.mark.processes

@@ -62,8 +62,8 @@ def test_lines_that_nobody_reads_are_counted_and_the_others_keep_their_order() -
         writer.close()
     lines = read.splitlines()
     assert lines[:MAX_KEPT] == ["line 0", *(f"line {n}" for n in range(MAX_WAITING_LINES))]
-    told = "torchft_svc: lost 500 lines of output, which nobody read in time"
-    assert lines[MAX_KEPT:] == [told, "last"]
+    report = "torchft_svc: lost 500 lines of output, which nobody read in time"
+    assert lines[MAX_KEPT:] == [report, "last"]
 
 
 def test_the_number_of_lost_lines_stands_where_they_are_missing() -> None:
@@ -221,6 +221,24 @@ def test_a_child_of_multiprocessing_writes_all_lines_before_it_ends() -> None:
     os.close(writing)
     with open(reading) as read:
         assert read.read().splitlines() == [f"number {number}" for number in range(100)]
+
+
+def print_through_several(descriptor: int) -> None:
+    for _ in range(6):
+        writer = LineWriter(open(descriptor, "w", closefd=False))  # noqa: SIM115 - it keeps it
+        writer.put_nowait("line\n")
+
+
+@pytest.mark.processes
+def test_a_child_of_multiprocessing_waits_once_for_all_its_readers() -> None:
+    with stuck_pipe() as pipe:
+        child = multiprocessing.get_context("fork").Process(
+            target=print_through_several, args=(pipe.writing,)
+        )
+        began_at = time.monotonic()
+        child.start()
+        child.join()
+        bounds.check("an end with six readers", time.monotonic() - began_at, FLUSH_S + 1.5)
 
 
 ENDING = """

@@ -13,9 +13,12 @@ from __future__ import annotations
 import atexit
 import ctypes
 import functools
+import queue
 import sys
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -30,6 +33,11 @@ from torchft_svc.rpc.uninterruptible import UninterruptibleCall, wait_in_slices
 _NO_TIMEOUT = timedelta(0)
 # Of torch.distributed: what waits in C++ for operations of the process group that it is given.
 _WAIT_IN_CPP = "_broadcast_coalesced", "_verify_params_across_processes"
+# Process groups that wait to be destroyed, each with its connections and threads; a world has one
+# or a few, and is left once per failure.
+MAX_GROUPS = 64
+# How long a group is kept for another owner, such as the program's model: gloo's own timeout.
+_OWNED_S = 1800.0
 # How soon the last owner of a destroyed group is noticed: at first, and later.
 _FIRST_LOOK_S, _LOOK_S = 0.005, 1.0
 # For a destruction under way; one that waits for a forgotten operation takes far longer.
@@ -270,40 +278,102 @@ def _take_destroyed_groups() -> None:
 
 
 class _Destroyer:
-    """Destroys process groups, each set on a thread of its own, when nothing else uses them.
+    """Destroys process groups on one thread, when nothing else uses them. Thread-safe.
 
-    The thread waits as long as gloo's operations take. At interpreter exit groups are not
-    destroyed: that would block.
+    The thread waits as long as gloo's operations take, and the groups behind that one wait, too. At
+    interpreter exit groups are not destroyed: that would block.
+
+    Args:
+        owned_s: how long a group that something else still uses is kept; after that its last owner
+            destroys it.
+        max_groups: above this number the oldest groups that wait are never destroyed.
     """
 
-    def __init__(self) -> None:
-        self._is_exit = threading.Event()
-        self._threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+    def __init__(self, owned_s: float = _OWNED_S, max_groups: int = MAX_GROUPS) -> None:
+        self._owned_s = owned_s
+        self._max_groups = max_groups
+        # A finalizer calls `destroy`, maybe in the middle of another call of it.
+        self._news: queue.SimpleQueue[_Left | None] = queue.SimpleQueue()
+        self._waiting: deque[_Left] = deque()
+        self._is_exit = False
+        self._thread: threading.Thread | None = None
         atexit.register(self.stop)
 
     def destroy(self, groups: list[Any]) -> None:
         """Take over ``groups``; returns at once."""
-        name = "torchft-world-destroyer"
-        thread = threading.Thread(target=self._run, args=(groups,), name=name, daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        until = time.monotonic() + self._owned_s
+        while groups:
+            self._news.put(_Left(groups.pop(), until))
+        while self._news.qsize() + len(self._waiting) > self._max_groups:
+            if not _keep_for_ever(self._waiting, self._news):
+                break
+        if self._is_exit:
+            self._keep_rest()
+        elif self._thread is None or not self._thread.is_alive():  # also in a forked child
+            self._thread = threading.Thread(
+                target=self._run, name="torchft-world-destroyer", daemon=True
+            )
+            self._thread.start()
 
     def stop(self) -> None:
-        self._is_exit.set()
-        for thread in list(self._threads):
-            thread.join(_EXIT_S)
+        """Destroy no more; waits a moment for a destruction under way."""
+        self._is_exit = True
+        self._news.put(None)
+        if self._thread is not None:
+            self._thread.join(_EXIT_S)
+        self._keep_rest()
 
-    def _run(self, groups: list[Any]) -> None:
+    def _keep_rest(self) -> None:
+        while _keep_for_ever(self._waiting, self._news):
+            pass
+
+    def _run(self) -> None:
         pause_s = _FIRST_LOOK_S
-        while groups:
-            for index in reversed(range(len(groups))):
-                if sys.getrefcount(groups[index]) <= 2:  # this list and the argument
-                    del groups[index]  # which waits for gloo, without the interpreter's lock
-            if self._is_exit.wait(pause_s if groups else 0.0):
-                for group in groups:
-                    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
-                return
-            pause_s = min(2 * pause_s, _LOOK_S)
+        while not self._is_exit:
+            try:
+                left = self._news.get(timeout=pause_s if self._waiting else None)
+            except queue.Empty:
+                pause_s = min(2 * pause_s, _LOOK_S)
+            else:
+                pause_s = _FIRST_LOOK_S
+                if left is not None:
+                    self._waiting.append(left)
+                del left
+            for _ in range(len(self._waiting)):
+                if self._is_exit or not self._destroy_next():
+                    break
+
+    def _destroy_next(self) -> bool:
+        """Destroy the first group that waits, or put it behind the others."""
+        try:
+            left = self._waiting.popleft()
+        except IndexError:  # kept for ever meanwhile
+            return False
+        # Its attribute and the argument.
+        is_free = sys.getrefcount(left.group) <= 2 or time.monotonic() > left.until
+        if not is_free:
+            self._waiting.append(left)
+        return True  # and drops it: gloo is waited for here, without the interpreter's lock
+
+
+@dataclass(frozen=True)
+class _Left:
+    """A process group of a world that is over, which something else may use ``until`` an instant
+    of the monotonic clock."""
+
+    group: Any
+    until: float
+
+
+def _keep_for_ever(waiting: deque[_Left], news: queue.SimpleQueue[_Left | None]) -> bool:
+    """Never destroy the oldest group that waits; whether there is one."""
+    try:
+        left = waiting.popleft() if waiting else news.get_nowait()
+    except (IndexError, queue.Empty):
+        return False
+    if left is not None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left.group))
+    return True
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

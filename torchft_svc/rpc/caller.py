@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
@@ -17,7 +18,7 @@ T = TypeVar("T")
 
 # An interrupt that is no signal to the thread that waits is seen after so long.
 NOTICE_S = 0.2
-# A call returns at once when its channel is closed.
+# A call returns at once when its channel is closed; for all calls together.
 _JOIN_S = 0.5
 
 
@@ -113,9 +114,10 @@ class Caller:
         """End the threads; later calls are made where they come from. May be called twice."""
         self._is_closed = True
         self._end()
+        until = time.monotonic() + _JOIN_S
         for worker in self._workers:
             if worker.thread.is_alive() and worker.thread is not threading.current_thread():
-                worker.thread.join(_JOIN_S)
+                worker.thread.join(max(0.0, until - time.monotonic()))
 
     def _idle_worker(self) -> _Worker:
         while self._idle:

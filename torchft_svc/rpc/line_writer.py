@@ -20,7 +20,10 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TextIO
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from multiprocessing import util
 
 # Some seconds of the busiest log, and a few hundred kilobytes.
 MAX_WAITING_LINES = 1000
@@ -309,6 +312,7 @@ def flush_lines() -> None:
 
 _writers: weakref.WeakSet[LineWriter] = weakref.WeakSet()
 _streams: weakref.WeakSet[LineStream] = weakref.WeakSet()
+_finalizer: util.Finalize | None = None
 
 
 def _close(writers: tuple[LineWriter, ...]) -> None:
@@ -324,12 +328,16 @@ def _register_hooks() -> None:
 
 
 def _flush_before_hard_exit() -> None:
-    """Processes of multiprocessing may end without the handlers of `atexit`."""
+    """Processes of multiprocessing may end without the handlers of `atexit`. One call flushes all
+    writers; a forked child has none of its parent's."""
+    global _finalizer
     process = sys.modules.get("multiprocessing.process")
-    if process is not None and process.parent_process() is not None:
-        from multiprocessing import util
+    if process is None or process.parent_process() is None:
+        return
+    from multiprocessing import util
 
-        util.Finalize(None, flush_lines, exitpriority=0)
+    if _finalizer is None or not _finalizer.still_active():
+        _finalizer = util.Finalize(None, flush_lines, exitpriority=0)
 
 
 def _renew_all() -> None:
