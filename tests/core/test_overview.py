@@ -167,9 +167,9 @@ def test_a_job_that_has_ended_is_remembered(ends: bool) -> None:
 
 def test_a_check_that_found_a_difference_is_counted_once() -> None:
     scene = formed("a", "b", step=3)
-    told = DifferenceReport(7, 4, "they differ")
+    report = DifferenceReport(7, 4, "they differ")
     for replica_id in ("a", "b", "a"):
-        scene.house.record_difference(JOB, replica_id, told)
+        scene.house.record_difference(JOB, replica_id, report)
     scene.house.record_difference(JOB, "a", DifferenceReport(7, 6, "they still differ"))
     scene.house.record_difference(JOB, "b", DifferenceReport(8, 6, "and again"))
     scene.house.record_difference(JOB, "a", DifferenceReport(7, 6, "late"))

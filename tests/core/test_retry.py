@@ -316,13 +316,13 @@ def test_what_a_worker_has_offered_is_its_own_until_somebody_trains(num_formings
     assert (formed.state.source, formed.state.handle) == (StateSource.HELD, "0@7")
 
 
-def untaken(story: Story) -> str:
+def why_not_peer(story: Story) -> str:
     """Why the next workers go on from what the trainer holds."""
     story.end_all()
     story.form(step=5)
     (formed,) = story.of(ReportFormed)
     assert formed.state.source is StateSource.HELD
-    return str(formed.untaken)
+    return str(formed.why_not_peer)
 
 
 def held_story() -> Story:
@@ -336,28 +336,28 @@ def held_story() -> Story:
 def test_why_no_state_of_a_worker_that_lived_was_taken() -> None:
     ended = held_story()
     ended.lose(0, "its process ended")
-    assert untaken(ended) == (
+    assert why_not_peer(ended) == (
         "worker 0 ended before it offered one (its process ended); "
         "worker 1 ended before it offered one (killed)"
     )
     late = held_story()
     late.beat_for(RULES.offer_timeout_s + 0.2)
-    assert untaken(late).startswith("worker 0 offered none in 20")
+    assert why_not_peer(late).startswith("worker 0 offered none in 20")
     older = held_story()
     older.offer(0, 4)
-    assert "worker 0 offered that of step 4, and that of step 5 is here" in untaken(older)
+    assert "worker 0 offered that of step 4, and that of step 5 is here" in why_not_peer(older)
 
 
 def test_why_a_state_was_not_taken_belongs_to_one_incident() -> None:
     story = held_story()
     for _ in range(2):
-        assert untaken(story).count("before it offered one") == 2, "of the two that were left"
+        assert why_not_peer(story).count("before it offered one") == 2, "of the two that were left"
     story = held_story()
     story.offer(0, 7)
     story.end_all()
     story.form(step=7)
     (formed,) = story.of(ReportFormed)
-    assert (formed.state.source, formed.untaken) == (StateSource.PEER, ""), "one was"
+    assert (formed.state.source, formed.why_not_peer) == (StateSource.PEER, ""), "one was"
 
 
 @pytest.mark.parametrize("is_offered_first", [True, False])

@@ -278,10 +278,10 @@ WHERE = "in the check of step 20, "
 )
 def test_a_difference_is_one_sentence(part: Part, item: Item | None, sentence: str) -> None:
     difference = StateDifference(part=part, majority=(0, 2), minority=(1,), first=1, num_items=9)
-    told = describe_difference(
+    shown = describe_difference(
         difference, item, lambda _, i: f"item {i}", lambda n: f"<{n}>", NAMES, 20, 10
     )
-    assert told == f"{WHERE}{sentence} (they were equal in the check of step 10)"
+    assert shown == f"{WHERE}{sentence} (they were equal in the check of step 10)"
 
 
 def test_an_item_of_another_group_has_no_name_here() -> None:
@@ -289,16 +289,16 @@ def test_an_item_of_another_group_has_no_name_here() -> None:
         part=Part.VALUES, majority=(0,), minority=(1,), first=1, num_items=9
     )
     item = Item(name=3, theirs=1, ours=2)
-    told = describe_difference(difference, item, lambda *_: "", str, NAMES, 20, 10)
-    assert told.startswith(f"{WHERE}the values of the parameters of group b are not those of")
+    shown = describe_difference(difference, item, lambda *_: "", str, NAMES, 20, 10)
+    assert shown.startswith(f"{WHERE}the values of the parameters of group b are not those of")
 
 
 def test_a_first_check_and_other_groups_are_told() -> None:
     difference = StateDifference(
         part=Part.VALUES, majority=(0,), minority=(1, 3), first=1, num_items=0
     )
-    told = describe_difference(difference, None, lambda *_: "", str, NAMES, 2, None)
-    assert told.endswith("(they were not compared before; groups that differ, too: d)")
+    shown = describe_difference(difference, None, lambda *_: "", str, NAMES, 2, None)
+    assert shown.endswith("(they were not compared before; groups that differ, too: d)")
 
 
 def test_groups_of_older_managers_have_no_names() -> None:

@@ -41,9 +41,9 @@ def test_a_killed_worker_has_failed_where_sigchld_is_ignored(policy: str, tmp_pa
     script.write_text(DIES)
     with launcher("CHLD", policy, script) as program:
         assert program.wait(LAUNCH_S) == 1
-    told = "\n".join(program.lines)
-    assert "exitcode  : -9" in told, told
-    assert "SIGCHLD was ignored" in told, told
+    output = "\n".join(program.lines)
+    assert "exitcode  : -9" in output, output
+    assert "SIGCHLD was ignored" in output, output
 
 
 @pytest.mark.parametrize(

@@ -108,8 +108,8 @@ def test_status_shows_what_has_happened() -> None:
 
 @pytest.mark.parametrize("ended_s", [None, 3.0])
 def test_status_shows_that_states_differ(ended_s: float | None) -> None:
-    told = "in the check of step 4, they\x1b[31m differ"
-    job = JobStatus(job="j", num_differences=2, last_difference=told, ended_s=ended_s)
+    sentence = "in the check of step 4, they\x1b[31m differ"
+    job = JobStatus(job="j", num_differences=2, last_difference=sentence, ended_s=ended_s)
     (job,) = status_from_wire(status_to_wire([job]))
     line = "  2 checks found states that differ; the last one: in the check of step 4, they?[31m"
     assert line in status_text([job])

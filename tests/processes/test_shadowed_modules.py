@@ -115,8 +115,8 @@ def test_a_trainer_trains_in_a_folder_with_any_files(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAMS[name])
-    told = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": name.replace(" ", "-")}
-    assert run_in(start_folder, script, **told) == "trained\n"
+    variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": name.replace(" ", "-")}
+    assert run_in(start_folder, script, **variables) == "trained\n"
 
 
 def test_a_variable_that_makes_python_safe_changes_nothing(
@@ -124,8 +124,8 @@ def test_a_variable_that_makes_python_safe_changes_nothing(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(PROGRAMS["manager"])
-    told = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": "safe"}
-    assert run_in(start_folder, script, PYTHONSAFEPATH="1", **told) == "trained\n"
+    variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": "safe"}
+    assert run_in(start_folder, script, PYTHONSAFEPATH="1", **variables) == "trained\n"
 
 
 def test_workers_of_a_trainer_import_the_programs_modules_and_not_those_of_the_folder(

@@ -110,8 +110,8 @@ def test_a_service_with_few_files_ends_at_its_start(module: str, limit: int) -> 
 
 def test_a_trainer_whose_files_run_out_ends_with_that(lighthouse: Process, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAINER)
-    told = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": "leaks"}
-    done = run_with(100, str(tmp_path / "train.py"), "leaks", **told)
+    variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": "leaks"}
+    done = run_with(100, str(tmp_path / "train.py"), "leaks", **variables)
     assert done.returncode == 1
     assert "ConfigError: ulimit -n=100 cannot work: too many open files" in done.stderr
 

@@ -106,8 +106,12 @@ def test_a_trainer_and_its_manager_whose_output_nobody_reads_train(tmp_path: Pat
     (tmp_path / "trainer.py").write_text(TRAINER.replace('print("trained", flush=True)', MARK))
     mark = tmp_path / "trained"
     with lighthouse_process() as lighthouse, stuck_pipe() as pipe:
-        told = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "MARK": str(mark), "TORCHFT_LOG": "debug"}
-        with ended(run(pipe, str(tmp_path / "trainer.py"), **told)) as trainer:
+        variables = {
+            "TORCHFT_LIGHTHOUSE": lighthouse.address,
+            "MARK": str(mark),
+            "TORCHFT_LOG": "debug",
+        }
+        with ended(run(pipe, str(tmp_path / "trainer.py"), **variables)) as trainer:
             assert trainer.wait(RUN_S) == 0
         assert mark.exists()
 
@@ -182,5 +186,7 @@ def test_a_launcher_loses_no_line_of_a_worker_while_somebody_reads(
         check=True,
     )
     lines = [line.partition(":")[2] for line in done.stdout.decode().splitlines()]
-    told = [line for line in lines if line.startswith("attempt")]
-    assert sorted(told) == sorted(f"attempt {a} line {n}" for a in range(2) for n in range(5000))
+    attempts = [line for line in lines if line.startswith("attempt")]
+    assert sorted(attempts) == sorted(
+        f"attempt {a} line {n}" for a in range(2) for n in range(5000)
+    )

@@ -372,8 +372,8 @@ def test_a_name_that_is_not_text_is_refused_in_one_sentence(lighthouse: Process)
 
 
 def test_reported_differences_are_limited() -> None:
-    told = [pb.StateDifference(quorum_id=7, step=step, sentence="x") for step in range(100)]
-    beat = beat_from_wire(pb.SessionBeat(differences=told))
+    differences = [pb.StateDifference(quorum_id=7, step=step, sentence="x") for step in range(100)]
+    beat = beat_from_wire(pb.SessionBeat(differences=differences))
     assert [each.step for each in beat.differences] == list(range(100 - MAX_DIFFERENCES, 100))
     for wrong in (
         pb.StateDifference(quorum_id=-1),

@@ -75,8 +75,8 @@ def main(first: str, second: str, *hosts: str) -> None:
     with trainer:
         found = trainer.train(max_retries=1)
     for each in found["incidents"]:
-        told = each.rung, each.source, each.num_workers, each.lost_steps
-        print("incident", *told, *filter(None, [each.untaken]), flush=True)
+        fields = each.rung, each.source, each.num_workers, each.lost_steps
+        print("incident", *fields, *filter(None, [each.why_not_peer]), flush=True)
     print("retries", found["retries"], flush=True)
 
 

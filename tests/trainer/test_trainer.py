@@ -142,7 +142,7 @@ def test_the_state_of_a_worker_is_its_own_if_the_next_ones_form_twice(
     trainer = running((STEPS - 2, 0, "kill"), epochs=2, setup=die_once_after_a_loss)
     found = trainer.train(max_retries=1)
     (incident,) = found["incidents"]
-    assert (incident.source, incident.lost_steps, incident.untaken) == ("peer", 0, "")
+    assert (incident.source, incident.lost_steps, incident.why_not_peer) == ("peer", 0, "")
     assert (found["result"], found["retries"]) == (2 * STEPS, 1)
     assert_equal(weights(trainer), undisturbed)
 
@@ -210,7 +210,7 @@ def test_all_workers_are_killed_and_the_trainer_holds_a_state(processes: Sharing
         assert (found["step"], found["retries"]) == (STEPS + 1, 1)
         (incident,) = found["incidents"]
         assert (incident.source, incident.lost_steps) == ("trainer", 0)
-        assert incident.untaken == "" or "before it offered one" in incident.untaken
+        assert incident.why_not_peer == "" or "before it offered one" in incident.why_not_peer
         assert not torch.equal(before["weight"], weights(trainer)["weight"])
 
 

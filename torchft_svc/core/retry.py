@@ -68,7 +68,7 @@ class RetryMachine(RunMembers):
         self._num_started_at_error = 0
         self._verdict: EndCommand | None = None
         self._begin = BeginState()
-        self._untaken: list[str] = []  # why states of workers that ended were not taken
+        self._why_not_peer: list[str] = []  # why states of workers that ended were not taken
         # Instants of what is to be done in the present phase.
         self._end_by = self._alone_at = self._grow_at = math.inf
         self._waits_since: float | None = None
@@ -93,7 +93,7 @@ class RetryMachine(RunMembers):
         self._leader_only, self._trains = leader_only, trains
         self.retries = Retries(budget, self.best_step)
         self._error = self._verdict = None
-        self._untaken = []
+        self._why_not_peer = []
         for worker in self._workers.values():
             worker.heard_at = at
             worker.has_command = worker.is_done = False
@@ -243,7 +243,7 @@ class RetryMachine(RunMembers):
         """It offers its state, and ends."""
         found = self._heard(worker, now)
         if found is not None and state.place < self.held.place:
-            self._note_untaken(
+            self._note_why_not_peer(
                 f"worker {found.rank} offered that of step {state.step}, and that of step "
                 f"{self.held.step} is here"
             )
@@ -303,7 +303,7 @@ class RetryMachine(RunMembers):
         if found is None:
             return ()
         if found.stage is WorkerStage.LEAVING and not found.has_offered:
-            self._note_untaken(f"worker {found.rank} ended before it offered one ({reason})")
+            self._note_why_not_peer(f"worker {found.rank} ended before it offered one ({reason})")
         if found.counts:
             self._break(found, IncidentCause.LOST, f"worker {found.rank}: {reason}")
         elif found.stage is WorkerStage.LEAVING and not found.has_offered and self._open.is_loss:
@@ -413,9 +413,9 @@ class RetryMachine(RunMembers):
         self.retries.begin_at(step)
         begin = self._begin.of_world
         is_first = self._open.cause is None
-        untaken = "" if begin.source is StateSource.PEER else "; ".join(self._untaken)
-        self._orders.append(ReportFormed(begin, step, len(self._alive()), is_first, untaken))
-        self._untaken = []
+        why_not_peer = "" if begin.source is StateSource.PEER else "; ".join(self._why_not_peer)
+        self._orders.append(ReportFormed(begin, step, len(self._alive()), is_first, why_not_peer))
+        self._why_not_peer = []
         self._open.close()
         for worker in self._alive().values():
             worker.from_step = step
@@ -491,7 +491,9 @@ class RetryMachine(RunMembers):
             if worker.stage is WorkerStage.LEAVING and at >= end_by:
                 if not worker.has_offered:
                     waited_s = at - worker.stage_at
-                    self._note_untaken(f"worker {worker.rank} offered none in {waited_s:.3g} s")
+                    self._note_why_not_peer(
+                        f"worker {worker.rank} offered none in {waited_s:.3g} s"
+                    )
                 self._kill(number, worker)
         is_killed = all(each.stage is WorkerStage.KILLED for each in self._workers.values())
         if is_killed and self._alone_at == math.inf:
@@ -500,10 +502,10 @@ class RetryMachine(RunMembers):
             self._leave_alone(*self._workers)
             self._ended()
 
-    def _note_untaken(self, reason: str) -> None:
+    def _note_why_not_peer(self, reason: str) -> None:
         """The state of a worker that lived is not taken; only if no other one's is either."""
         if self.phase is RunPhase.ENDING and not self._begin.is_settled:
-            self._untaken = [*self._untaken, reason][-MAX_REASONS:]
+            self._why_not_peer = [*self._why_not_peer, reason][-MAX_REASONS:]
 
     def _ended(self) -> None:
         """No worker is left: go on, or give up."""

@@ -233,14 +233,14 @@ class ReportBroken:
 class ReportFormed:
     """All ``num_workers`` have joined, and go on from ``state``; ``is_first``: nothing broke.
 
-    ``untaken``: why it is not that of a worker that was left (empty: it is, or none was).
+    ``why_not_peer``: why it is not that of a worker that was left (empty: it is, or none was).
     """
 
     state: KnownState
     step: int
     num_workers: int
     is_first: bool
-    untaken: str = ""
+    why_not_peer: str = ""
 
 
 @dataclass(frozen=True, slots=True)

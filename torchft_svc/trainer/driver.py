@@ -485,14 +485,16 @@ class TrainerDriver:
         if order.step < self._last_report[1][0]:  # what was reported is done again
             self._last_report = _NO_REPORT
         source = "checkpoint" if state.checkpoint else _SOURCES[state.source]
-        self.history.resumed(now, self.position, order.num_workers, source, order.untaken)
+        self.history.resumed(now, self.position, order.num_workers, source, order.why_not_peer)
         wanted = self._parts.rules.num_workers
         if order.num_workers < wanted:
             self._tell(f"there are resources for {order.num_workers} of {wanted} workers")
         if not order.is_first:
             lost = self.history.incidents[-1].lost_steps
             told = f"{order.num_workers} workers go on from {state.source.value}, step {order.step}"
-            why = f"; no worker's state was taken: {order.untaken}" if order.untaken else ""
+            why = (
+                f"; no worker's state was taken: {order.why_not_peer}" if order.why_not_peer else ""
+            )
             self._tell(f"{told}; {lost} steps are done again{why}")
         self._observer.moved(self.position, order.num_workers)
 

@@ -36,8 +36,8 @@ class Incident:
         step: the last step that was done before.
         lost_steps: how many of these steps had to be done again.
         source: whose state training went on with.
-        untaken: why that is not the state of a worker that was left when the incident was noticed
-            (empty: it is, or none was left).
+        why_not_peer: why that is not the state of a worker that was left when the incident was
+            noticed (empty: it is, or none was left).
         num_workers: with how many workers it went on.
         waited_s: how long of this time there were too few resources.
     """
@@ -50,7 +50,7 @@ class Incident:
     lost_workers: tuple[int, ...] = ()
     lost_steps: int = 0
     source: Source = ""
-    untaken: str = ""
+    why_not_peer: str = ""
     num_workers: int = 0
     waited_s: float = 0.0
 
@@ -140,7 +140,7 @@ class RunHistory:
         position: Position,
         num_workers: int,
         source: Source,
-        untaken: str = "",
+        why_not_peer: str = "",
     ) -> None:
         """Workers go on from ``position``; the incident is over with the next step."""
         self._stop_waiting(now)
@@ -155,7 +155,7 @@ class RunHistory:
                 lost_steps=lost,
                 source=source,
                 num_workers=num_workers,
-                untaken=untaken,
+                why_not_peer=why_not_peer,
             )
         self._step = position.step
         self._note(Point(now - self.began_at, position.step, num_workers))

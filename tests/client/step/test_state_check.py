@@ -193,8 +193,11 @@ def test_a_group_that_healing_does_not_cure_ends(address: str, fault: str) -> No
         found = find(a, b, c)
         assert found.groups == ("c",)
         assert re.search(words, str(found)), str(found)
-        told = end_of(c, a, b)
-        assert "3 checks in a row found that this group's state is not that of the others" in told
+        last_words = end_of(c, a, b)
+        assert (
+            "3 checks in a row found that this group's state is not that of the others"
+            in last_words
+        )
         in_step(a.manager.current_step() + EVERY + 1, a, b)
         assert_identical([a, b])
 
@@ -385,10 +388,10 @@ def test_a_group_that_healed_is_compared_at_once(is_async: bool) -> None:
         )
         a.until(6)
         b = stack.enter_context(Trainer(address, "b", 1, **options))
-        found, told = until_ended(b, a)
+        found, last_words = until_ended(b, a)
         assert found.groups == ("b",)
         assert "the values of parameter" in str(found)
-        assert "3 checks in a row" in told
+        assert "3 checks in a row" in last_words
         a.until(a.manager.current_step() + 2)
 
 
@@ -420,36 +423,36 @@ def test_a_state_without_the_optimizer_is_found() -> None:
         a = stack.enter_context(ForgetfulTrainer(address, "a", 0))
         a.until(6)
         b = stack.enter_context(ForgetfulTrainer(address, "b", 1))
-        found, told = until_ended(b, a)
+        found, last_words = until_ended(b, a)
         assert found.groups == ("b",)
         assert (
             "the learning rate of optimizer 0 (Adam), group 0 is 0.01 in group b and 0.001"
             in str(found)
         )
-        assert "3 checks in a row" in told
+        assert "3 checks in a row" in last_words
 
 
 def until_ended(group: Trainer, other: Trainer) -> tuple[StateDiverged, str]:
     """Train, each on its own, until ``group`` ends: the first difference, and its last words."""
     found: list[StateDiverged] = []
-    told: list[str] = []
+    last_words: list[str] = []
 
     def train_group() -> None:
-        while not told:
+        while not last_words:
             try:
                 group.step()
             except RequestRefused as error:
-                told.append(str(error))
+                last_words.append(str(error))
                 group.manager.shutdown()
             latched = group.manager.errored()
             found.extend([latched] if isinstance(latched, StateDiverged) else [])
 
     def train_other() -> None:
-        while not told:
+        while not last_words:
             other.step()
 
     together(train_group, train_other)
-    return found[0], told[0]
+    return found[0], last_words[0]
 
 
 # -- policies --------------------------------------------------------------------------------------
@@ -461,8 +464,9 @@ def test_a_difference_may_only_be_logged(address: str, caplog: pytest.LogCapture
         b.inner.param_groups[0]["weight_decay"] = 0.5
         with caplog.at_level(logging.WARNING):
             train(4, a, b)
-        told = [each.getMessage() for each in caplog.records if "in the check" in each.getMessage()]
-        settings = [each for each in told if "'weight_decay' of" in each]
+        messages = [each.getMessage() for each in caplog.records]
+        lines = [each for each in messages if "in the check" in each]
+        settings = [each for each in lines if "'weight_decay' of" in each]
         assert len(settings) == 2, "once in each group"
         assert b.inner.param_groups[0]["weight_decay"] == 0.5
 
