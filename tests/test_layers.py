@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -160,7 +161,9 @@ def test_services_and_the_core_never_import_torch() -> None:
 
 @pytest.mark.processes
 def test_the_core_imports_neither_grpc_nor_asyncio() -> None:
-    imports = "\n".join(f"import {name}" for name in modules() if ".core" in name)
+    imports = "\n".join(
+        f"import {name}" for name in modules() if re.search(r"\.(core|retry)\b", name)
+    )
     told = fresh(
         f"{imports}\nimport sys\nprint(sorted({{'grpc', 'asyncio', 'socket'}} & set(sys.modules)))"
     )

@@ -13,10 +13,10 @@ from typing import Any
 
 import cloudpickle
 
-from torchft_svc.core.retry_budget import RetryBudget
-from torchft_svc.core.retry_orders import RetryRules
 from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.job import TrainingProgram, WorkerJob
+from torchft_svc.trainer.retry.budget import RetryBudget
+from torchft_svc.trainer.retry.orders import RetryRules
 
 # Where checkpoints go if they are wanted and nobody said where.
 DEFAULT_CHECKPOINT_DIR = "torchft-checkpoints"

@@ -12,19 +12,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torchft_svc.coordination import LighthouseServer
-from torchft_svc.core import retry_orders as orders
-from torchft_svc.core.retry import RetryMachine
-from torchft_svc.core.retry_budget import RetryBudget
-from torchft_svc.core.retry_members import RetryOrders
-from torchft_svc.core.retry_orders import (
-    IncidentCause,
-    KnownState,
-    ProgramError,
-    Remedy,
-    RetryRules,
-    StateSource,
-)
-from torchft_svc.core.retry_states import RunPhase
 from torchft_svc.errors import CheckpointError, TrainingFailed, WorkerFailed
 from torchft_svc.trainer.backend import Backend, Heard, Lost
 from torchft_svc.trainer.checkpoint import Checkpoint, CheckpointStore
@@ -46,6 +33,19 @@ from torchft_svc.trainer.messages import (
     StateOffered,
     StoreOpened,
 )
+from torchft_svc.trainer.retry import orders
+from torchft_svc.trainer.retry.budget import RetryBudget
+from torchft_svc.trainer.retry.machine import RetryMachine
+from torchft_svc.trainer.retry.members import RetryOrders
+from torchft_svc.trainer.retry.orders import (
+    IncidentCause,
+    KnownState,
+    ProgramError,
+    Remedy,
+    RetryRules,
+    StateSource,
+)
+from torchft_svc.trainer.retry.states import RunPhase
 
 log = logging.getLogger(__name__)
 

@@ -13,8 +13,6 @@ from datetime import timedelta
 from typing import Any, Literal
 
 from torchft_svc.client.runtime.trainer_log import speak_on_stderr
-from torchft_svc.core.retry_budget import RetryBudget
-from torchft_svc.core.retry_orders import KnownState, StateSource
 from torchft_svc.env import Environment
 from torchft_svc.errors import CheckpointError, ConfigError
 from torchft_svc.trainer.backend import Backend
@@ -43,6 +41,8 @@ from torchft_svc.trainer.messages import FaultTolerance, Position
 from torchft_svc.trainer.picture import draw_run
 from torchft_svc.trainer.progress_bar import ProgressBar, progress_bar
 from torchft_svc.trainer.results import reduced
+from torchft_svc.trainer.retry.budget import RetryBudget
+from torchft_svc.trainer.retry.orders import KnownState, StateSource
 from torchft_svc.trainer.state import (
     TrainingState,
     decode_state,

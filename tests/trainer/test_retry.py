@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.core.retry import RetryMachine
-from torchft_svc.core.retry_budget import UNLIMITED, Retries, RetryBudget
-from torchft_svc.core.retry_incident import MAX_FORMINGS
-from torchft_svc.core.retry_orders import (
+from torchft_svc.errors import ConfigError
+from torchft_svc.trainer.retry.budget import UNLIMITED, Retries, RetryBudget
+from torchft_svc.trainer.retry.incident import MAX_FORMINGS
+from torchft_svc.trainer.retry.machine import RetryMachine
+from torchft_svc.trainer.retry.orders import (
     DropHandle,
     EndCommand,
     FindCheckpoint,
@@ -35,8 +36,7 @@ from torchft_svc.core.retry_orders import (
     StartWorker,
     StateSource,
 )
-from torchft_svc.core.retry_states import RUN_TRANSITIONS, RunChange, RunPhase
-from torchft_svc.errors import ConfigError
+from torchft_svc.trainer.retry.states import RUN_TRANSITIONS, RunChange, RunPhase
 
 RULES = RetryRules(num_workers=3)
 PER_STEP = replace(RULES, keeps_others=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.retry_orders import ProgramError
 from torchft_svc.errors import ConfigError
+from torchft_svc.trainer.retry.orders import ProgramError
 
 # Retries without a limit.
 UNLIMITED = -1

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from torchft_svc.core.retry_orders import RetryRules
+from torchft_svc.trainer.retry.orders import RetryRules
 
 
 class RunPhase(Enum):

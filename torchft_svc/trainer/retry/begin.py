@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torchft_svc.core.retry_orders import (
+from torchft_svc.trainer.retry.orders import (
     DropHandle,
     FindCheckpoint,
     KnownState,

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection
 
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
-from torchft_svc.core.retry_orders import (
+from torchft_svc.trainer.retry.orders import (
     IncidentCause,
     KillWorker,
     LookForResources,
@@ -18,7 +18,7 @@ from torchft_svc.core.retry_orders import (
     RetryRules,
     StartWorker,
 )
-from torchft_svc.core.retry_states import (
+from torchft_svc.trainer.retry.states import (
     RUN_TRANSITIONS,
     KnownWorker,
     RunChange,

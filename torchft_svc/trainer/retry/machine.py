@@ -18,11 +18,11 @@ from __future__ import annotations
 
 import math
 
-from torchft_svc.core.retry_begin import BeginState
-from torchft_svc.core.retry_budget import Retries, RetryBudget
-from torchft_svc.core.retry_incident import MAX_FORMINGS, OpenIncident
-from torchft_svc.core.retry_members import RetryOrders, RunMembers
-from torchft_svc.core.retry_orders import (
+from torchft_svc.trainer.retry.begin import BeginState
+from torchft_svc.trainer.retry.budget import Retries, RetryBudget
+from torchft_svc.trainer.retry.incident import MAX_FORMINGS, OpenIncident
+from torchft_svc.trainer.retry.members import RetryOrders, RunMembers
+from torchft_svc.trainer.retry.orders import (
     DropHandle,
     EndCommand,
     IncidentCause,
@@ -40,12 +40,7 @@ from torchft_svc.core.retry_orders import (
     SendCommand,
     StateSource,
 )
-from torchft_svc.core.retry_states import (
-    KnownWorker,
-    RunChange,
-    RunPhase,
-    WorkerStage,
-)
+from torchft_svc.trainer.retry.states import KnownWorker, RunChange, RunPhase, WorkerStage
 
 # So many reasons are kept of one incident.
 MAX_REASONS = 8

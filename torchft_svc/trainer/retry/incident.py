@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torchft_svc.core.retry_orders import IncidentCause, Remedy, ReportBroken, RetryOrder
+from torchft_svc.trainer.retry.orders import IncidentCause, Remedy, ReportBroken, RetryOrder
 
 # Worlds that break before all have joined are part of the incident before, up to so many.
 MAX_FORMINGS = 3

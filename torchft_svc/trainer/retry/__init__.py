@@ -1,0 +1,1 @@
+"""The decisions of a trainer whose workers are lost: pure, as those of the core."""
