@@ -26,7 +26,8 @@ from support.adopted import ADOPTED, spawn_adopted
 from support.bounds import again_if_late
 from support.running import lives
 
-from torchft_svc.core import manager, sessions
+from torchft_svc.core.quorum.lighthouse import sessions
+from torchft_svc.core.quorum.manager import manager
 from torchft_svc.rpc import deadline
 from torchft_svc.rpc.fork_server import ForkServer
 

@@ -36,7 +36,7 @@ NOT_FOR_A_TRAINER = {
     "torchft_svc.client.checkpointing.http.transport",
     "torchft_svc.client.process_groups.isolated.group",
     "torchft_svc.coordination.lighthouse_client",
-    "torchft_svc.core.membership",
+    "torchft_svc.core.quorum.lighthouse.membership",
     "torchft_svc.elastic",
     "torchft_svc.lighthouse_server",
     "torchft_svc.manager_server.app",

@@ -29,10 +29,10 @@ import grpc
 import uvloop
 
 from benchmarks.simulated_fleet import group_member
-from torchft_svc.core.link_types import beat_together
-from torchft_svc.core.session_messages import Beat, Hello, Question, SessionMessage
-from torchft_svc.core.step import Phase
-from torchft_svc.core.types import NO_QUORUM, Member
+from torchft_svc.core.quorum.manager.link_types import beat_together
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.session_messages import Beat, Hello, Question, SessionMessage
+from torchft_svc.core.quorum.types import NO_QUORUM, Member
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_aio_channel
 from torchft_svc.rpc.codec_session import session_message_to_wire

@@ -9,5 +9,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--rewrite-transcripts",
         action="store_true",
-        help="write the lighthouse's present orders into tests/core/transcripts",
+        help="write the lighthouse's present orders into tests/core/quorum/lighthouse/transcripts",
     )

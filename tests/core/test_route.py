@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 
+from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.core.route import (
     LASTING_S,
     MANAGER_PATIENCE_S,
@@ -19,7 +20,6 @@ from torchft_svc.core.route import (
     Reattach,
     Route,
 )
-from torchft_svc.core.types import QuorumConfig
 
 NUM_MANAGERS = 1000
 OUTAGE_S = 10.0

@@ -18,7 +18,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig as TorchLaunchConfig
 
-from torchft_svc.core.restart import REACTIONS, Reaction, RunEvent
+from torchft_svc.core.launch.restart import REACTIONS, Reaction, RunEvent
 from torchft_svc.elastic.agent import ElasticAgent
 from torchft_svc.elastic.launcher import (
     HardRestartPolicyStrategy,

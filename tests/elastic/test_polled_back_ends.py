@@ -17,7 +17,7 @@ from support.running import steady_address
 from support.torchrun import Nodes
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from torchft_svc.core.world import AgentState, AgentStatus, AgentWelcome, Node, RunClosed
+from torchft_svc.core.launch.world import AgentState, AgentStatus, AgentWelcome, Node, RunClosed
 from torchft_svc.elastic.rendezvous.polled import PolledMeeting
 
 pytestmark = pytest.mark.processes

@@ -12,8 +12,8 @@ from support.papers import authority
 from support.running import eventually, refusing, silent, steady_address
 
 from torchft_svc.coordination import LighthouseServer
-from torchft_svc.core.types import QuorumConfig
-from torchft_svc.core.world import AgentStatus, AgentWelcome, RunClosed, RunWaiting, World
+from torchft_svc.core.launch.world import AgentStatus, AgentWelcome, RunClosed, RunWaiting, World
+from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.elastic.rendezvous.link import LinkTrouble
 from torchft_svc.errors import AddressError, NotLeader, RequestRefused, Unauthorized, Unreachable
 from torchft_svc.lighthouse_server.driver import LighthouseDriver

@@ -28,7 +28,7 @@ from support.running import (
 )
 
 from torchft_svc.coordination import LighthouseClient, ManagerClient
-from torchft_svc.core.world import AgentStatus, World
+from torchft_svc.core.launch.world import AgentStatus, World
 from torchft_svc.errors import NotLeader, TorchFTError
 from torchft_svc.lighthouse_server.etcd import Etcd
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess

@@ -22,9 +22,9 @@ from support.running import (
     steady_address,
 )
 
-from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
-from torchft_svc.core.types import DEFAULT_JOB
-from torchft_svc.core.world import AgentStatus, RunWaiting
+from torchft_svc.core.launch.world import AgentStatus, RunWaiting
+from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.lighthouse_server.table import MAX_ROWS, status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import MAX_CONNECTING_MS

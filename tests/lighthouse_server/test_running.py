@@ -14,9 +14,9 @@ from support.bounds import check
 from support.running import FreshProcess, failure, lighthouse_process, line_to, steady_address
 
 from torchft_svc.coordination import LighthouseServer
-from torchft_svc.core.session_messages import Leave
-from torchft_svc.core.sessions import ID_STRIDE, first_quorum_id
-from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.core.quorum.lighthouse.sessions import ID_STRIDE, first_quorum_id
+from torchft_svc.core.quorum.session_messages import Leave
+from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 
 

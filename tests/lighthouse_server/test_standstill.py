@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from torchft_svc.core.types import Member, QuorumConfig
+from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from support.running import END_S, SCRIPTS, environment, eventually, is_alive, lives
 
-from torchft_svc.core.types import Resumed
+from torchft_svc.core.quorum.types import Resumed
 from torchft_svc.manager_server import supervisor as supervisor_module
 from torchft_svc.manager_server.child import ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig

@@ -37,7 +37,7 @@ from torchft_svc.coordination import (
     LighthouseServer,
     ManagerClient,
 )
-from torchft_svc.core import manager as manager_core
+from torchft_svc.core.quorum.manager import manager as manager_core
 from torchft_svc.errors import GroupLeft, Unreachable
 from torchft_svc.testing.proxy import Proxy
 

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
-from torchft_svc.core.session_messages import Beat, Hello
-from torchft_svc.core.types import NO_QUORUM
+from torchft_svc.core.quorum.session_messages import Beat, Hello
+from torchft_svc.core.quorum.types import NO_QUORUM
 from torchft_svc.errors import NotLeader, TorchFTError, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.session_transport import MAX_OPENINGS, SessionTransport

@@ -6,9 +6,9 @@ import asyncio
 
 import pytest
 
-from torchft_svc.core.group import Group
-from torchft_svc.core.step import Phase
-from torchft_svc.core.types import WorkerRequest
+from torchft_svc.core.quorum.manager.group import Group
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.types import WorkerRequest
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.manager_server.link import LighthouseLink

@@ -17,11 +17,11 @@ from support.running import Line, attach, line_to, start_manager
 
 from torchft_svc.coordination import LighthouseServer, ManagerClient
 from torchft_svc.coordination.stream_votes import StreamVotes
-from torchft_svc.core.activity import PhaseReport
-from torchft_svc.core.commit_barrier import CommitBarrier
-from torchft_svc.core.step import Phase
-from torchft_svc.core.term import Fate, Wish
-from torchft_svc.core.types import Vote, WorkerRequest
+from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.manager.commit_barrier import CommitBarrier
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.term import Fate, Wish
+from torchft_svc.core.quorum.types import Vote, WorkerRequest
 from torchft_svc.errors import CommitFailed, RequestRefused, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.testing.proxy import Proxy

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
-from torchft_svc.core.rendezvous_orders import NodeStatus, RunStatus
-from torchft_svc.core.step import Phase
-from torchft_svc.core.world import AgentStatus
+from torchft_svc.core.launch.rendezvous_orders import NodeStatus, RunStatus
+from torchft_svc.core.launch.world import AgentStatus
+from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec_status import runs_from_wire, status_from_wire, status_to_wire
 

@@ -19,9 +19,17 @@ from google.protobuf.message_factory import GetMessageClass
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from torchft_svc.core.group import Group
-from torchft_svc.core.types import MAX_NAME_LENGTH, Member, QuorumConfig
-from torchft_svc.core.world import MAX_NODES, AgentWelcome, RunMove, WarmUp, World, WorldReached
+from torchft_svc.core.launch.world import (
+    MAX_NODES,
+    AgentWelcome,
+    RunMove,
+    WarmUp,
+    World,
+    WorldReached,
+)
+from torchft_svc.core.limits import MAX_NAME_LENGTH
+from torchft_svc.core.quorum.manager.group import Group
+from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service

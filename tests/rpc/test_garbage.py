@@ -13,10 +13,10 @@ import pytest
 from support.hostile import PREFACE, frame
 from support.running import Line, Process, failure, lighthouse_process, line_to, manager_process
 
-from torchft_svc.core.activity import HANGING_PHASES
-from torchft_svc.core.overview import GroupStatus, JobStatus
-from torchft_svc.core.state_check import MAX_DIFFERENCES
-from torchft_svc.core.types import MAX_DURATION_MS, MAX_REASON_LENGTH
+from torchft_svc.core.limits import MAX_DURATION_MS, MAX_REASON_LENGTH
+from torchft_svc.core.quorum.activity import HANGING_PHASES
+from torchft_svc.core.quorum.difference import MAX_DIFFERENCES
+from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import difference_from_wire, difference_to_wire

@@ -22,7 +22,7 @@ from support.hostile import (
 )
 from support.running import Process, eventually, failure, line_to
 
-from torchft_svc.core.types import MAX_WORLD_SIZE
+from torchft_svc.core.quorum.types import MAX_WORLD_SIZE
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.outbox import MAX_UNREAD_NEWS
 

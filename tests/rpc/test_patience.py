@@ -14,7 +14,7 @@ from support.bounds import Late
 from support.hostile import PREFACE, frame
 from support.running import eventually, manager_process
 
-from torchft_svc.core.types import QuorumConfig
+from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
 from torchft_svc.rpc.address import HostPort

@@ -20,7 +20,7 @@ from support.running import (
 )
 
 from torchft_svc.coordination import LighthouseClient, ManagerClient
-from torchft_svc.core.types import MAX_REASON_LENGTH, one_line
+from torchft_svc.core.limits import MAX_REASON_LENGTH, one_line
 from torchft_svc.errors import QuorumFailed, TorchFTError
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import fit_for_logs, quorum_from_wire

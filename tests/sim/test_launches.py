@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 from click.testing import CliRunner
 
-from torchft_svc.core.restart import RestartPolicy
-from torchft_svc.core.world_pace import WorldPace
+from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.world_pace import WorldPace
 from torchft_svc.sim.__main__ import main
 from torchft_svc.sim.explore import describe, run_launch_seed, shrink
 from torchft_svc.sim.launch_fleet import LaunchFleet

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchft_svc.core.lighthouse_link import LinkMachine
+from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
 from torchft_svc.sim.explore import describe
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import Fault, Scenario, draw

@@ -9,33 +9,28 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.core import (
-    activity,
-    assignment,
-    commit_barrier,
-    lighthouse,
-    names,
-    overview,
-    quorum,
-    step,
-)
-from torchft_svc.core import round as core_round
-from torchft_svc.core.commit_barrier import CommitBarrier
-from torchft_svc.core.group import Group
-from torchft_svc.core.group_orders import AnswerVote, AskLighthouse
-from torchft_svc.core.lighthouse import Lighthouse
-from torchft_svc.core.lighthouse_link import LinkMachine
-from torchft_svc.core.manager import GroupManager
-from torchft_svc.core.membership import GroupState, JobView, Membership
 from torchft_svc.core.pausable_clock import PausableClock
-from torchft_svc.core.round import Round
-from torchft_svc.core.round_orders import Decide
+from torchft_svc.core.quorum import activity, names
+from torchft_svc.core.quorum.lighthouse import lighthouse, overview, quorum
+from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
+from torchft_svc.core.quorum.lighthouse.membership import GroupState, JobView, Membership
+from torchft_svc.core.quorum.lighthouse.sessions import LighthouseSessions
+from torchft_svc.core.quorum.manager import assignment, commit_barrier
+from torchft_svc.core.quorum.manager.commit_barrier import CommitBarrier
+from torchft_svc.core.quorum.manager.group import Group
+from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AskLighthouse
+from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
+from torchft_svc.core.quorum.manager.manager import GroupManager
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.types import Member, QuorumConfig
+from torchft_svc.core.quorum.worker import round as core_round
+from torchft_svc.core.quorum.worker import step
+from torchft_svc.core.quorum.worker.round import Round
+from torchft_svc.core.quorum.worker.round_orders import Decide
+from torchft_svc.core.quorum.worker.step import StepMachine
+from torchft_svc.core.quorum.worker.worker_calls import WorkerCalls
 from torchft_svc.core.route import AttachRetry, CallRetry
-from torchft_svc.core.session_orders import EndStream
-from torchft_svc.core.sessions import LighthouseSessions
-from torchft_svc.core.step import Phase, StepMachine
-from torchft_svc.core.types import Member, QuorumConfig
-from torchft_svc.core.worker_calls import WorkerCalls
+from torchft_svc.core.streams import EndStream
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import draw_asking
 

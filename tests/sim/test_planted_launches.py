@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.core import agent, node_ranks, restart, run_nodes
-from torchft_svc.core.agent import AgentMachine
-from torchft_svc.core.launched_run import LaunchedRun
-from torchft_svc.core.rendezvous_orders import SendNews
-from torchft_svc.core.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
-from torchft_svc.core.run_failures import RunFailures
-from torchft_svc.core.run_nodes import RunNodes
-from torchft_svc.core.session_orders import EndStream
-from torchft_svc.core.world import AgentStatus, RunMove, RunWaiting
-from torchft_svc.core.world_pace import WorldPace
+from torchft_svc.core.launch import agent, node_ranks, restart, run_nodes
+from torchft_svc.core.launch.agent import AgentMachine
+from torchft_svc.core.launch.launched_run import LaunchedRun
+from torchft_svc.core.launch.rendezvous_orders import SendNews
+from torchft_svc.core.launch.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
+from torchft_svc.core.launch.run_failures import RunFailures
+from torchft_svc.core.launch.run_nodes import RunNodes
+from torchft_svc.core.launch.world import AgentStatus, RunMove, RunWaiting
+from torchft_svc.core.launch.world_pace import WorldPace
+from torchft_svc.core.streams import EndStream
 from torchft_svc.sim.launch_agent import LaunchAgent
 from torchft_svc.sim.launch_fleet import LaunchFleet
 from torchft_svc.sim.launch_scenario import LaunchScenario, draw_launch, on_a_list_from_the_start

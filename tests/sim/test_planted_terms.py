@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from sim.test_planted import INVARIANTS, MAX_SEEDS, Plant
-from torchft_svc.core import group
-from torchft_svc.core.activity import Activity
-from torchft_svc.core.commit_barrier import CommitBarrier
-from torchft_svc.core.gathering import Gathering
-from torchft_svc.core.group import Group
-from torchft_svc.core.job import Job
-from torchft_svc.core.lighthouse import Lighthouse
-from torchft_svc.core.lighthouse_link import LinkMachine
-from torchft_svc.core.link_types import Incarnation
-from torchft_svc.core.membership import Membership
-from torchft_svc.core.round import Round
-from torchft_svc.core.session_messages import NewcomerWaits
-from torchft_svc.core.session_orders import Send
-from torchft_svc.core.sessions import LighthouseSessions
-from torchft_svc.core.term import RunningTerm, TermEnds
+from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.lighthouse.gathering import Gathering
+from torchft_svc.core.quorum.lighthouse.job import Job
+from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
+from torchft_svc.core.quorum.lighthouse.membership import Membership
+from torchft_svc.core.quorum.lighthouse.session_orders import Send
+from torchft_svc.core.quorum.lighthouse.sessions import LighthouseSessions
+from torchft_svc.core.quorum.manager import group
+from torchft_svc.core.quorum.manager.commit_barrier import CommitBarrier
+from torchft_svc.core.quorum.manager.group import Group
+from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
+from torchft_svc.core.quorum.manager.link_types import Incarnation
+from torchft_svc.core.quorum.session_messages import NewcomerWaits
+from torchft_svc.core.quorum.term import RunningTerm, TermEnds
+from torchft_svc.core.quorum.worker.round import Round
 from torchft_svc.sim.fleet import Fleet
 from torchft_svc.sim.scenario import Scenario, draw_long_terms, draw_returns, draw_steady
 from torchft_svc.sim.site import Site

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 from click.testing import CliRunner
 
-from torchft_svc.core.membership import Membership
+from torchft_svc.core.quorum.lighthouse.membership import Membership
 from torchft_svc.sim.__main__ import main
 from torchft_svc.sim.explore import describe, run_seed, shrink
 from torchft_svc.sim.fleet import Fleet

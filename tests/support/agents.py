@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchft_svc.coordination import LighthouseServer
-from torchft_svc.core.types import DEFAULT_JOB
-from torchft_svc.core.world import (
+from torchft_svc.core.launch.world import (
     AgentLeave,
     AgentState,
     AgentStatus,
@@ -19,6 +18,7 @@ from torchft_svc.core.world import (
     RunSettings,
     World,
 )
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.elastic.rendezvous.link import LinkNews, RendezvousLink
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.commands import ask

@@ -14,7 +14,7 @@ import pytest
 from support.trainer_workers import SIZE, Workers, digest, job, noted, train_function, workers
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
-from torchft_svc.core.names import stable_name
+from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.testing.proxy import Proxy
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.messages import Failed, Joined, Position, StateOffered

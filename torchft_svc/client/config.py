@@ -9,14 +9,9 @@ import uuid
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torchft_svc.core.state_check import DEFAULT_CHECK_EVERY, CheckRules, as_policy
-from torchft_svc.core.types import (
-    DEFAULT_JOB,
-    MAX_DURATION_S,
-    MAX_WORLD_SIZE,
-    check_length,
-    check_not_empty,
-)
+from torchft_svc.core.limits import MAX_DURATION_S, check_length, check_not_empty
+from torchft_svc.core.quorum.types import DEFAULT_JOB, MAX_WORLD_SIZE
+from torchft_svc.core.quorum.worker.state_check import DEFAULT_CHECK_EVERY, CheckRules, as_policy
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.security import Security, security_or_environment

@@ -35,10 +35,10 @@ from torchft_svc.client.step.round import RoundRules
 from torchft_svc.client.step.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.step.stepper import Stepper, Update
 from torchft_svc.coordination import QuorumResult, Security
-from torchft_svc.core.round import RoundRequest
-from torchft_svc.core.state_check import OnDifference
-from torchft_svc.core.step import StepMachine
-from torchft_svc.core.types import limited_s
+from torchft_svc.core.limits import limited_s
+from torchft_svc.core.quorum.worker.round import RoundRequest
+from torchft_svc.core.quorum.worker.state_check import OnDifference
+from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import Environment
 from torchft_svc.errors import TorchFTError
 from torchft_svc.rpc.descriptors import TRAINER_DESCRIPTORS, require_descriptors

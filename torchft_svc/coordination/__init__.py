@@ -22,7 +22,7 @@ if TYPE_CHECKING:
         QuorumResult,
         Timestamp,
     )
-    from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
+    from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
     from torchft_svc.rpc.security import Security
 
 __all__ = [
@@ -46,9 +46,9 @@ __all__ = [
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "GoneGroup": "torchft_svc.core.overview",
-        "GroupStatus": "torchft_svc.core.overview",
-        "JobStatus": "torchft_svc.core.overview",
+        "GoneGroup": "torchft_svc.core.quorum.lighthouse.overview",
+        "GroupStatus": "torchft_svc.core.quorum.lighthouse.overview",
+        "JobStatus": "torchft_svc.core.quorum.lighthouse.overview",
         "LighthouseClient": ".lighthouse_client",
         "LighthouseServer": ".lighthouse_server",
         "Listeners": ".attachment",

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from torchft_svc.core.types import check_name, limited_s
+from torchft_svc.core.limits import check_name, limited_s
 from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.caller import Caller

@@ -12,9 +12,10 @@ from typing import Any
 
 from torchft_svc.coordination.client import Answer, Client
 from torchft_svc.coordination.types import Quorum, QuorumMember, Timestamp
-from torchft_svc.core.overview import JobStatus
+from torchft_svc.core.limits import limited_s
+from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.types import DEFAULT_JOB, Member
 from torchft_svc.core.route import LOOK_BACK_S, Route
-from torchft_svc.core.types import DEFAULT_JOB, Member, limited_s
 from torchft_svc.errors import NotLeader, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.address import split_addresses

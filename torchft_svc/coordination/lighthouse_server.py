@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from torchft_svc.coordination.server import Server
-from torchft_svc.core.rendezvous import SETTLE_IN_S
-from torchft_svc.core.types import QuorumConfig
+from torchft_svc.core.launch.rendezvous import SETTLE_IN_S
+from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.rpc.address import HostPort, parse_address, reachable_host
 from torchft_svc.rpc.loop import Background

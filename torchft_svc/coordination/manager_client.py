@@ -15,12 +15,13 @@ from torchft_svc.coordination.attachment import Attachment, Listeners
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.stream_votes import ACTION
 from torchft_svc.coordination.types import ManagerLocator, QuorumResult
-from torchft_svc.core.activity import PhaseReport
-from torchft_svc.core.state_check import DifferenceReport
-from torchft_svc.core.step import Phase
-from torchft_svc.core.term import Fate, Wish
-from torchft_svc.core.types import DEFAULT_JOB, Vote, WorkerRequest, limited_s
-from torchft_svc.core.worker_calls import WorkerCalls
+from torchft_svc.core.limits import limited_s
+from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.difference import DifferenceReport
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.term import Fate, Wish
+from torchft_svc.core.quorum.types import DEFAULT_JOB, Vote, WorkerRequest
+from torchft_svc.core.quorum.worker.worker_calls import WorkerCalls
 from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import fate_from_wire

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from torchft_svc.coordination.server import Server
-from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.rpc.loop import Background

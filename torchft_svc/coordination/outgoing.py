@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Iterator
 
-from torchft_svc.core.activity import PhaseReport
+from torchft_svc.core.quorum.activity import PhaseReport
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import report_to_wire
 

@@ -32,9 +32,9 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from torchft_svc.core.agent import AgentConfig, AgentMachine
-from torchft_svc.core.agent_orders import Outcome
-from torchft_svc.core.world import World
+from torchft_svc.core.launch.agent import AgentConfig, AgentMachine
+from torchft_svc.core.launch.agent_orders import Outcome
+from torchft_svc.core.launch.world import World
 from torchft_svc.elastic.driver import AgentDriver, Meeting, News
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.policy import RestartPolicyStrategy, SoftRestartPolicyStrategy

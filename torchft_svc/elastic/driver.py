@@ -30,8 +30,8 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from torchft_svc.core.agent import AgentMachine
-from torchft_svc.core.agent_orders import (
+from torchft_svc.core.launch.agent import AgentMachine
+from torchft_svc.core.launch.agent_orders import (
     Broadcast,
     End,
     OpenStore,
@@ -44,8 +44,8 @@ from torchft_svc.core.agent_orders import (
     Tell,
     TellLeave,
 )
-from torchft_svc.core.stopped_workers import StoppedWorkers
-from torchft_svc.core.world import (
+from torchft_svc.core.launch.stopped_workers import StoppedWorkers
+from torchft_svc.core.launch.world import (
     AgentLeave,
     AgentState,
     AgentWelcome,

@@ -34,8 +34,8 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher import api as torch_launcher
 
 from torchft_svc import env
-from torchft_svc.core.restart import RestartPolicy
-from torchft_svc.core.world import FAILURE_WINDOW_S, MAX_FAILURES
+from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.world import FAILURE_WINDOW_S, MAX_FAILURES
 from torchft_svc.elastic.agent import AgentSettings, ElasticAgent
 from torchft_svc.elastic.policy import (
     MAX_SOFT_FAILURES,

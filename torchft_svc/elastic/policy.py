@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torchft_svc.core.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
-from torchft_svc.core.world import FAILURE_WINDOW_S
+from torchft_svc.core.launch.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
+from torchft_svc.core.launch.world import FAILURE_WINDOW_S
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
@@ -61,7 +61,7 @@ class SoftRestartPolicyStrategy(RestartPolicyStrategy):
     stopped_timeout_s: float = STOPPED_TIMEOUT_S
 
     def reactions(self) -> Mapping[RunEvent, tuple[Reaction, ...]]:
-        """The steps that each event begins: a row of the table in `torchft_svc.core.restart`."""
+        """The steps that each event begins: its row of the table in `core.launch.restart`."""
         return REACTIONS[self.policy]
 
     def run(self, agent: ElasticAgent) -> RunResult:

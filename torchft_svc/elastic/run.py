@@ -27,8 +27,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from torchft_svc import env
-from torchft_svc.core.restart import RestartPolicy
-from torchft_svc.core.world import FAILURE_WINDOW_S, MAX_FAILURES
+from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.world import FAILURE_WINDOW_S, MAX_FAILURES
 from torchft_svc.elastic.launcher import LaunchConfig, elastic_launch, from_torch
 from torchft_svc.elastic.policy import MAX_SOFT_FAILURES, STOPPED_TIMEOUT_S
 from torchft_svc.elastic.rendezvous.config import EXIT_BARRIERS

@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 
-from torchft_svc.core.rendezvous import SETTLE_IN_S
-from torchft_svc.core.types import QuorumConfig
+from torchft_svc.core.launch.rendezvous import SETTLE_IN_S
+from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.election import Election
 from torchft_svc.lighthouse_server.etcd import Etcd

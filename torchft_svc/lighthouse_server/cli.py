@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from torchft_svc.core.types import DEFAULT_QUORUM_BYTES, QuorumConfig
+from torchft_svc.core.quorum.types import DEFAULT_QUORUM_BYTES, QuorumConfig
 from torchft_svc.env import LIGHTHOUSE_BIND_VARIABLE, Environment
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.lighthouse_server.election import Election

@@ -10,13 +10,18 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.overview import JobStatus
-from torchft_svc.core.rendezvous import SETTLE_IN_S, RendezvousRules
-from torchft_svc.core.session_messages import Drain, Kill, Leave
-from torchft_svc.core.session_orders import EndStream, Order, Publish, RefuseCall, Send
-from torchft_svc.core.sessions import ID_STRIDE, LighthouseSessions, first_quorum_id
-from torchft_svc.core.types import Member, QuorumConfig
-from torchft_svc.core.world import MAX_NODES
+from torchft_svc.core.launch.rendezvous import SETTLE_IN_S, RendezvousRules
+from torchft_svc.core.launch.world import MAX_NODES
+from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.lighthouse.session_orders import Order, Publish, RefuseCall, Send
+from torchft_svc.core.quorum.lighthouse.sessions import (
+    ID_STRIDE,
+    LighthouseSessions,
+    first_quorum_id,
+)
+from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave
+from torchft_svc.core.quorum.types import Member, QuorumConfig
+from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.rendezvous_driver import RendezvousDriver
 from torchft_svc.lighthouse_server.reports import Reports

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.types import check_length
+from torchft_svc.core.limits import check_length
 from torchft_svc.errors import ConfigError
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess
 from torchft_svc.lighthouse_server.leadership import MIN_LEASE_S

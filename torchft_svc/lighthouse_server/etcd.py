@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import grpc
 
-from torchft_svc.core.types import one_line
+from torchft_svc.core.limits import one_line
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
 from torchft_svc.lighthouse_server.etcd_access import PASSWORD_NAME, USER_NAME, EtcdAccess
 from torchft_svc.proto import etcd_pb2 as pb

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from torchft_svc.core.types import check_not_empty
+from torchft_svc.core.limits import check_not_empty
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
 from torchft_svc.rpc.address import split_addresses

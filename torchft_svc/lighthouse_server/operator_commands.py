@@ -8,9 +8,10 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from torchft_svc.core.overview import JobStatus
-from torchft_svc.core.rendezvous_orders import RunStatus
-from torchft_svc.core.types import DEFAULT_JOB, MAX_ADDRESS_LENGTH, MAX_NAME_LENGTH
+from torchft_svc.core.launch.rendezvous_orders import RunStatus
+from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_NAME_LENGTH
+from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.table import status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb

@@ -8,9 +8,9 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
-from torchft_svc.core.rendezvous_orders import Order, RunStatus, SendNews
-from torchft_svc.core.session_orders import EndStream
+from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
+from torchft_svc.core.launch.rendezvous_orders import Order, RunStatus, SendNews
+from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.run_reports import write_run_report
 from torchft_svc.lighthouse_server.stream_driver import StreamDriver

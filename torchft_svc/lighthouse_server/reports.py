@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from torchft_svc.core.lighthouse_orders import (
+from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     AnswerQuorum,
     ReportEviction,
     ReportHang,
@@ -12,13 +12,13 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLoss,
     ReportStraggler,
 )
-from torchft_svc.core.session_messages import Kill
-from torchft_svc.core.session_orders import (
+from torchft_svc.core.quorum.lighthouse.session_orders import (
     Report,
     ReportAcceptedLoss,
     ReportCommand,
     ReportPause,
 )
+from torchft_svc.core.quorum.session_messages import Kill
 
 log = logging.getLogger(__name__)
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.overview import JobStatus
-from torchft_svc.core.rendezvous_orders import RunStatus
-from torchft_svc.core.session_messages import Drain, Kill, Leave
-from torchft_svc.core.types import DEFAULT_JOB, MAX_REASON_LENGTH, check_name, check_text
+from torchft_svc.core.launch.rendezvous_orders import RunStatus
+from torchft_svc.core.limits import MAX_REASON_LENGTH, check_name, check_text
+from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb

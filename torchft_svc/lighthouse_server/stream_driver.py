@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import grpc
 
-from torchft_svc.core.session_orders import EndStream
+from torchft_svc.core.streams import EndStream
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.errors import NotLeader, TorchFTError
 from torchft_svc.rpc.heavy_writes import HeavyWrites

@@ -8,8 +8,8 @@ import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
-from torchft_svc.core.group import Group
-from torchft_svc.core.session_messages import Leave
+from torchft_svc.core.quorum.manager.group import Group
+from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.manager_server.link import LighthouseLink

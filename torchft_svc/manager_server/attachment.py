@@ -9,8 +9,8 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.group_orders import AnswerVote, RefuseWorker
-from torchft_svc.core.types import MAX_ADDRESS_LENGTH, check_text
+from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, check_text
+from torchft_svc.core.quorum.manager.group_orders import AnswerVote, RefuseWorker
 from torchft_svc.errors import RequestRefused
 from torchft_svc.manager_server.driver import Answer, ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.env import MANAGER_BIND_VARIABLE
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS

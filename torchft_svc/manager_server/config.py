@@ -5,13 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from torchft_svc.core.types import (
-    DEFAULT_JOB,
-    MAX_NAME_LENGTH,
-    MAX_WORLD_SIZE,
-    Resumed,
-    check_length,
-)
+from torchft_svc.core.limits import MAX_NAME_LENGTH, check_length
+from torchft_svc.core.quorum.types import DEFAULT_JOB, MAX_WORLD_SIZE, Resumed
 from torchft_svc.errors import AddressError, ConfigError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.security import PLAIN, Security

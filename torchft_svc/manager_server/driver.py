@@ -8,14 +8,14 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from torchft_svc.core.group import Group
-from torchft_svc.core.group_orders import (
+from torchft_svc.core.quorum.manager.group import Group
+from torchft_svc.core.quorum.manager.group_orders import (
     AnswerVote,
     AnswerWorker,
     RefuseWorker,
     StopAsking,
 )
-from torchft_svc.core.manager import (
+from torchft_svc.core.quorum.manager.manager import (
     AskLink,
     EndGroup,
     GroupManager,
@@ -25,10 +25,10 @@ from torchft_svc.core.manager import (
     TellWorkers,
     WorkerNews,
 )
-from torchft_svc.core.session_messages import Beat, Leave, Lost
-from torchft_svc.core.term import TermEnds
+from torchft_svc.core.quorum.session_messages import Beat, Leave, Lost
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.types import Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.core.timer import DeadlineTimer
-from torchft_svc.core.types import Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb

@@ -9,9 +9,9 @@ import time
 import uuid
 from collections.abc import Callable
 
-from torchft_svc.core.group_orders import AskLighthouse
-from torchft_svc.core.lighthouse_link import LinkMachine
-from torchft_svc.core.link_types import (
+from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
+from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
+from torchft_svc.core.quorum.manager.link_types import (
     AnswerAsker,
     Close,
     ConfirmLeft,
@@ -21,10 +21,10 @@ from torchft_svc.core.link_types import (
     Order,
     Probe,
 )
-from torchft_svc.core.session_messages import Beat, Leave
-from torchft_svc.core.term import TermEnds
+from torchft_svc.core.quorum.session_messages import Beat, Leave
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.core.timer import DeadlineTimer
-from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.session_transport import SessionTransport

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from torchft_svc.core.types import DEFAULT_JOB
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import Address, Text, option, security_options

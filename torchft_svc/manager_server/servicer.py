@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.types import one_line
+from torchft_svc.core.limits import one_line
 from torchft_svc.manager_server.attachment import attach
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb

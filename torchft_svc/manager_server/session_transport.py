@@ -11,9 +11,9 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.link_types import Message, SendBeat
-from torchft_svc.core.session_messages import Beat, Hello, Question, Withdrawal
-from torchft_svc.core.types import Quorum
+from torchft_svc.core.quorum.manager.link_types import Message, SendBeat
+from torchft_svc.core.quorum.session_messages import Beat, Hello, Question, Withdrawal
+from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError, Unreachable
 from torchft_svc.manager_server.transport import Contact, NotSupported
 from torchft_svc.proto import torchft_pb2 as pb

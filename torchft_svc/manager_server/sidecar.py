@@ -29,7 +29,7 @@ def main(told: str, liveness_descriptor: str) -> None:
     # What is imported stays. The collector, which `run` switches on again, would look through it 77
     # times, and take a tenth of the start.
     gc.disable()
-    from torchft_svc.core.types import Resumed
+    from torchft_svc.core.quorum.types import Resumed
     from torchft_svc.env import Environment
     from torchft_svc.manager_server.config import ManagerConfig
     from torchft_svc.manager_server.process import run_as_process

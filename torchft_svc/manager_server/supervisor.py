@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from torchft_svc.core.types import Resumed
+from torchft_svc.core.quorum.types import Resumed
 from torchft_svc.errors import GivenUp, TorchFTError
 from torchft_svc.manager_server.child import STOP_TIMEOUT_S, ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig

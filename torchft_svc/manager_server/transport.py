@@ -8,9 +8,9 @@ from typing import Protocol
 
 import grpc
 
-from torchft_svc.core.lighthouse_link import LinkMachine
-from torchft_svc.core.link_types import Message
-from torchft_svc.core.session_messages import Beat
+from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
+from torchft_svc.core.quorum.manager.link_types import Message
+from torchft_svc.core.quorum.session_messages import Beat
 from torchft_svc.errors import TorchFTError
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.proto import torchft_pb2 as pb

@@ -9,10 +9,10 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.lighthouse_link import LEAVE_TIMEOUT_S
-from torchft_svc.core.link_types import BEAT_TIMEOUT_S, Message, SendBeat
-from torchft_svc.core.session_messages import Leave, Question, Withdrawal
-from torchft_svc.core.types import Quorum
+from torchft_svc.core.quorum.manager.lighthouse_link import LEAVE_TIMEOUT_S
+from torchft_svc.core.quorum.manager.link_types import BEAT_TIMEOUT_S, Message, SendBeat
+from torchft_svc.core.quorum.session_messages import Leave, Question, Withdrawal
+from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.manager_server.transport import Contact
 from torchft_svc.proto import torchft_pb2 as pb

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import grpc
 
+from torchft_svc.core.quorum.types import MAX_QUORUM_BYTES
 from torchft_svc.core.route import MAX_PAUSE_S, MIN_PAUSE_S
-from torchft_svc.core.types import MAX_QUORUM_BYTES
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.tls import TlsFiles

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
-from torchft_svc.core.types import MAX_DURATION_MS, MAX_DURATION_S, MAX_REASON_LENGTH, check_text
+from torchft_svc.core.limits import MAX_DURATION_MS, MAX_DURATION_S, MAX_REASON_LENGTH, check_text
 from torchft_svc.env import LOG_LEVELS, LOG_VARIABLE, Environment
 from torchft_svc.errors import RequestRefused, UsageError
 from torchft_svc.rpc.address import HostPort, parse_address, split_addresses

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.types import one_line
+from torchft_svc.core.limits import one_line
 from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.rpc.status import cause_of, to_distrust, to_not_leader
 from torchft_svc.rpc.tls_reasons import closing_hint

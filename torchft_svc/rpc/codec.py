@@ -7,21 +7,13 @@ from typing import Any, TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from torchft_svc.core.activity import PhaseReport
-from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
-from torchft_svc.core.state_check import DifferenceReport
-from torchft_svc.core.step import Phase
-from torchft_svc.core.term import Fate, TermEnds, Wish
-from torchft_svc.core.types import (
-    MAX_NAME_LENGTH,
-    MAX_REASON_LENGTH,
-    Member,
-    Quorum,
-    Vote,
-    WorkerRequest,
-    check_quorum_id,
-    one_line,
-)
+from torchft_svc.core.limits import MAX_NAME_LENGTH, MAX_REASON_LENGTH, one_line
+from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.difference import DifferenceReport
+from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.term import Fate, TermEnds, Wish
+from torchft_svc.core.quorum.types import Member, Quorum, Vote, WorkerRequest, check_quorum_id
 from torchft_svc.errors import QuorumFailed, RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 

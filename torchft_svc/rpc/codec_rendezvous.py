@@ -8,13 +8,7 @@ from __future__ import annotations
 import functools
 from typing import Literal
 
-from torchft_svc.core.types import (
-    MAX_ADDRESS_LENGTH,
-    MAX_DURATION_S,
-    check_name,
-    one_line,
-)
-from torchft_svc.core.world import (
+from torchft_svc.core.launch.world import (
     FAILURE_WINDOW_S,
     AgentHello,
     AgentLeave,
@@ -34,6 +28,7 @@ from torchft_svc.core.world import (
     WorldReached,
     check_round,
 )
+from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_DURATION_S, check_name, one_line
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.parsing import checked, is_of_a_newer_kind, parser

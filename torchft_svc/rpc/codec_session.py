@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torchft_svc.core.session_messages import (
+from torchft_svc.core.limits import MAX_DURATION_MS, one_line
+from torchft_svc.core.quorum.difference import MAX_DIFFERENCES
+from torchft_svc.core.quorum.session_messages import (
     Beat,
     Drain,
     Hello,
@@ -17,9 +19,8 @@ from torchft_svc.core.session_messages import (
     Welcome,
     Withdrawal,
 )
-from torchft_svc.core.state_check import MAX_DIFFERENCES
-from torchft_svc.core.term import TermEnds
-from torchft_svc.core.types import MAX_DURATION_MS, LastQuorum, check_step, one_line
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.types import LastQuorum, check_step
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (

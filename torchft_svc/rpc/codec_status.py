@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from torchft_svc.core.overview import GoneGroup, GroupStatus, JobStatus
-from torchft_svc.core.rendezvous_orders import NodeStatus, RunStatus
-from torchft_svc.core.types import one_line
+from torchft_svc.core.launch.rendezvous_orders import NodeStatus, RunStatus
+from torchft_svc.core.limits import one_line
+from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import phase_from_wire, phase_to_wire
 from torchft_svc.rpc.codec_rendezvous import agent_status_from_wire, agent_status_to_wire

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from torchft_svc.core.types import MAX_ADDRESS_LENGTH, one_line
+from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, one_line
 from torchft_svc.errors import (
     CommitFailed,
     DeadlineExceeded,

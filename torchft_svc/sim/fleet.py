@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
-from torchft_svc.core.session_messages import NewcomerWaits
-from torchft_svc.core.term import TermEnds
+from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
+from torchft_svc.core.quorum.session_messages import NewcomerWaits
+from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.sim.invariants import (
     EVENTS_BETWEEN_WALKS,
     SLACK_S,

@@ -13,10 +13,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.lighthouse_orders import AnswerQuorum, ReportHang, ReportLoss
-from torchft_svc.core.step import StepState
-from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum
+from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
+    AnswerQuorum,
+    ReportHang,
+    ReportLoss,
+)
+from torchft_svc.core.quorum.manager.assignment import Assignment
+from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum
+from torchft_svc.core.quorum.worker.step import StepState
 from torchft_svc.sim.world import Process, VirtualWorld
 
 # A timer of the world is exact; what it starts may still need a few messages.

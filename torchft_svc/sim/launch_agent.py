@@ -7,8 +7,8 @@ import math
 from collections import deque
 from collections.abc import Callable
 
-from torchft_svc.core.agent import AgentConfig, AgentMachine
-from torchft_svc.core.agent_orders import (
+from torchft_svc.core.launch.agent import AgentConfig, AgentMachine
+from torchft_svc.core.launch.agent_orders import (
     Broadcast,
     End,
     OpenStore,
@@ -20,9 +20,7 @@ from torchft_svc.core.agent_orders import (
     Tell,
     TellLeave,
 )
-from torchft_svc.core.lighthouse_link import WELCOME_TIMEOUT_S
-from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
-from torchft_svc.core.world import (
+from torchft_svc.core.launch.world import (
     AgentMessage,
     AgentWelcome,
     RunClosed,
@@ -31,6 +29,8 @@ from torchft_svc.core.world import (
     World,
     WorldNews,
 )
+from torchft_svc.core.quorum.manager.lighthouse_link import WELCOME_TIMEOUT_S
+from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
 from torchft_svc.errors import NotLeader, RequestRefused
 from torchft_svc.sim.launch_checks import LaunchChecks, NodeLedger
 from torchft_svc.sim.launch_lighthouse import LaunchLighthouse

@@ -9,8 +9,8 @@ import math
 from collections.abc import Set
 from dataclasses import dataclass
 
-from torchft_svc.core.agent import WAIT_SLACK_S, AgentMachine
-from torchft_svc.core.agent_orders import (
+from torchft_svc.core.launch.agent import WAIT_SLACK_S, AgentMachine
+from torchft_svc.core.launch.agent_orders import (
     Broadcast,
     End,
     Outcome,
@@ -18,9 +18,9 @@ from torchft_svc.core.agent_orders import (
     StartWorkers,
     StopWorkers,
 )
-from torchft_svc.core.rendezvous_orders import Cause, Report, ReportRunMoved, ReportWorld
-from torchft_svc.core.restart import RestartPolicy
-from torchft_svc.core.world import (
+from torchft_svc.core.launch.rendezvous_orders import Cause, Report, ReportRunMoved, ReportWorld
+from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.world import (
     AgentStatus,
     RunClosed,
     WorkerState,

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchft_svc.core.agent import AgentConfig
-from torchft_svc.core.world import Node
+from torchft_svc.core.launch.agent import AgentConfig
+from torchft_svc.core.launch.world import Node
 from torchft_svc.sim.invariants import first_fall, must
 from torchft_svc.sim.launch_agent import LaunchAgent
 from torchft_svc.sim.launch_checks import LOSS_S, LaunchChecks

@@ -6,10 +6,10 @@ import itertools
 import math
 from collections.abc import Callable
 
-from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
-from torchft_svc.core.rendezvous_orders import Order, Orders, ReportWorld, SendNews
-from torchft_svc.core.session_orders import EndStream
-from torchft_svc.core.world import AgentHello, AgentMessage, AgentState
+from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
+from torchft_svc.core.launch.rendezvous_orders import Order, Orders, ReportWorld, SendNews
+from torchft_svc.core.launch.world import AgentHello, AgentMessage, AgentState
+from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import NotLeader, RequestRefused
 from torchft_svc.sim.launch_checks import LaunchChecks, Maker
 from torchft_svc.sim.network import Reason, Stream, StreamEnd

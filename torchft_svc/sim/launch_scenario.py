@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from torchft_svc.core.restart import RestartPolicy
-from torchft_svc.core.world import RunSettings
+from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.world import RunSettings
 from torchft_svc.sim.network import MAX_KEEPALIVE_S
 from torchft_svc.sim.scenario import Fault
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchft_svc.core.activity import Activity
-from torchft_svc.core.step import Phase
+from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.phase import Phase
 
 
 @dataclass(slots=True)

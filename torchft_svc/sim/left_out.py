@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from torchft_svc.core.lighthouse_orders import ReportEviction, ReportLeftHealing
-from torchft_svc.core.step import Phase
-from torchft_svc.core.types import Quorum, QuorumConfig
+from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportEviction, ReportLeftHealing
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.types import Quorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, must
 from torchft_svc.sim.ledger import Ledger
 

@@ -9,7 +9,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from torchft_svc.core.session_messages import (
+from torchft_svc.core.quorum.lighthouse.session_orders import (
+    Order,
+    Orders,
+    Publish,
+    RefuseCall,
+    Send,
+)
+from torchft_svc.core.quorum.lighthouse.sessions import (
+    ID_EPOCH_S,
+    LighthouseSessions,
+    first_quorum_id,
+)
+from torchft_svc.core.quorum.session_messages import (
     Beat,
     Drain,
     Hello,
@@ -21,17 +33,9 @@ from torchft_svc.core.session_messages import (
     Welcome,
     Withdrawal,
 )
-from torchft_svc.core.session_orders import (
-    EndStream,
-    Order,
-    Orders,
-    Publish,
-    RefuseCall,
-    Send,
-)
-from torchft_svc.core.sessions import ID_EPOCH_S, LighthouseSessions, first_quorum_id
+from torchft_svc.core.quorum.types import Quorum, QuorumConfig
+from torchft_svc.core.streams import EndStream
 from torchft_svc.core.timer import DeadlineTimer
-from torchft_svc.core.types import Quorum, QuorumConfig
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError
 from torchft_svc.sim.invariants import SLACK_S, Invariants
 from torchft_svc.sim.lighthouse_checks import ClientRecord, LighthouseChecks

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from torchft_svc.core.activity import Activity
-from torchft_svc.core.lighthouse_orders import (
+from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     AnswerQuorum,
     ReportEviction,
     ReportHang,
@@ -14,8 +14,11 @@ from torchft_svc.core.lighthouse_orders import (
     ReportLoss,
     ReportStraggler,
 )
-from torchft_svc.core.names import stable_name
-from torchft_svc.core.session_messages import (
+from torchft_svc.core.quorum.lighthouse.session_orders import Report, ReportAcceptedLoss
+from torchft_svc.core.quorum.lighthouse.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.session_messages import (
     Beat,
     Leave,
     Lost,
@@ -25,11 +28,8 @@ from torchft_svc.core.session_messages import (
     SessionMessage,
     Withdrawal,
 )
-from torchft_svc.core.session_orders import Report, ReportAcceptedLoss
-from torchft_svc.core.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
-from torchft_svc.core.step import Phase
-from torchft_svc.core.term import TermEnds
-from torchft_svc.core.types import LastQuorum, QuorumConfig
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.types import LastQuorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, Invariants, must
 from torchft_svc.sim.liveness import LOOK_S, Key, LivenessChecks
 from torchft_svc.sim.trace import Trace

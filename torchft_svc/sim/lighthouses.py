@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from torchft_svc.core.types import Quorum
+from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.sim.invariants import Invariants, must
 from torchft_svc.sim.lighthouse_actor import LighthouseActor
 from torchft_svc.sim.network import MAX_KEEPALIVE_S, Network

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from torchft_svc.core.activity import PhaseReport
-from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
-from torchft_svc.core.manager import WorkerNews
-from torchft_svc.core.round import Round
+from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.manager.assignment import Assignment
+from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
+from torchft_svc.core.quorum.manager.manager import WorkerNews
+from torchft_svc.core.quorum.types import Vote, WorkerRequest
+from torchft_svc.core.quorum.worker.round import Round
+from torchft_svc.core.quorum.worker.worker_calls import WorkerCalls
 from torchft_svc.core.route import AttachEnd, AttachRetry
-from torchft_svc.core.types import Vote, WorkerRequest
-from torchft_svc.core.worker_calls import WorkerCalls
 from torchft_svc.errors import TorchFTError
 from torchft_svc.sim.call import Call, Enter
 from torchft_svc.sim.manager_actor import ManagerActor, OnNews, Reply, WorkerAnswer

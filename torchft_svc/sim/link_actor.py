@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from torchft_svc.core.group_orders import AskLighthouse
-from torchft_svc.core.lighthouse_link import LinkMachine
-from torchft_svc.core.link_types import (
+from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
+from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
+from torchft_svc.core.quorum.manager.link_types import (
     BEAT_TIMEOUT_S,
     AnswerAsker,
     Close,
@@ -21,7 +21,7 @@ from torchft_svc.core.link_types import (
     Probe,
     SendBeat,
 )
-from torchft_svc.core.session_messages import (
+from torchft_svc.core.quorum.session_messages import (
     Beat,
     Drain,
     Hello,
@@ -34,9 +34,9 @@ from torchft_svc.core.session_messages import (
     Refusal,
     Welcome,
 )
-from torchft_svc.core.term import TermEnds
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.core.timer import DeadlineTimer
-from torchft_svc.core.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.sim.lighthouse_actor import Introduction, LighthouseActor, QuorumAnswer
 from torchft_svc.sim.lighthouses import Lighthouses

@@ -8,14 +8,14 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator
 
-from torchft_svc.core.activity import Activity
-from torchft_svc.core.job import MAX_LOSSES_TOLD
-from torchft_svc.core.lighthouse import Lighthouse
-from torchft_svc.core.lighthouse_orders import ReportEviction, ReportLeftHealing
-from torchft_svc.core.quorum import Formed, Waiting
-from torchft_svc.core.step import Phase
-from torchft_svc.core.term import TermEnds
-from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.lighthouse.job import MAX_LOSSES_TOLD
+from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
+from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportEviction, ReportLeftHealing
+from torchft_svc.core.quorum.lighthouse.quorum import Formed, Waiting
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
 from torchft_svc.sim.invariants import SLACK_S, must, parts_of
 from torchft_svc.sim.ledger import Ledger
 from torchft_svc.sim.left_out import (

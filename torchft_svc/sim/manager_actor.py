@@ -6,16 +6,16 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 
-from torchft_svc.core.activity import PhaseReport
-from torchft_svc.core.group import Group
-from torchft_svc.core.group_orders import (
+from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.manager.group import Group
+from torchft_svc.core.quorum.manager.group_orders import (
     AnswerVote,
     AnswerWorker,
     RefuseWorker,
     StopAsking,
 )
-from torchft_svc.core.link_types import LinkConfig
-from torchft_svc.core.manager import (
+from torchft_svc.core.quorum.manager.link_types import LinkConfig
+from torchft_svc.core.quorum.manager.manager import (
     AskLink,
     EndGroup,
     GroupManager,
@@ -24,10 +24,10 @@ from torchft_svc.core.manager import (
     TellWorkers,
     WorkerNews,
 )
-from torchft_svc.core.session_messages import Drain, Kill, Leave, Lost, NewcomerWaits
-from torchft_svc.core.term import TermEnds
+from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave, Lost, NewcomerWaits
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.types import Quorum, Vote, WorkerRequest
 from torchft_svc.core.timer import DeadlineTimer
-from torchft_svc.core.types import Quorum, Vote, WorkerRequest
 from torchft_svc.errors import CommitFailed, TorchFTError
 from torchft_svc.sim.invariants import Invariants, must
 from torchft_svc.sim.link_actor import LinkActor, LinkSite, Outcome

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from torchft_svc.core.types import QuorumConfig
+from torchft_svc.core.quorum.types import QuorumConfig
 
 # What may happen to a group, and how often, compared with each other.
 GROUP_FAULTS = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
-from torchft_svc.core.assignment import Assignment
+from torchft_svc.core.quorum.manager.assignment import Assignment
 from torchft_svc.errors import PeerError, QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.sim.invariants import Invariants
 from torchft_svc.sim.manager_actor import ManagerActor

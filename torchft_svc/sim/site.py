@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torchft_svc.core.link_types import LinkConfig
-from torchft_svc.core.session_messages import Hello, Leave
-from torchft_svc.core.types import Resumed
+from torchft_svc.core.quorum.manager.link_types import LinkConfig
+from torchft_svc.core.quorum.session_messages import Hello, Leave
+from torchft_svc.core.quorum.types import Resumed
 from torchft_svc.sim.invariants import SLACK_S, must
 from torchft_svc.sim.lighthouses import Lighthouses
 from torchft_svc.sim.link_actor import LinkSite

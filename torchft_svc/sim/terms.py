@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
-from torchft_svc.core.term import LOOK_S
+from torchft_svc.core.quorum.term import LOOK_S
 from torchft_svc.sim.invariants import MAX_STEPS_WITH_NEWCOMER, SLACK_S, must
 
 # A worker that asks ends the waits of the others in its quorum; the news needs a few messages.

@@ -9,12 +9,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.group_orders import AnswerVote, AnswerWorker
-from torchft_svc.core.manager import WorkerNews
-from torchft_svc.core.peers import LoseMember
-from torchft_svc.core.round import Round, RoundRequest, WorkerRules
-from torchft_svc.core.round_orders import (
+from torchft_svc.core.quorum.manager.assignment import Assignment
+from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
+from torchft_svc.core.quorum.manager.manager import WorkerNews
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.session_messages import Drain, Kill, Lost, NewcomerWaits
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.worker.peers import LoseMember
+from torchft_svc.core.quorum.worker.round import Round, RoundRequest, WorkerRules
+from torchft_svc.core.quorum.worker.round_orders import (
     AskDecision,
     AskManager,
     BeginTraining,
@@ -28,10 +31,8 @@ from torchft_svc.core.round_orders import (
     Order,
     Warn,
 )
+from torchft_svc.core.quorum.worker.step import StepMachine, StepState
 from torchft_svc.core.route import MANAGER_PATIENCE_S, RETRY_S
-from torchft_svc.core.session_messages import Drain, Kill, Lost, NewcomerWaits
-from torchft_svc.core.step import Phase, StepMachine, StepState
-from torchft_svc.core.term import TermEnds
 from torchft_svc.errors import (
     Drained,
     GroupLeft,

@@ -24,7 +24,7 @@ from torchft_svc.client import (
     ProcessGroupNCCL,
 )
 from torchft_svc.coordination import LighthouseClient
-from torchft_svc.core.names import stable_name
+from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.errors import PeerError
 from torchft_svc.trainer.data import Turn
 from torchft_svc.trainer.held_state import HeldState

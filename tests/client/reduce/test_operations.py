@@ -18,7 +18,7 @@ from torchft_svc.client.reduce.operations import (
     Operation,
     Stuck,
 )
-from torchft_svc.core.step import FIRST_STEPS
+from torchft_svc.core.quorum.worker.step import FIRST_STEPS
 
 CPU = torch.device("cpu")
 

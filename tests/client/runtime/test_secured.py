@@ -15,7 +15,7 @@ from support.running import eventually, sidecar_of, steady_address
 from support.training import Trainer, assert_identical, together
 
 from torchft_svc.coordination import LighthouseServer
-from torchft_svc.core.lighthouse_link import DISTRUST_PAUSE_S
+from torchft_svc.core.quorum.manager.lighthouse_link import DISTRUST_PAUSE_S
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
 from torchft_svc.rpc.security import PLAIN, Security
 

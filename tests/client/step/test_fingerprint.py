@@ -19,7 +19,7 @@ from torchft_svc.client.step.fingerprint import (
     show_setting,
     take_fingerprint,
 )
-from torchft_svc.core.state_check import Part, find_item
+from torchft_svc.core.quorum.worker.state_check import Part, find_item
 
 
 class Wrapper:

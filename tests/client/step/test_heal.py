@@ -30,7 +30,7 @@ from support.training import (
 from torchft_svc.client import CheckpointTransport, HTTPTransport
 from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.coordination import LighthouseClient, QuorumResult
-from torchft_svc.core.peers import Peers
+from torchft_svc.core.quorum.worker.peers import Peers
 from torchft_svc.errors import CheckpointError, QuorumFailed
 from torchft_svc.rpc.security import PLAIN
 

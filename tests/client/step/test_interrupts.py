@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 from support.training import Trainer, bits, lighthouse, together
 
-from torchft_svc.core.step import Phase
+from torchft_svc.core.quorum.phase import Phase
 
-_OURS = ("torchft_svc/client/", "torchft_svc/core/step.py")
+_OURS = ("torchft_svc/client/", "torchft_svc/core/quorum/worker/step.py")
 
 
 class Interrupt(BaseException):

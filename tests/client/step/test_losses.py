@@ -1,4 +1,4 @@
-"""Tests that the groups connect again after a loss; `core/peers.py` decides what a loss means."""
+"""Tests that the groups connect again after a loss; `peers.py` decides what a loss means."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.training import (
 )
 
 from torchft_svc.client import ProcessGroupGloo
-from torchft_svc.core.round import LISTEN_AFTER_S
+from torchft_svc.core.quorum.worker.round import LISTEN_AFTER_S
 
 
 class Endless(dist.Work):

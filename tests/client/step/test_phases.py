@@ -25,9 +25,10 @@ from torchft_svc.client import (
 )
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.coordination.outgoing import Outgoing
-from torchft_svc.core.activity import PhaseReport
-from torchft_svc.core.round import WorkerRules
-from torchft_svc.core.step import Participation, Phase, StepMachine
+from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.worker.round import WorkerRules
+from torchft_svc.core.quorum.worker.step import Participation, StepMachine
 from torchft_svc.proto import torchft_pb2 as pb
 
 HANG_S = 1.0

@@ -36,7 +36,7 @@ from torch import nn
 from demo.torch_wrapper import torch_data_parallel
 from torchft_svc.client import DistributedDataParallel, Optimizer, WorldSizeMode
 from torchft_svc.coordination import LighthouseClient
-from torchft_svc.core.overview import JobStatus
+from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.errors import ConfigError, RequestRefused, StateDiverged
 
 EVERY = 4

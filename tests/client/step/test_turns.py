@@ -28,7 +28,7 @@ from support.training import (
 from torch import nn
 
 from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
-from torchft_svc.core.step import MAX_MISFITS
+from torchft_svc.core.quorum.worker.step import MAX_MISFITS
 from torchft_svc.errors import RequestRefused
 
 # What such a step may cost; without a comparison it takes the timeout of a collective.

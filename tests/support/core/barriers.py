@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from support.core.scenes import member, quorum
-from torchft_svc.core.assignment import assign
-from torchft_svc.core.group import Group
-from torchft_svc.core.group_orders import AnswerWorker, AskLighthouse
-from torchft_svc.core.types import Vote, WorkerRequest
+from torchft_svc.core.quorum.manager.assignment import assign
+from torchft_svc.core.quorum.manager.group import Group
+from torchft_svc.core.quorum.manager.group_orders import AnswerWorker, AskLighthouse
+from torchft_svc.core.quorum.types import Vote, WorkerRequest
 
 QUORUM = quorum(3, member("a", 5), member("b", 7))
 

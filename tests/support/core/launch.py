@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchft_svc.core import agent_orders
-from torchft_svc.core.agent import AgentConfig, AgentMachine
-from torchft_svc.core.agent_orders import (
+from torchft_svc.core.launch import agent_orders
+from torchft_svc.core.launch.agent import AgentConfig, AgentMachine
+from torchft_svc.core.launch.agent_orders import (
     Broadcast,
     End,
     OpenStore,
@@ -18,11 +18,11 @@ from torchft_svc.core.agent_orders import (
     Tell,
     TellLeave,
 )
-from torchft_svc.core.rendezvous import Rendezvous, RendezvousRules
-from torchft_svc.core.rendezvous_orders import Order, Orders, ReportWorld, SendNews
-from torchft_svc.core.restart import RestartPolicy
-from torchft_svc.core.session_orders import EndStream
-from torchft_svc.core.world import AgentLeave, Node, RunSettings, WorkerState, World
+from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
+from torchft_svc.core.launch.rendezvous_orders import Order, Orders, ReportWorld, SendNews
+from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.world import AgentLeave, Node, RunSettings, WorkerState, World
+from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import RequestRefused
 
 RUN = "r"

@@ -10,9 +10,14 @@ from typing import Any
 
 from support.core import twin
 from support.core.views import job_view
-from torchft_svc.core.gathering import ALL_BACK_S, EACH_BACK_S, GATHER_S, Gathering
-from torchft_svc.core.membership import JobView, Waiter
-from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
+from torchft_svc.core.quorum.lighthouse.gathering import (
+    ALL_BACK_S,
+    EACH_BACK_S,
+    GATHER_S,
+    Gathering,
+)
+from torchft_svc.core.quorum.lighthouse.membership import JobView, Waiter
+from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
 
 @dataclass

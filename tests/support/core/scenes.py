@@ -6,22 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torchft_svc.core.activity import Activity
-from torchft_svc.core.group_orders import (
-    RefuseWorker,
-)
-from torchft_svc.core.lighthouse import Lighthouse
-from torchft_svc.core.lighthouse_orders import (
+from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
+from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     AnswerQuorum,
     Order,
     RefuseRequest,
     ReportLoss,
     ReportWaiting,
 )
-from torchft_svc.core.overview import GroupStatus
-from torchft_svc.core.session_messages import Leave
-from torchft_svc.core.step import Phase
-from torchft_svc.core.types import LastQuorum, Member, Quorum, QuorumConfig
+from torchft_svc.core.quorum.lighthouse.overview import GroupStatus
+from torchft_svc.core.quorum.manager.group_orders import RefuseWorker
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.session_messages import Leave
+from torchft_svc.core.quorum.types import LastQuorum, Member, Quorum, QuorumConfig
 
 JOB = "job"
 # Every duration is a power of two or a small whole number, so sums are exact.

@@ -8,9 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from torchft_svc.core.assignment import Assignment
-from torchft_svc.core.membership import GroupState, Heal, JobView
-from torchft_svc.core.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.quorum.lighthouse.membership import GroupState, Heal, JobView
+from torchft_svc.core.quorum.manager.assignment import Assignment
+from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
 
 
 def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:

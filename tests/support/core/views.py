@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any
 
-from torchft_svc.core.membership import STATES, Conduct, GroupState, Heal, JobView, Tenure, Waiter
+from torchft_svc.core.quorum.lighthouse.membership import (
+    STATES,
+    Conduct,
+    GroupState,
+    Heal,
+    JobView,
+    Tenure,
+    Waiter,
+)
 
 
 def job_view(

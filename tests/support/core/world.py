@@ -10,10 +10,9 @@ import math
 from dataclasses import dataclass, field, replace
 
 from support.core.scenes import member
-from torchft_svc.core.activity import Activity
-from torchft_svc.core.assignment import assign
-from torchft_svc.core.lighthouse import Lighthouse
-from torchft_svc.core.lighthouse_orders import (
+from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
+from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     AnswerQuorum,
     Order,
     RefuseRequest,
@@ -25,10 +24,11 @@ from torchft_svc.core.lighthouse_orders import (
     ReportTermEnds,
     ReportWaiting,
 )
-from torchft_svc.core.membership import GroupState
-from torchft_svc.core.session_messages import Leave
-from torchft_svc.core.step import Phase
-from torchft_svc.core.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
+from torchft_svc.core.quorum.lighthouse.membership import GroupState
+from torchft_svc.core.quorum.manager.assignment import assign
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.session_messages import Leave
+from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import ClassVar, Generic, TypeVar
 
-from torchft_svc.core.types import one_line
+from torchft_svc.core.limits import one_line
 from torchft_svc.errors import CheckpointError
 
 T = TypeVar("T")

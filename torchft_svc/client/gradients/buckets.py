@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from torchft_svc.core.likeness import DIGEST_LENGTH
+from torchft_svc.core.quorum.layout import DIGEST_LENGTH
 from torchft_svc.errors import ConfigError
 
 # Small, so that the first sum starts early in the backward pass.

@@ -22,7 +22,7 @@ from typing import TypeVar
 from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.core.types import one_line
+from torchft_svc.core.limits import one_line
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
 from torchft_svc.rpc.address import parse_address
 from torchft_svc.rpc.process_sockets import connected_to, cut

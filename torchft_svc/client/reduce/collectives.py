@@ -19,7 +19,7 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.operations import Header, Kind, LaunchOrder, Mismatch, Operation
 from torchft_svc.client.reduce.reduction import ManagedWork, Reduction
-from torchft_svc.core.step import Participation
+from torchft_svc.core.quorum.worker.step import Participation
 from torchft_svc.errors import (
     ConfigError,
     MemberLost,

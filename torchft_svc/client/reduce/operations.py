@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed import ReduceOp
 
-from torchft_svc.core.step import FIRST_STEPS
+from torchft_svc.core.quorum.worker.step import FIRST_STEPS
 
 _OPS = (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PRODUCT, ReduceOp.MAX, ReduceOp.MIN)
 _OP_NAMES = ("sum", "average", "product", "maximum", "minimum")

@@ -21,8 +21,9 @@ from torchft_svc.client.process_groups.rendezvous import (
 )
 from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
 from torchft_svc.coordination import ManagerLocator
+from torchft_svc.core.limits import check_not_empty
+from torchft_svc.core.quorum.types import Resumed
 from torchft_svc.core.route import MANAGER_PATIENCE_S
-from torchft_svc.core.types import Resumed, check_not_empty
 from torchft_svc.env import Environment
 from torchft_svc.errors import (
     AddressError,

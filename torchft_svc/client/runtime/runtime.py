@@ -33,7 +33,7 @@ from torchft_svc.client.runtime.trainer_log import speak_on_stderr
 from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import StateRegistry
-from torchft_svc.core.step import StepMachine
+from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import Environment
 from torchft_svc.rpc.address import advertised_host, parse_address, split_addresses
 

@@ -18,8 +18,8 @@ from torchft_svc.client.step.fingerprint import (
     unpack_items,
 )
 from torchft_svc.coordination import QuorumResult
-from torchft_svc.core.names import stable_name
-from torchft_svc.core.state_check import (
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.worker.state_check import (
     ROW_LENGTH,
     Item,
     Part,

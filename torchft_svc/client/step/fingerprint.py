@@ -13,7 +13,7 @@ import torch
 import xxhash
 
 from torchft_svc.client.reduce.reduction import CurrentParameter, Reducing, Walking
-from torchft_svc.core.state_check import MAX_ITEMS, Part, Row
+from torchft_svc.core.quorum.worker.state_check import MAX_ITEMS, Part, Row
 
 log = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """Carries out the orders of a worker's rounds, on the background thread, and asks for decisions.
 
 The orders: request the quorum, connect its members, offer the state to groups that are behind,
-fetch it if this group is behind. `torchft_svc/core/round.py` decides which order comes when, and
-what an error leads to.
+fetch it if this group is behind. `torchft_svc/core/quorum/worker/round.py` decides which order
+comes when, and what an error leads to.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size
 from torchft_svc.coordination import QuorumResult
-from torchft_svc.core.names import stable_name
-from torchft_svc.core.round import WorkerRules
-from torchft_svc.core.round_orders import (
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.worker.round import WorkerRules
+from torchft_svc.core.quorum.worker.round_orders import (
     AskDecision,
     AskManager,
     BeginTraining,
@@ -41,8 +42,7 @@ from torchft_svc.core.round_orders import (
     RefuseState,
     Warn,
 )
-from torchft_svc.core.state_check import CheckRules
-from torchft_svc.core.step import Phase
+from torchft_svc.core.quorum.worker.state_check import CheckRules
 from torchft_svc.errors import (
     CommitFailed,
     GroupLeft,

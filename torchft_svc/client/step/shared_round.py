@@ -10,13 +10,14 @@ from contextlib import contextmanager
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.coordination import QuorumResult
-from torchft_svc.core.activity import PhaseReport
-from torchft_svc.core.peers import LoseMember
-from torchft_svc.core.round import Round, WorkerRules
-from torchft_svc.core.round_orders import Order
-from torchft_svc.core.step import Phase, StepMachine, StepState
-from torchft_svc.core.term import TermEnds
-from torchft_svc.core.types import Resumed
+from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.types import Resumed
+from torchft_svc.core.quorum.worker.peers import LoseMember
+from torchft_svc.core.quorum.worker.round import Round, WorkerRules
+from torchft_svc.core.quorum.worker.round_orders import Order
+from torchft_svc.core.quorum.worker.step import StepMachine, StepState
 
 log = logging.getLogger(__name__)
 

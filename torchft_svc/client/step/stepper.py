@@ -26,13 +26,14 @@ from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner,
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
-from torchft_svc.core.clearing import ClearingPattern
-from torchft_svc.core.likeness import describe_layout
-from torchft_svc.core.names import stable_name
-from torchft_svc.core.round import UNDER_WAY, RoundRequest
-from torchft_svc.core.round_orders import Decide, LeaveMembers
-from torchft_svc.core.state_check import DifferenceReport
-from torchft_svc.core.step import Participation, Phase, StepState
+from torchft_svc.core.quorum.difference import DifferenceReport
+from torchft_svc.core.quorum.layout import describe_layout
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.worker.clearing import ClearingPattern
+from torchft_svc.core.quorum.worker.round import UNDER_WAY, RoundRequest
+from torchft_svc.core.quorum.worker.round_orders import Decide, LeaveMembers
+from torchft_svc.core.quorum.worker.step import Participation, StepState
 from torchft_svc.errors import (
     ConfigError,
     OperationsDiffer,

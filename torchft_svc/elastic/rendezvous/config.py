@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchft_svc.core.types import MAX_NAME_LENGTH, check_name
-from torchft_svc.core.world import Node, RunSettings
+from torchft_svc.core.launch.world import Node, RunSettings
+from torchft_svc.core.limits import MAX_NAME_LENGTH, check_name
 from torchft_svc.errors import ConfigError, RequestRefused
 from torchft_svc.rpc.address import LOOPBACK, advertised_host, parse_address, split_addresses
 

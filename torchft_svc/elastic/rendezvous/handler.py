@@ -28,7 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchft_svc import coordination
-from torchft_svc.core.world import (
+from torchft_svc.core.launch.world import (
     AgentLeave,
     AgentState,
     AgentStatus,

@@ -19,15 +19,7 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.lighthouse_link import (
-    LEAVE_TIMEOUT_S,
-    LOG_AGAIN_S,
-    MAX_WANTED_INTERVAL_S,
-    WELCOME_TIMEOUT_S,
-)
-from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
-from torchft_svc.core.types import DEFAULT_JOB, one_line
-from torchft_svc.core.world import (
+from torchft_svc.core.launch.world import (
     AgentHello,
     AgentLeave,
     AgentState,
@@ -41,6 +33,15 @@ from torchft_svc.core.world import (
     World,
     WorldNews,
 )
+from torchft_svc.core.limits import one_line
+from torchft_svc.core.quorum.manager.lighthouse_link import (
+    LEAVE_TIMEOUT_S,
+    LOG_AGAIN_S,
+    MAX_WANTED_INTERVAL_S,
+    WELCOME_TIMEOUT_S,
+)
+from torchft_svc.core.quorum.types import DEFAULT_JOB
+from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError, Unauthorized, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.address import split_addresses

@@ -22,7 +22,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
 )
 
-from torchft_svc.core.world import (
+from torchft_svc.core.launch.world import (
     AgentLeave,
     AgentState,
     AgentStatus,

@@ -13,7 +13,7 @@ from datetime import timedelta
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
-from torchft_svc.core.world import World
+from torchft_svc.core.launch.world import World
 from torchft_svc.rpc.address import LOOPBACK
 
 # The workers of the world before may still be at its store.

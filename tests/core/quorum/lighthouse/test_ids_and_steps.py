@@ -1,0 +1,637 @@
+"""Rules 6 and 7: when the quorum id grows, and what happens to committed steps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
+
+from torchft_svc.core.quorum.lighthouse.gathering import GATHER_S
+from torchft_svc.core.quorum.lighthouse.ids import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
+from torchft_svc.core.quorum.lighthouse.lighthouse_orders import AnswerQuorum
+from torchft_svc.core.quorum.lighthouse.quorum import joining
+from torchft_svc.core.quorum.manager.assignment import assign
+from torchft_svc.core.quorum.types import Member, Quorum
+from torchft_svc.errors import RequestRefused
+
+SILENT = "no sign of life for 100 s"
+
+
+def ids_after(*groups: Member, first_id: int = 0) -> list[int]:
+    """The ids of a quorum of a:1 and b:1 and of the one of ``groups`` that follows it."""
+    scene = Scene(first_id=first_id)
+    scene.beat("a", "b")
+    scene.ask_all("a", "b")
+    for number, each in enumerate(groups, start=3):
+        scene._note(scene.house.request("job", each, number, scene.now))
+    return [quorum_id for quorum_id, _ in scene.take_quorums()]
+
+
+@pytest.mark.parametrize(
+    ("groups", "ids"),
+    [
+        ((member("a", 1), member("b", 1)), [1, 1]),
+        ((member("a", shrink_only=True), member("b", data="{}")), [1, 1]),
+        ((member("a", commit_failures=1), member("b")), [1, 2]),
+        ((member("a"), member("b", address="elsewhere:1")), [1, 2]),
+        ((member("a"), member("b", store_address="elsewhere:2")), [1, 2]),
+        ((member("c"), member("a"), member("b")), [1, 2]),
+        ((member("a", seen_quorum_id=1), member("b")), [1, 1]),
+        ((member("a", seen_quorum_id=2), member("b")), [1, 3]),
+        ((member("a", seen_quorum_id=9), member("b", seen_quorum_id=5)), [1, 10]),
+    ],
+    ids=["same", "other fields", "failures", "address", "store", "joiner", "own", "seen", "most"],
+)
+def test_q6_when_the_id_grows(groups: tuple[Member, ...], ids: list[int]) -> None:
+    assert ids_after(*groups) == ids
+
+
+def test_q6_ids_begin_above_the_base() -> None:
+    assert ids_after(member("a"), member("b"), first_id=1_700_000_000) == [1_700_000_001] * 2
+
+
+def test_q6_a_member_less() -> None:
+    scene = formed("a", "b")
+    scene.leave("b")
+    scene.ask("a")
+    scene.ask_all("b", "a")
+    assert scene.take_quorums() == [(2, ["a"]), (3, ["a", "b"])]
+
+
+def test_q6_an_id_heard_from_anyone_is_not_given_out_again() -> None:
+    """Not even when it was heard from a group that gave up, or is kept out of the quorum."""
+    scene = formed("a")
+    scene.withdraw(scene.ask("c", seen_quorum_id=6))
+    scene.leave("c")
+    scene.ask("a")
+    assert scene.take_quorums() == [(7, ["a"])]
+    scene.ask("b", seen_quorum_id=9)
+    scene.ask("a", shrink_only=True)
+    scene.ask("a")
+    assert scene.take_quorums() == [(10, ["a"]), (11, ["a", "b"])]
+
+
+def test_q6_ids_go_on_after_the_job_has_ended_and_come_back() -> None:
+    scene = formed("a")
+    scene.leave("a")
+    scene.ask("a")
+    assert scene.take_quorums() == [(2, ["a"])]
+    scene.leave("a")
+    scene.withdraw(scene.ask("b", seen_quorum_id=6, min_replicas=2))  # of another lighthouse
+    scene.leave("b")
+    scene.ask("a")
+    assert scene.take_quorums() == [(7, ["a"])]
+
+
+# As many as a lighthouse of these tests has for a second.
+IDS_PER_S = 1000
+
+
+def test_q6_an_id_of_the_far_future_is_refused() -> None:
+    """As far as clocks may differ it is taken up, of a job that is new here a little further."""
+    scene = Scene(first_id=70)
+    scene.now = 60.0
+    clock_id = 70 + 60 * IDS_PER_S
+    highest = clock_id + int(MAX_AHEAD_OF_NEW_JOB_S) * IDS_PER_S
+    scene.ask("a", seen_quorum_id=highest)
+    scene.ask("a", seen_quorum_id=highest + 1, commit_failures=1)  # it was given out here
+    assert scene.take_quorums() == [(highest + 1, ["a"]), (highest + 2, ["a"])]
+    scene = Scene(first_id=70)
+    scene.ask("a")
+    scene.take()
+    of_running = 70 + int(scene.now + MAX_AHEAD_S) * IDS_PER_S
+    for told in (of_running + 1, 2**61):
+        with pytest.raises(
+            RequestRefused, match=f"quorum {told}, which a group reported, was never issued"
+        ):
+            scene.ask("b", seen_quorum_id=told)
+    assert [each.groups[0].replica_id for each in scene.house.status("", scene.now)] == ["a"]
+    scene.ask("b", seen_quorum_id=of_running)
+    scene.ask("a")
+    assert scene.take_quorums() == [(of_running + 1, ["a", "b"])]
+
+
+def test_q6_a_lighthouse_whose_clock_is_not_set_believes_any_id() -> None:
+    """Its clock says a time before all ids: the job that runs knows better."""
+    scene = Scene(first_id=7, id_stride=16)
+    scene.ask("a", seen_quorum_id=2**61)
+    ((quorum_id, _),) = scene.take_quorums()
+    assert 2**61 < quorum_id <= 2**61 + 16
+
+
+def test_q6_what_is_told_in_one_job_does_not_move_the_ids_of_another() -> None:
+    scene = Scene(config(max_jobs=2), first_id=70)
+    far = 70 + int(MAX_AHEAD_S) * IDS_PER_S
+    scene.ask("a", job="forged", seen_quorum_id=far)
+    scene.leave("a", job="forged")
+    scene.ask("b", job="honest")
+    assert scene.take_quorums() == [(far + 1, ["a"]), (71, ["b"])]
+    scene.leave("b", job="honest")
+    scene.ask("a", job="forged")  # but each goes on above its own
+    scene.ask("b", job="honest")
+    assert scene.take_quorums() == [(far + 2, ["a"]), (72, ["b"])]
+
+
+def test_q6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
+    """Unless they were ahead of the clock."""
+    scene = Scene(config(max_jobs=1), first_id=70)
+    scene.now = 60.0
+    far = 70 + int(MAX_AHEAD_S) * IDS_PER_S
+    for job, told in (("x", 5000), ("y", 0), ("z", far), ("x", 0), ("w", 0)):
+        scene.ask("a", job=job, seen_quorum_id=told)
+        scene.leave("a", job=job)
+    ids = [quorum_id for quorum_id, _ in scene.take_quorums()]
+    assert ids[0] == 5001
+    assert ids[1] == 71
+    assert ids[2] == far + 1
+    assert 5001 < ids[3] <= ids[4] <= 70 + 60 * IDS_PER_S + 1
+
+
+def test_q6_a_forged_id_does_not_keep_the_job_from_the_next_lighthouse() -> None:
+    """Which has the same clock, or one that is a little behind."""
+    scene = formed("a")
+    scene.ask("b", seen_quorum_id=int(MAX_AHEAD_S) * IDS_PER_S)
+    scene.ask("a", step=1)
+    ((quorum_id, _),) = scene.take_quorums()
+    following = Scene()
+    following.ask("a", step=1, seen_quorum_id=quorum_id)
+    assert following.take_quorums() == [(quorum_id + 1, ["a"])]
+
+
+# -- steps that are not believed --------------------------------------------------------------
+
+
+def doubted(replica_id: str, told: int) -> Member:
+    return member(replica_id, 0, doubted_step=told)
+
+
+@pytest.mark.parametrize("told", [72, 1000, 2**62])
+def test_doubt_a_newcomer_more_than_a_step_ahead_of_the_job_has_to_heal(told: int) -> None:
+    scene = formed("a", "b", step=70)
+    scene.ask("c", step=told)
+    scene.ask_all("a", "b", step=71)
+    quorum = answer(2, member("a", 71), member("b", 71), doubted("c", told), callers=(4, 5, 3))
+    assert scene.take() == [quorum]
+    assert [each.replica_id for each in quorum.quorum.up_to_date] == ["a", "b"]
+    scene.leave("c")
+    scene.take()
+    scene.ask_all("a", "b", step=72)
+    assert scene.take_quorums() == [(3, ["a", "b"])]
+    assert scene.house.committed_step(JOB) == 72
+
+
+def test_doubt_the_commit_that_the_others_discarded_is_believed() -> None:
+    scene = formed("a", "b", step=70)
+    scene.leave("a")
+    scene.take()
+    scene.ask("a", step=71)  # it committed alone, and its session broke
+    scene.ask("b", step=70, commit_failures=1)
+    ((_, members),) = scene.take_quorums()
+    assert members == ["a", "b"]
+    assert scene.house.committed_step(JOB) == 71
+
+
+def test_doubt_who_could_not_heal_is_not_believed_the_next_time_either() -> None:
+    scene = formed("a", step=70)
+    scene.ask("c", step=1000)
+    scene.ask("a", step=71)
+    scene.take()
+    scene.ask("c", step=1000, unhealed=True)
+    scene.ask("a", step=72)
+    (order,) = scene.take()
+    assert order.quorum.participants == (
+        member("a", 72),
+        member("c", 0, doubted_step=1000, unhealed=True),
+    )
+
+
+def test_doubt_where_no_group_of_the_last_quorum_lives_the_highest_wins() -> None:
+    scene = formed("a", step=70)
+    scene.ask("c", step=1000)
+    scene.ask("d", step=900)
+    scene.leave("a")
+    assert scene.take_quorums() == [(2, ["c", "d"])]
+    assert scene.house.committed_step(JOB) == 1000
+
+
+def test_doubt_nobody_takes_the_job_over_while_its_last_group_hangs() -> None:
+    scene = formed("a", "b", step=70, settings=config(min_replicas=2))
+    scene.ask("b", step=71)
+    scene.until(110)  # a is late
+    scene.leave("b")
+    scene.take()
+    scene.ask("c", step=1000)
+    scene.ask("d", step=900)
+    assert scene.take() == []
+    assert scene.why().startswith("c, d: more than a step ahead of the job, which has committed")
+    with pytest.raises(RequestRefused, match="no loss to accept"):
+        scene.accept_loss()
+    scene.leave("a")
+    assert scene.take_quorums() == [(2, ["c", "d"])]
+
+
+def test_doubt_groups_that_all_went_on_from_another_checkpoint_are_believed() -> None:
+    scene = formed("a", "b", step=70)
+    scene.ask_all("a", "b", step=1000)
+    assert scene.take_quorums() == [(1, ["a", "b"])]
+    assert scene.house.committed_step(JOB) == 1000
+
+
+def test_doubt_who_was_in_a_newer_quorum_elsewhere_is_believed() -> None:
+    """The job went on with another lighthouse, all but one group that could not reach that."""
+    scene = formed("a:1", "b:1", "c:1", step=100)
+    scene.leave("a:1")
+    scene.leave("b:1")
+    scene.take()
+    scene.opened("a:2", quorum_id=50, max_step=300)
+    scene.opened("b:2", quorum_id=50, max_step=300)
+    for replica_id, step in (("a:2", 301), ("b:2", 301), ("d:1", 1000), ("c:1", 100)):
+        scene.ask(replica_id, step=step, seen_quorum_id=50)
+    (order,) = scene.take()
+    steps = {each.replica_id: each.step for each in order.quorum.participants}
+    assert steps == {"a:2": 301, "b:2": 301, "c:1": 100, "d:1": 0}
+    assert scene.house.committed_step(JOB) == 301
+
+
+def forge(scene: Scene, *replica_ids: str, step: int = 2**62) -> None:
+    """They tell that the job went on elsewhere, with all that shows that."""
+    for replica_id in replica_ids:
+        scene.opened(replica_id, quorum_id=50, max_step=step)
+        told = {"seen_quorum_id": 50, "has_history": True, "last_num_groups": 3}
+        scene.ask(replica_id, step=step, **told)
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [("e:1",), ("e:1", "f:1", "g:1", "h:1"), ("b:9", "e:1"), ("b:9", "b:8", "a:9")],
+    ids=["one", "many", "a name of a lost group", "one name twice, and one that lives"],
+)
+def test_doubt_a_history_that_strangers_have_made_up_is_not_believed(
+    forged: tuple[str, ...],
+) -> None:
+    """Nor does it hold the job when they have left."""
+    scene = formed("a:1", "b:1", "c:1", step=70)
+    scene.leave("b:1")
+    forge(scene, *forged)
+    scene.ask_all("a:1", "c:1", step=71)
+    (order,) = [each for each in scene.take() if isinstance(each, AnswerQuorum)]
+    steps = {each.replica_id: each.step for each in order.quorum.participants}
+    assert {steps.pop("a:1"), steps.pop("c:1")} == {71}
+    assert set(steps.values()) == {0}
+    for replica_id in forged:
+        scene.leave(replica_id)
+    scene.take()
+    scene.ask_all("a:1", "c:1", step=72)
+    assert [members for _, members in scene.take_quorums()] == [["a:1", "c:1"]]
+    assert scene.house.committed_step(JOB) == 72
+
+
+def test_doubt_of_two_groups_the_one_that_stayed_is_believed() -> None:
+    """Both may have gone on alone, and nobody else can say who is right."""
+    scene = formed("a:1", "b:1", step=70)
+    scene.leave("b:1")
+    forge(scene, "b:2", step=200)
+    scene.ask("a:1", step=71)
+    (order,) = [each for each in scene.take() if isinstance(each, AnswerQuorum)]
+    assert [each.step for each in order.quorum.participants] == [71, 0]
+
+
+def test_doubt_groups_that_committed_a_step_while_the_lighthouse_was_away_are_believed() -> None:
+    """One that was restarted meanwhile, and has lost its state, was alone in the first quorum."""
+    scene = formed("a:2", step=0)
+    scene.ask_all("b:1", "c:1", step=1)
+    scene.ask("a:2", step=0, commit_failures=1)
+    order = scene.take()[-1]
+    assert [each.step for each in order.quorum.participants] == [0, 1, 1]
+
+
+def test_doubt_a_lighthouse_that_is_new_to_the_job_believes_those_that_tell_of_it() -> None:
+    scene = Scene()
+    scene.opened("a", quorum_id=50, max_step=70)
+    scene.opened("b", quorum_id=50, max_step=70)
+    scene.ask("c", step=1000)
+    for replica_id in "ab":
+        scene.ask(replica_id, step=71, seen_quorum_id=50, last_num_groups=2)
+    assert scene.take_quorums() == [(51, ["a", "b", "c"])]
+    assert scene.house.committed_step(JOB) == 71
+
+
+def test_doubt_a_lighthouse_that_knows_only_a_part_of_the_last_quorum_believes_a_newer_step() -> (
+    None
+):
+    """The others may have gone on, and have been restarted since."""
+    scene = Scene()
+    scene.opened("a", quorum_id=50, max_step=70)
+    scene.ask("c", step=200)
+    scene.ask("a", step=71, seen_quorum_id=50, last_num_groups=2, has_history=True)
+    scene.until(GATHER_S)
+    assert scene.take_quorums() == [(51, ["a", "c"])]
+    assert scene.house.committed_step(JOB) == 200
+
+
+def test_doubt_a_lighthouse_can_let_the_job_follow() -> None:
+    scene = formed("a", step=70, settings=config(on_step_jump="follow"))
+    scene.ask("c", step=1000)
+    scene.ask("a", step=71)
+    assert scene.take_quorums() == [(2, ["a", "c"])]
+    assert scene.house.committed_step(JOB) == 1000
+
+
+def test_doubt_at_the_first_step_nobody_begins_with_the_weights_of_one_that_is_not_believed() -> (
+    None
+):
+    scene = formed("b", "c", step=0)
+    scene.ask("a", step=1000)
+    scene.ask_all("b", "c", step=0)
+    (order,) = scene.take()
+    for group_rank in (0, 1):
+        parts = [assign(order.quorum, each, group_rank) for each in "abc"]
+        assert [part.recover_src_replica_rank for part in parts] == [1, None, 1]
+        assert {part.store_address for part in parts} <= {"b:2", "c:2"}
+
+
+def test_q7_hold_until_the_newer_state_is_back() -> None:
+    scene = formed("a", "b", step=7)
+    scene.leave("a")
+    scene.take()
+    scene.ask("b", step=5)
+    assert scene.take() == []
+    assert scene.why().startswith("the job has committed step 7, the groups that ask have at most")
+    scene.ask("c", step=6)
+    assert scene.take() == []
+    scene.ask("a:2", step=7)
+    assert scene.take_quorums() == [(2, ["a:2", "b", "c"])]
+
+
+def test_q7_a_restart_of_the_whole_job_goes_on_with_a_warning() -> None:
+    scene = formed("a", "b", step=7)
+    scene.leave("a")
+    scene.leave("b")
+    scene.take()
+    scene.ask("c", step=4)
+    assert scene.take() == [answer(2, member("c", 4), callers=(3,), lost_from=7)]
+    scene.ask("c", step=5)  # from here on it is an ordinary job
+    assert scene.take() == [answer(2, member("c", 5), callers=(4,))]
+
+
+def test_q7_newcomers_that_saw_the_job_end_count_as_a_restart() -> None:
+    scene = formed("a", step=7)
+    scene.ask("b", step=4)
+    assert scene.take() == []
+    scene.leave("a")
+    assert scene.take() == [loss("a"), answer(2, member("b", 4), callers=(2,), lost_from=7)]
+
+
+@pytest.mark.parametrize("all_gone", [True, False])
+def test_q7_warn_goes_on_in_either_case(all_gone: bool) -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression="warn"))
+    scene.leave("a")
+    if all_gone:
+        scene.leave("b")
+    scene.take()
+    scene.ask("b", step=4)
+    assert scene.take() == [answer(2, member("b", 4), callers=(3,), lost_from=7)]
+
+
+@pytest.mark.parametrize("all_gone", [True, False])
+def test_q7_hold_waits_in_either_case(all_gone: bool) -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression="hold"))
+    scene.leave("a")
+    if all_gone:
+        scene.leave("b")
+    scene.take()
+    scene.ask("b", step=4)
+    assert scene.take() == []
+    scene.ask("c", step=7)
+    assert scene.take_quorums() == [(2, ["b", "c"])]
+
+
+def test_q7_who_was_frozen_while_the_others_went_on_never_takes_the_job_back() -> None:
+    """As another incarnation, which does not tell of the quorum that it was in: nobody waits for it
+    there."""
+    scene = formed("a:1", "b:1", step=62)
+    scene.leave("b:1", "no sign of life")
+    scene.ask("a:1", step=210)
+    scene.leave("a:1")
+    scene.take()
+    scene.ask("b:2", step=62, seen_quorum_id=1, last_num_groups=2, has_history=True)
+    scene.until(scene.now + 99)
+    assert scene.take() == []
+    assert scene.why().startswith("the job has committed step 210, the groups that ask have at")
+    scene.ask("c:1", step=200)  # a restart from a checkpoint beside it decides nothing either
+    assert scene.take() == []
+    scene.accept_loss()
+    assert scene.take_quorums() == [(3, ["b:2", "c:1"])]
+
+
+@pytest.mark.parametrize("policy", ["auto", "hold", "warn"])
+def test_q7_after_a_finished_job_another_run_begins(policy: str) -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression=policy))
+    scene.leave("a", ends=True)
+    scene.leave("b", ends=True)
+    scene.withdraw(scene.ask("d", step=0, min_replicas=2))  # somebody who looks in changes nothing
+    scene.leave("d")
+    scene.take()
+    caller = scene.ask("c")
+    group = member("c")
+    assert scene.take() == [answer(2, group, callers=(caller,), lost_from=7, begins_anew=True)]
+    caller = scene.ask("c", step=1)
+    assert scene.take() == [answer(2, member("c", 1), callers=(caller,))]
+    scene.leave("c", ends=False)
+    scene.take()
+    caller = scene.ask("e")
+    told = [answer(3, member("e"), callers=(caller,), lost_from=1)]
+    assert scene.take() == ([] if policy == "hold" else told), "that run had not finished"
+
+
+def test_q7_who_belongs_to_a_finished_job_does_not_begin_it_anew() -> None:
+    scene = formed("a:1", "b:1", step=62)
+    scene.leave("b:1", "no sign of life")
+    scene.ask("a:1", step=210)
+    scene.leave("a:1", ends=True)
+    scene.take()
+    scene.ask("b:2", step=62, seen_quorum_id=1, has_history=True)
+    assert scene.take() == []
+    assert scene.why().startswith("the job has finished after step 210, the groups that ask have")
+
+
+def test_q7_a_job_is_finished_only_if_all_its_groups_ended_on_purpose() -> None:
+    scene = formed("a", "b", step=7)
+    scene.leave("a", ends=True)
+    scene.leave("b")
+    scene.take()
+    scene.ask("c")
+    assert scene.take() == [answer(2, member("c"), callers=(3,), lost_from=7)]
+
+
+def test_who_is_killed_by_an_operator_ends_on_purpose_however_it_goes() -> None:
+    scene = formed("a", step=7)
+    scene.house.killed(JOB, "a", "killed: wanted")
+    scene.leave("a", "its session ended")
+    assert scene.take() == [replace(loss("a", "killed: wanted"), is_orderly=True)]
+    assert scene.house.status(JOB, scene.now)[0].finished
+
+
+def test_q7_a_held_quorum_is_let_go_when_the_last_veteran_dies() -> None:
+    """The scene's group c asks late, so that it outlives b."""
+    scene = formed("a", "b", step=7)
+    scene.leave("a")
+    scene.beat("b")
+    scene.until(150)
+    scene.ask("b", step=5)
+    scene.ask("c", step=4)
+    scene.until(240)
+    scene.beat("c")
+    scene.take()
+    scene.before(250)
+    assert scene.take() == []
+    scene.until(250)
+    assert scene.take() == [
+        loss("b", SILENT),
+        Refused(3, "QuorumFailed", f"no quorum: 'b' is out: {SILENT}"),
+        answer(2, member("c", 4), callers=(4,), lost_from=7),
+    ]
+
+
+def held(min_replicas: int = 1) -> Scene:
+    """`b` asks at step 5 for a job that has committed step 7; `a`, which has it, is lost."""
+    scene = Scene()
+    scene.beat("a", "b")
+    scene.ask("a", step=7)
+    scene.ask("b", step=5)
+    scene.leave("a")
+    scene.ask("b", step=5, min_replicas=min_replicas)
+    scene.take()
+    return scene
+
+
+def test_q7_an_operator_accepts_the_loss_once() -> None:
+    scene = held()
+    scene.accept_loss()
+    group = member("b", 5, min_replicas=1)
+    assert scene.take() == [answer(2, group, callers=(3,), lost_from=7)]
+    assert scene.house.committed_step(JOB) == 5
+    scene.ask("b", step=4)  # and not the next one
+    assert scene.take() == []
+    assert "committed step 5" in scene.why()
+
+
+def test_q7_a_loss_is_accepted_before_there_are_enough_groups() -> None:
+    scene = held(min_replicas=2)
+    assert scene.why() == "1 of at least 2 groups ask (--min-replicas)"
+    scene.accept_loss()
+    assert scene.take() == []
+    scene.accept_loss()  # twice does no harm
+    scene.ask("c", step=6)
+    (order,) = scene.take()
+    assert (order.callers, order.lost_from) == ((3, 4), 7)
+
+
+def test_q7_a_loss_that_was_accepted_is_none_if_the_newer_state_comes_back() -> None:
+    scene = held(min_replicas=3)
+    scene.accept_loss()
+    caller = scene.ask("a", step=7)
+    scene.withdraw(caller)
+    scene.leave("a")
+    scene.ask("c", step=5)
+    scene.ask("d", step=5)
+    assert scene.take() == [loss("a")]
+    assert "committed step 7" in scene.why()
+
+
+def test_q7_no_loss_is_accepted_while_a_group_that_may_know_more_is_awaited() -> None:
+    scene = formed("a", "b", step=7)
+    scene.ask("c", step=4)  # a newcomer in a healthy job
+    with pytest.raises(RequestRefused, match="waiting for a, b: alive, but has not asked"):
+        scene.accept_loss()
+    scene.leave("a")
+    scene.ask("b", step=5)  # it is what is left, and there is nobody to wait for
+    scene.accept_loss()
+    assert scene.take_quorums() == [(2, ["b", "c"])]
+
+
+def test_q7_no_loss_is_accepted_while_groups_gather() -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression="hold"))
+    scene.leave("a")
+    scene.leave("b")
+    scene.ask("b", step=5, last_num_groups=2)
+    with pytest.raises(RequestRefused, match="waiting for 1 more groups"):
+        scene.accept_loss()
+    scene.until(100 + GATHER_S)
+    scene.accept_loss()
+    assert scene.take_quorums() == [(2, ["b"])]
+
+
+def test_q7_no_loss_is_accepted_when_nobody_asks_any_more() -> None:
+    scene = held(min_replicas=2)
+    scene.accept_loss()
+    scene.withdraw(3)
+    with pytest.raises(RequestRefused, match="no group asks for a quorum"):
+        scene.accept_loss()
+
+
+@pytest.mark.parametrize("policy", ["auto", "hold", "warn"])
+def test_q7_nothing_to_accept(policy: str) -> None:
+    scene = formed("a", "b", step=7, settings=config(on_step_regression=policy))
+    for job, why in ((JOB, "no group asks for a quorum"), ("else", "no group asks")):
+        with pytest.raises(RequestRefused, match=f"job '{job}' has no loss to accept: {why}"):
+            scene.accept_loss(job)
+    scene.ask("a", step=7)
+    with pytest.raises(RequestRefused, match=r"waiting for b: alive.* would lose committed steps"):
+        scene.accept_loss()
+    assert scene.take() == []
+
+
+def test_a_restarted_lighthouse_tells_by_seen_ids_whose_state_is_older() -> None:
+    """`c` is as far as the others, but was left out when they came there."""
+    asking = (
+        Member(replica_id="a", step=17, seen_quorum_id=5),
+        Member(replica_id="b", step=17, seen_quorum_id=5),
+        Member(replica_id="c", step=17, seen_quorum_id=3),
+        Member(replica_id="d", step=2, seen_quorum_id=9),
+    )
+    seen = Quorum(quorum_id=10, participants=asking, joining=joining(asking, None))
+    assert [each.replica_id for each in seen.up_to_date] == ["a", "b"]
+    told_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
+    assert joining(told_nothing, None) == frozenset()
+
+
+def test_who_was_to_heal_and_missed_that_is_no_source_of_the_next_quorum() -> None:
+    """`b` was at the step of the others, with another state, and its answer was lost."""
+    asking = tuple(Member(replica_id=name, step=17, seen_quorum_id=9) for name in "ab")
+    missed = replace(asking[1], seen_quorum_id=5)
+    before = Quorum(quorum_id=9, participants=asking, joining=frozenset("b"))
+    assert joining((asking[0], missed), before) == {"b"}
+    assert joining(asking, before) == frozenset(), "it has healed, or says that it has not"
+    told_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
+    assert joining(told_nothing, before) == frozenset(), "an old version reports no ids"
+    assert joining((asking[0], missed), replace(before, joining=frozenset())) == frozenset()
+
+
+def test_i1_two_lighthouses_that_a_job_has_come_apart_to_give_out_other_ids() -> None:
+    """Each half knows the same last id, and nobody else does."""
+    told = set()
+    for remainder in range(8):
+        scene = Scene(first_id=96 + remainder, id_stride=8)
+        scene.ask(f"a:{remainder}", step=3, seen_quorum_id=500)
+        ((quorum_id, _),) = scene.take_quorums()
+        scene.ask(f"a:{remainder}", step=3, commit_failures=1)
+        ((next_id, _),) = scene.take_quorums()
+        assert next_id == quorum_id + 8
+        told.add(quorum_id)
+    assert told == set(range(501, 509))
+
+
+def test_of_groups_that_restored_one_step_the_one_that_was_committed_last_is_right() -> None:
+    """The job went back to before that step once, and did it again."""
+    asking = (
+        Member(replica_id="a", step=17, step_quorum_id=9),
+        Member(replica_id="b", step=17, step_quorum_id=5),
+        Member(replica_id="c", step=17),  # its checkpoint does not tell
+    )
+    assert joining(asking, None) == {"b", "c"}
+    running = (*asking, Member(replica_id="d", step=17, step_quorum_id=4, seen_quorum_id=4))
+    assert joining(running, None) == {"a", "b", "c"}, "who trains is not held up by them"
+    same = tuple(Member(replica_id=name, step=17, step_quorum_id=9) for name in "ab")
+    assert joining(same, None) == frozenset(), "nobody has to heal"

@@ -1,0 +1,187 @@
+"""Tests what people are told about jobs."""
+
+from __future__ import annotations
+
+import pytest
+from support.core.scenes import JOB, Scene, config, formed
+
+from torchft_svc.core.quorum.difference import DifferenceReport
+from torchft_svc.core.quorum.lighthouse.overview import (
+    MAX_DIFFERENCES_KEPT,
+    MAX_GONE_KEPT,
+    MAX_REASON_KEPT,
+    GoneGroup,
+    GroupStatus,
+    JobStatus,
+)
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.errors import RequestRefused
+
+
+def test_a_job_in_the_middle_of_a_step() -> None:
+    scene = formed("a:1", "b:1", step=3, settings=config(hang_timeout_s=8.0))
+    scene.does("a:1", Phase.TRAINING, step=3)
+    scene.until(109)
+    scene.beat("a:1")
+    scene.ask("b:1", step=4, address="moved:1", min_replicas=2)
+    scene.ask("c:1", step=0)
+    assert scene.house.status(JOB, 111.0) == [
+        JobStatus(
+            job=JOB,
+            quorum_id=1,
+            committed_step=3,
+            min_replicas=2,
+            waiting_for="waiting for a:1: alive, but has not asked",
+            groups=(
+                GroupStatus(
+                    replica_id="a:1",
+                    address="a:1",
+                    in_quorum=True,
+                    step=3,
+                    phase=Phase.TRAINING,
+                    phase_s=11.0,
+                    silent_s=2.0,
+                    hung=True,
+                ),
+                GroupStatus(
+                    replica_id="b:1",
+                    address="moved:1",
+                    in_quorum=True,
+                    asking=True,
+                    step=4,
+                    phase=Phase.QUORUM,
+                    phase_s=2.0,
+                    silent_s=2.0,
+                ),
+                GroupStatus(
+                    replica_id="c:1",
+                    address="c:1",
+                    asking=True,
+                    phase=Phase.QUORUM,
+                    phase_s=2.0,
+                    silent_s=2.0,
+                ),
+            ),
+            num_expected=2,
+            stalled_s=11.0,
+        )
+    ]
+
+
+def test_a_group_that_waits_for_its_name_is_asking() -> None:
+    scene = formed("a:1")
+    scene.ask("a:2", step=5)
+    (job,) = scene.house.status(JOB, scene.now)
+    assert [(each.replica_id, each.asking, each.step) for each in job.groups] == [
+        ("a:1", False, 0),
+        ("a:2", True, 5),
+    ]
+    assert job.waiting_for.startswith("a:2 waits until a:1, which had its name before")
+
+
+def test_all_jobs_or_one() -> None:
+    scene = Scene()
+    assert scene.house.status("", 0.0) == []
+    scene.beat("a:1", job="y")
+    scene.beat("a:1", job="x")
+    quiet = (GroupStatus(replica_id="a:1"),)
+    x, y = (JobStatus(job=name, groups=quiet, num_expected=1) for name in "xy")
+    assert scene.house.status("", 0.0) == [x, y]
+    assert scene.house.status("y", 0.0) == [y]
+    with pytest.raises(RequestRefused, match="this lighthouse serves no job 'z' now"):
+        scene.house.status("z", 0.0)
+
+
+def status(scene: Scene) -> JobStatus:
+    (job,) = scene.house.status(JOB, scene.now)
+    return job
+
+
+def test_who_was_lost_and_who_left_on_purpose() -> None:
+    scene = formed("a:1", "b:1", "c:1", step=3)
+    scene.leave("b:1", "its session ended")
+    scene.until(105)
+    scene.leave("c:1", "it has shut down", ends=True)
+    scene.until(110)
+    assert status(scene).gone == (
+        GoneGroup(replica_id="c:1", reason="it has shut down", orderly=True, gone_s=5.0),
+        GoneGroup(replica_id="b:1", reason="its session ended", gone_s=10.0),
+    )
+    assert status(scene).num_expected == 2, "b is missed, c is not"
+
+
+def test_only_the_last_of_those_that_are_gone_are_kept() -> None:
+    scene = formed("a")
+    for number in range(3 * MAX_GONE_KEPT):
+        scene.beat(f"b{number}")
+        scene.leave(f"b{number}", "x" * 1000)
+    names = [group.replica_id for group in status(scene).gone]
+    newest = range(3 * MAX_GONE_KEPT - 1, 2 * MAX_GONE_KEPT - 1, -1)
+    assert names == [f"b{number}" for number in newest]
+    assert max(len(group.reason) for group in status(scene).gone) == MAX_REASON_KEPT
+
+
+def test_heals_and_discarded_steps_are_counted() -> None:
+    scene = formed("a", "b", step=3)
+    scene.ask("a", step=3, commit_failures=1)
+    scene.ask("b", step=3, commit_failures=1)
+    assert (status(scene).num_discarded, status(scene).num_heals) == (1, 0), "one step, of both"
+    scene.ask("c", step=0)
+    scene.ask_all("a", "b", step=4)
+    scene.ask("c", step=0, unhealed=True)
+    scene.ask_all("a", "b", step=5)
+    assert status(scene).num_heals == 0
+    scene.ask_all("a", "b", "c", step=6)
+    assert (status(scene).num_discarded, status(scene).num_heals) == (1, 1)
+    scene.ask("a", step=7, commit_failures=1)  # it only needs new connections
+    scene.ask_all("b", "c", step=7)
+    assert (status(scene).num_discarded, status(scene).num_heals) == (1, 1)
+
+
+def test_since_when_a_job_makes_no_progress() -> None:
+    scene = formed("a", step=3)
+    for at, step, stalled_s in ((104, 3, 4.0), (105, 4, 0.0), (109, 4, 4.0)):
+        scene.until(at)
+        scene.ask("a", step=step)
+        assert status(scene).stalled_s == stalled_s
+    scene.leave("a")
+    scene.ask("b", step=2)  # from an older checkpoint
+    scene.until(112)
+    assert status(scene).stalled_s == 3.0
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_job_that_has_ended_is_remembered(ends: bool) -> None:
+    scene = formed("a", "b", step=3)
+    scene.leave("a", ends=True)
+    scene.leave("b", ends=ends)
+    scene.until(110)
+    job = status(scene)
+    assert (job.ended_s, job.finished, job.groups) == (10.0, ends, ())
+    assert (job.quorum_id, job.committed_step, job.num_expected) == (1, 3, 1)
+    assert [each.replica_id for each in job.gone] == ["b", "a"]
+    assert scene.house.status("", scene.now) == [job]
+    scene.ask("a", step=3)
+    assert (status(scene).ended_s, status(scene).finished) == (None, False)
+
+
+def test_a_check_that_found_a_difference_is_counted_once() -> None:
+    scene = formed("a", "b", step=3)
+    report = DifferenceReport(7, 4, "they differ")
+    for replica_id in ("a", "b", "a"):
+        scene.house.record_difference(JOB, replica_id, report)
+    scene.house.record_difference(JOB, "a", DifferenceReport(7, 6, "they still differ"))
+    scene.house.record_difference(JOB, "b", DifferenceReport(8, 6, "and again"))
+    scene.house.record_difference(JOB, "a", DifferenceReport(7, 6, "late"))
+    scene.house.record_difference(JOB, "nobody", DifferenceReport(9, 9, "made up"))
+    scene.house.record_difference("another", "a", DifferenceReport(9, 9, "made up"))
+    assert (status(scene).num_differences, status(scene).last_difference) == (3, "and again")
+
+
+def test_only_the_last_checks_are_kept() -> None:
+    scene = formed("a", step=3)
+    for step in range(3 * MAX_DIFFERENCES_KEPT):
+        scene.house.record_difference(JOB, "a", DifferenceReport(7, step, ""))
+    assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT
+    scene.house.record_difference(JOB, "a", DifferenceReport(7, 0, "forgotten"))
+    assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT + 1

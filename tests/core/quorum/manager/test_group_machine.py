@@ -1,0 +1,412 @@
+"""A group's barriers under any sequence of inputs: all workers get one answer or one error (I5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.core.scenes import member, quorum
+
+from torchft_svc.core.quorum.manager.assignment import assign
+from torchft_svc.core.quorum.manager.group import Group
+from torchft_svc.core.quorum.manager.group_orders import (
+    AnswerVote,
+    AnswerWorker,
+    AskLighthouse,
+    AwaitOwner,
+    Order,
+    RefuseWorker,
+    StopAsking,
+)
+from torchft_svc.core.quorum.session_messages import Leave
+from torchft_svc.core.quorum.types import Vote, WorkerRequest
+from torchft_svc.errors import GroupLeft, QuorumFailed, RequestRefused
+
+BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
+ranks = st.integers(0, 3)  # one more than there can be
+steps = st.sampled_from([1, 1, 1, 1, 2])
+workers = st.sampled_from(["", "", "", "new"])
+
+
+class Barriers(RuleBasedStateMachine):
+    """Workers ask, vote, repeat themselves, give up; the lighthouse answers, fails, or is late."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caller = 0
+        self.asking: dict[int, WorkerRequest] = {}  # callers that wait, by number
+        self.held: dict[int, tuple[int, WorkerRequest]] = {}  # callers and questions, by rank
+        self.suspects: list[AwaitOwner] = []
+        self.voting: dict[int, Vote] = {}
+        self.told: set[int] = set()
+        self.question: AskLighthouse | None = None
+        self.last_round = 0
+        self.votes: dict[int, bool] = {}  # that were taken in this round, by group rank
+        self.decisions: set[bool] = set()
+        self.over = False  # the commit barrier, because somebody asked again or was lost
+        self.lines: dict[int, str] = {}
+        self.known: dict[int, str] = {}  # the worker that was last met at each rank
+        self.is_draining = False
+        self.is_new = False  # whether another one has been met since the last question
+
+    @initialize(world_size=st.integers(1, 3))
+    def begin(self, world_size: int) -> None:
+        self.group = Group(world_size)
+
+    @rule(
+        rank=ranks,
+        step=steps,
+        worker_id=workers,
+        shrink_only=st.booleans(),
+        commit_failures=st.integers(0, 2),
+        drain_reason=st.sampled_from([""] * 9 + ["SIGTERM"]),
+    )
+    def worker_asks(self, rank: int, step: int, **fields: Any) -> None:
+        self.caller += 1
+        request = WorkerRequest(group_rank=rank, step=step, **fields)
+        is_own = self.group.belongs_to(rank, request.worker_id)
+        try:
+            orders = self.group.quorum_requested(request, self.caller)
+        except RequestRefused:
+            assert rank >= self.group.world_size or not is_own
+            return
+        if is_own:
+            self.enters(request, self.caller)
+        self.carry_out(orders)
+        if not is_own:
+            self.held[rank] = self.caller, request
+
+    def enters(self, request: WorkerRequest, caller: int) -> None:
+        """The barrier, of the worker that the rank belongs to from now on."""
+        rank = request.group_rank
+        self.over = True
+        before = {self.known.get(rank), self.lines.get(rank)}
+        is_new = not before <= {None, request.worker_id}
+        self.is_new |= is_new
+        is_told = bool(request.drain_reason)
+        self.is_draining = is_told or (self.is_draining and not is_new)
+        self.asking[caller] = request
+        self.known[rank] = request.worker_id
+
+    def succeeds(self, rank: int, orders: tuple[Order, ...]) -> None:
+        """Whose question is held, now that the rank belongs to nobody else."""
+        if rank in self.held:
+            caller, request = self.held.pop(rank)
+            self.enters(request, caller)
+        self.carry_out(orders)
+
+    @rule(data=st.data())
+    def owner_was_silent(self, data: st.DataObject) -> None:
+        if not self.suspects:
+            return
+        suspect = data.draw(st.sampled_from(self.suspects))
+        self.suspects.remove(suspect)
+        orders = self.group.owner_was_silent(suspect.group_rank, suspect.number)
+        if suspect.group_rank in self.lines:
+            assert orders == (), "its line tells when it is dead"
+        elif orders:
+            self.succeeds(suspect.group_rank, orders)
+
+    @rule(
+        rank=ranks,
+        step=steps,
+        yes=st.booleans(),
+        age=st.sampled_from([0, 0, 0, 1, None]),
+        is_own=st.sampled_from([True, True, True, False]),
+    )
+    def worker_votes(self, rank: int, step: int, yes: bool, age: int | None, is_own: bool) -> None:
+        self.caller += 1
+        number = 0 if age is None else self.last_round - age
+        worker_id = self.lines.get(rank, self.known.get(rank, "")) if is_own else "stranger"
+        fields = {"group_rank": rank, "step": step, "should_commit": yes, "round": number}
+        vote = Vote(**fields, worker_id=worker_id)
+        belongs = self.group.belongs_to(rank, worker_id)
+        try:
+            orders = self.group.voted(vote, self.caller)
+        except RequestRefused:
+            return
+        assert belongs, "a stranger has no vote"
+        if rank in self.held:
+            refused, *orders_left = orders
+            self.carry_out((refused,))
+            orders = tuple(orders_left)
+        if self.over:
+            self.check_late_answer(vote, orders)
+            return
+        assert number in (0, self.last_round)
+        assert self.question is None, "no vote counts while a new quorum is due"
+        assert self.votes.setdefault(rank, yes) == yes, "a vote can not be changed"
+        self.voting[self.caller] = vote
+        self.carry_out(orders)
+
+    def check_late_answer(self, vote: Vote, orders: tuple[Order, ...]) -> None:
+        """Who votes late learns what was decided, or that nothing was; it decides nothing. A no
+        has no part in a yes."""
+        (order,) = orders
+        assert order.caller == self.caller
+        told = {order.should_commit} if isinstance(order, AnswerVote) else set()
+        assert told == {each and vote.should_commit for each in self.decisions}
+        assert told or isinstance(order, RefuseWorker)
+
+    @rule(data=st.data())
+    def worker_gives_up(self, data: st.DataObject) -> None:
+        held = {caller: rank for rank, (caller, _) in self.held.items()}
+        waiting = sorted({*self.asking, *self.voting, *held})
+        if not waiting:
+            return
+        caller = data.draw(st.sampled_from(waiting))
+        if caller in held:
+            del self.held[held[caller]]
+            assert self.group.withdrawn(caller) == ()
+            return
+        is_asking = caller in self.asking
+        self.over |= not is_asking
+        del (self.asking if is_asking else self.voting)[caller]
+        self.carry_out(self.group.withdrawn(caller))
+        assert not (self.asking if is_asking else self.voting), "it releases the others"
+
+    @rule(late=st.booleans(), max_step=st.integers(1, 2))
+    def lighthouse_answers(self, late: bool, max_step: int) -> None:
+        number = self.last_round - late
+        seen = quorum(number, member("a", max_step))
+        waiting = dict(self.asking)
+        orders = self.group.quorum_formed(number, seen, "a")
+        if self.question is None or late:
+            assert orders == ()
+            return
+        steps = {each.step for each in waiting.values()}
+        answers = [order for order in orders if isinstance(order, AnswerWorker)]
+        if len(steps) > 1 and max(steps) > max_step:
+            assert not answers, "nobody can say which worker is right"
+            self.question = None
+            self.carry_out(orders)
+            assert not self.asking, "every rank gets the error"
+            return
+        assert len(answers) == len(orders)
+        for each in answers:
+            part = assign(seen, "a", each.request.group_rank, each.request.init_sync)
+            assert (each.assignment, each.round) == (part, number)
+        assert {each.caller: each.request for each in answers} == waiting
+        self.question = None
+        self.votes, self.decisions, self.over = {}, set(), False
+        self.carry_out(orders)
+        assert not self.asking, "all ranks get one answer"
+
+    @rule(late=st.booleans())
+    def lighthouse_fails(self, late: bool) -> None:
+        error = QuorumFailed("no route")
+        orders = self.group.quorum_failed(self.last_round - late, error)
+        if self.question is None or late:
+            assert orders == ()
+            return
+        for order in orders:
+            assert isinstance(order, RefuseWorker)
+            assert isinstance(order.error, GroupLeft) if self.is_draining else order.error is error
+        self.question = None
+        self.carry_out(orders)
+        assert not self.asking, "all ranks get one error"
+
+    @rule()
+    def an_operator_drains_while_they_wait(self) -> None:
+        if self.question is not None:  # else the workers that ask drain it
+            self.is_draining = True
+            self.carry_out(self.group.drain("maintenance"))
+
+    @rule(rank=ranks, worker_id=workers)
+    def worker_attaches(self, rank: int, worker_id: str) -> None:
+        try:
+            self.group.attached(rank, worker_id)
+        except RequestRefused:
+            assert rank >= self.group.world_size or not self.group.belongs_to(rank, worker_id)
+            return
+        self.lines[rank] = worker_id
+
+    @rule(data=st.data())
+    def worker_dies(self, data: st.DataObject) -> None:
+        if not self.lines:
+            return
+        rank = data.draw(st.sampled_from(sorted(self.lines)))
+        self.over = True
+        orders = self.group.detached(rank, self.lines.pop(rank), "killed")
+        (leaves,) = [at for at, each in enumerate(orders) if isinstance(each, Leave)]
+        self.carry_out(orders[: leaves + 1])
+        assert not self.asking, "its death releases the others"
+        assert not self.voting, "its death releases the others"
+        assert self.question is None
+        self.is_new = True
+        self.is_draining &= bool(self.lines)  # those who come next begin anew
+        self.succeeds(rank, orders[leaves + 1 :])
+
+    def carry_out(self, orders: tuple[Order, ...]) -> None:
+        for order in orders:
+            if isinstance(order, AskLighthouse):
+                self.check_question(order)
+            elif isinstance(order, StopAsking):
+                assert self.question is not None
+                assert order.round == self.question.round
+                self.question = None
+            elif isinstance(order, Leave):
+                if order.between_steps:
+                    assert self.is_draining
+                    assert not (self.voting or self.votes) or self.over, "it finishes its step"
+                else:
+                    assert order == orders[-1], "it leaves after everyone has been told"
+            elif isinstance(order, AwaitOwner):
+                assert order.group_rank not in self.lines
+                self.suspects.append(order)
+            else:
+                assert order.caller not in self.told, "nobody is answered twice"
+                self.told.add(order.caller)
+                held = [rank for rank, (each, _) in self.held.items() if each == order.caller]
+                if held:
+                    assert isinstance(order, RefuseWorker)
+                    del self.held[held[0]]
+                elif isinstance(order, AnswerVote):
+                    del self.voting[order.caller]
+                    self.decisions.add(order.should_commit)
+                elif isinstance(order, AnswerWorker) or order.caller in self.asking:
+                    del self.asking[order.caller]
+                else:
+                    del self.voting[order.caller]
+
+    def check_question(self, question: AskLighthouse) -> None:
+        assert self.question is None, "one question at a time"
+        assert not self.is_draining, "it takes part in no quorum any more"
+        assert question.round == self.last_round + 1
+        self.question, self.last_round = question, question.round
+        assert question.new_incarnation == self.is_new
+        self.is_new = False
+        asking = list(self.asking.values())
+        assert [each.group_rank for each in sorted(asking, key=lambda each: each.group_rank)] == (
+            list(range(self.group.world_size))
+        )
+        assert min(each.step for each in asking) == question.step
+        assert question.shrink_only == any(each.shrink_only for each in asking)
+        assert question.commit_failures == max(each.commit_failures for each in asking)
+
+    @invariant()
+    def i5_nobody_waits_for_nothing(self) -> None:
+        world_size = self.group.world_size if hasattr(self, "group") else 0
+        if self.question is None:
+            assert len(self.asking) < max(world_size, 1), "all have asked, and nothing happens"
+        assert not (self.asking and self.voting), "one barrier at a time"
+        ranks = [each.group_rank for each in self.voting.values()]
+        assert len(ranks) == len(set(ranks)), "one call of each rank waits"
+        assert len(ranks) < max(world_size, 1)
+
+    @invariant()
+    def one_decision_in_a_round(self) -> None:
+        assert len(self.decisions) <= 1
+        if True in self.decisions:
+            assert set(self.votes.values()) == {True}
+            assert len(self.votes) == self.group.world_size
+        elif False in self.decisions:
+            assert False in self.votes.values()
+            assert not self.voting
+
+
+TestBarriers = Barriers.TestCase
+TestBarriers.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=BUSY
+)
+
+
+class Lockstep(RuleBasedStateMachine):
+    """Workers that meet in a collective of their own in each step, as those of a sharded model do.
+
+    Each asks for the quorum, goes on with an answer or with an error, and then waits for the others
+    in the collective. Answers get lost, workers give up, and lines break while both ends live.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.caller = 0
+        self.number = 0  # of the lighthouse's next answer
+        self.is_asked = False
+
+    @initialize(world_size=st.integers(2, 3))
+    def begin(self, world_size: int) -> None:
+        self.group = Group(world_size)
+        self.step = [1] * world_size  # of each worker's program
+        self.waits = [0] * world_size  # the caller that waits for the quorum
+        self.is_in_collective = [False] * world_size
+        self.loses_answer = [False] * world_size
+        for rank in range(world_size):
+            self.group.attached(rank, f"w{rank}")
+
+    @rule(rank=st.integers(0, 2))
+    def worker_asks(self, rank: int) -> None:
+        """Also once more, if the answer was lost."""
+        if rank >= len(self.step) or self.waits[rank] or self.is_in_collective[rank]:
+            return
+        self.caller += 1
+        self.waits[rank] = self.caller
+        request = WorkerRequest(
+            group_rank=rank, step=5, worker_id=f"w{rank}", question=self.step[rank]
+        )
+        self.carry_out(self.group.quorum_requested(request, self.caller))
+
+    @rule(rank=st.integers(0, 2))
+    def next_answer_gets_lost(self, rank: int) -> None:
+        if rank < len(self.step):
+            self.loses_answer[rank] = True
+
+    @rule(rank=st.integers(0, 2))
+    def worker_gives_up(self, rank: int) -> None:
+        if rank >= len(self.step) or not self.waits[rank]:
+            return
+        caller, self.waits[rank] = self.waits[rank], 0
+        self.is_in_collective[rank] = True
+        self.carry_out(self.group.withdrawn(caller))
+
+    @rule(rank=st.integers(0, 2))
+    def line_breaks_and_is_opened_again(self, rank: int) -> None:
+        if rank < len(self.step):
+            self.carry_out(self.group.detached(rank, f"w{rank}", "no sign of life"))
+            self.group.attached(rank, f"w{rank}")
+
+    @rule(fails=st.booleans())
+    def lighthouse_answers(self, fails: bool) -> None:
+        if self.is_asked:
+            self.is_asked = False
+            self.carry_out(
+                self.group.quorum_failed(self.number, QuorumFailed("no route"))
+                if fails
+                else self.group.quorum_formed(self.number, quorum(self.number, member("a", 5)), "a")
+            )
+
+    @rule()
+    def collective_is_over(self) -> None:
+        if all(self.is_in_collective) and len(set(self.step)) == 1:
+            self.is_in_collective = [False] * len(self.step)
+            self.step = [step + 1 for step in self.step]
+
+    def carry_out(self, orders: tuple[Order, ...]) -> None:
+        for order in orders:
+            if isinstance(order, AskLighthouse):
+                self.is_asked, self.number = True, order.round
+            elif isinstance(order, StopAsking):
+                self.is_asked = False
+            elif isinstance(order, AnswerWorker | RefuseWorker):
+                rank = self.waits.index(order.caller)
+                self.waits[rank] = 0
+                self.is_in_collective[rank] = not self.loses_answer[rank]
+                self.loses_answer[rank] = False
+
+    @invariant()
+    def i5_no_worker_waits_for_one_that_waits_for_it(self) -> None:
+        for rank, caller in enumerate(getattr(self, "waits", ())):
+            others = [
+                other
+                for other, is_in in enumerate(self.is_in_collective)
+                if is_in and self.step[other] == self.step[rank]
+            ]
+            assert not (caller and others), f"{rank} waits in the quorum, {others} for it elsewhere"
+
+
+TestLockstep = Lockstep.TestCase
+TestLockstep.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=BUSY
+)

@@ -1,0 +1,186 @@
+"""What workers and groups are doing, since when, and which of them have hung (rule Q17).
+
+``now`` and ``since`` are monotonic seconds on the clock of the caller.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from torchft_svc.core.quorum.phase import Phase
+
+# A group hangs only in phases that it has to end by itself. One that waits for others, for a quorum
+# or for gradients, reports QUORUM; a heal has its own deadline; and what users do between two steps
+# (an evaluation, a checkpoint) may take long.
+HANGING_PHASES = frozenset({Phase.TRAINING, Phase.VOTING})
+# What holds a worker up that is not its own group; each has a deadline.
+_HELD_UP = frozenset({Phase.QUORUM, Phase.HEALING})
+
+
+@dataclass(frozen=True, slots=True)
+class Activity:
+    """In ``phase`` of ``step`` since ``since``, without a change."""
+
+    phase: Phase
+    step: int
+    since: float
+
+    def has_begun(self, step: int) -> bool:
+        """Whether ``step`` is under way, or over; a heal is no part of a step."""
+        if self.phase is Phase.HEALING:
+            return True
+        return self.step > step or (self.step == step and self.phase is not Phase.IDLE)
+
+    @property
+    def reached(self) -> int:
+        """The step whose weights are certainly in place. Between two steps an update may still be
+        under way, and a group that heals is not there yet."""
+        if self.phase is Phase.HEALING:
+            return 0
+        return self.step - (self.phase is Phase.IDLE)
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseReport:
+    """What a worker tells its manager when its phase changes.
+
+    ``went_on_to``: the step that the group is in, or begins next, if that is without a question (0:
+    it is not). ``round_before``: the round before that of the worker's last quorum (0: not known).
+    """
+
+    phase: Phase
+    step: int
+    went_on_to: int = 0
+    round_before: int = 0
+
+
+class WorkerActivities:
+    """A group does what its worker does that has stood still for the longest time.
+
+    A worker that votes waits for the others: what they do counts, as long as they do anything else.
+    A worker that heals or waits for other groups counts first: the others of its group may wait for
+    it in a collective of their own, and cannot tell that from a hang.
+    """
+
+    def __init__(self) -> None:
+        self._workers: dict[int, Activity] = {}
+        self._held_up: set[int] = set()
+
+    def asks(self, group_rank: int, step: int, now: float) -> None:
+        """A worker asks for the quorum: it waits for the others of its group first."""
+        self._workers[group_rank] = Activity(Phase.QUORUM, step, now)
+        self._held_up.discard(group_rank)
+
+    def reported(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
+        """A worker has changed to ``phase``, maybe through others back to the same one.
+
+        `Phase.QUORUM` says that it waits for the gradients of other groups.
+        """
+        self._workers[group_rank] = Activity(phase, step, now)
+        if phase in _HELD_UP:
+            self._held_up.add(group_rank)
+        else:
+            self._held_up.discard(group_rank)
+
+    def gone(self, group_rank: int) -> None:
+        self._workers.pop(group_rank, None)
+        self._held_up.discard(group_rank)
+
+    @property
+    def num_workers(self) -> int:
+        """How many have reported something."""
+        return len(self._workers)
+
+    def reached(self, num_workers: int) -> int:
+        """The step that all ``num_workers`` have reached (0: not all have reported one)."""
+        if self.num_workers < num_workers:
+            return 0
+        return max(0, min(each.reached for each in self._workers.values()))
+
+    def slowest(self) -> Activity | None:
+        """None: no worker has reported anything."""
+        counting = [self._workers[rank] for rank in self._held_up] or self._workers.values()
+        return min(
+            counting, key=lambda each: (each.phase is Phase.VOTING, each.since), default=None
+        )
+
+
+class HangWatch:
+    """The activities of a job's groups; one that lasts for ``timeout_s`` is a hang (None: none is).
+
+    All costs are constant, except for one look at all groups about once in ``timeout_s``.
+    ``unheeded`` groups hang, and nothing was done about it yet.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self._timeout_s = timeout_s
+        self._reports: dict[str, tuple[Activity, float]] = {}  # the last ones, and when they came
+        self._hung: set[str] = set()
+        self.unheeded: set[str] = set()
+        self._look_at: float | None = None
+
+    def reported(self, replica_id: str, activity: Activity, now: float) -> None:
+        self._reports[replica_id] = activity, now
+        ends_at = self._hangs_at(activity)
+        if ends_at is None or ends_at > now:
+            self._hung.discard(replica_id)
+            self.unheeded.discard(replica_id)
+        if replica_id in self._hung or ends_at is None:
+            return
+        if self._look_at is None or ends_at < self._look_at:
+            self._look_at = ends_at
+
+    def gone(self, replica_id: str) -> None:
+        self._reports.pop(replica_id, None)
+        self._hung.discard(replica_id)
+        self.unheeded.discard(replica_id)
+
+    def activity(self, replica_id: str) -> Activity | None:
+        report = self._reports.get(replica_id)
+        return report and report[0]
+
+    def told_at(self, replica_id: str) -> float:
+        """When this group has reported its activity for the last time (-inf: never)."""
+        return self._reports[replica_id][1] if replica_id in self._reports else -math.inf
+
+    def why(self, replica_id: str, now: float) -> str:
+        """What a group hangs in, for people."""
+        hang, _ = self._reports[replica_id]
+        return f"it hangs: {hang.phase.value} in step {hang.step} for {now - hang.since:.1f} s"
+
+    def is_hung(self, replica_id: str) -> bool:
+        return replica_id in self._hung
+
+    def look_at(self) -> float | None:
+        """When to call `newly_hung`; may be too early, never too late."""
+        return self._look_at
+
+    def newly_hung(self, now: float) -> list[tuple[str, Activity]]:
+        """The groups that have hung since the last call, each with what it hangs in."""
+        if self._look_at is None or now < self._look_at:
+            return []
+        found = []
+        later = []
+        for replica_id, (activity, _) in self._reports.items():
+            ends_at = self._hangs_at(activity)
+            if ends_at is None or replica_id in self._hung:
+                continue
+            if ends_at > now:
+                later.append(ends_at)
+            else:
+                self._hung.add(replica_id)
+                self.unheeded.add(replica_id)
+                found.append((replica_id, activity))
+        self._look_at = min(later, default=None)
+        return found
+
+    def heed_again(self, replica_ids: Iterable[str]) -> None:
+        """What was done about these, if they hang, was undone."""
+        self.unheeded |= self._hung.intersection(replica_ids)
+
+    def _hangs_at(self, activity: Activity) -> float | None:
+        if self._timeout_s is None or activity.phase not in HANGING_PHASES:
+            return None
+        return activity.since + self._timeout_s

@@ -1,0 +1,241 @@
+"""The groups that a worker trains with, and which of them are gone, its own group included."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
+
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.errors import QuorumFailed
+
+# Groups wait for one another in every step; longer waits are logged. A reason that changes all the
+# time, as while a large job starts, is not logged more often.
+_SAY_AFTER_S = 5.0
+# The reason is repeated, so that it is near the end of the log.
+_SAY_AGAIN_S = 30.0
+# Only losses that are newer than the quorum matter, and these are few.
+_MAX_LOSSES = 256
+# A line in a log is read by people.
+_MAX_NAMES = 8
+
+
+class QuorumPart(Protocol):
+    """One worker's part in a quorum, as the manager answers it; see `QuorumResult`."""
+
+    @property
+    def quorum_id(self) -> int: ...
+    @property
+    def replica_ids(self) -> Sequence[str]: ...
+    @property
+    def replica_rank(self) -> int: ...
+    @property
+    def replica_world_size(self) -> int: ...
+    @property
+    def max_step(self) -> int: ...
+    @property
+    def max_replica_rank(self) -> int | None: ...
+    @property
+    def max_world_size(self) -> int: ...
+    @property
+    def heal(self) -> bool: ...
+    @property
+    def recover_src_replica_rank(self) -> int | None: ...
+    @property
+    def recover_dst_replica_ranks(self) -> Sequence[int]: ...
+    @property
+    def recover_extra_dst_replica_ranks(self) -> Sequence[int]: ...
+    @property
+    def steady(self) -> bool: ...
+
+
+Part = TypeVar("Part", bound=QuorumPart)
+
+
+@dataclass(frozen=True, slots=True)
+class LoseMember:
+    """The members of quorum ``quorum_id`` cannot finish any operation, because of ``reason``:
+    tell a backend that does not notice this by itself."""
+
+    quorum_id: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Loss:
+    """``replica_id`` was in quorum ``quorum_id`` and is gone; it may be in a later one again."""
+
+    replica_id: str
+    reason: str
+    quorum_id: int
+
+    def concerns(self, quorum: QuorumPart) -> bool:
+        """Whether a group of ``quorum`` is gone; the news may come before the quorum itself.
+
+        It may be this group: it stood still for too long, and the others continue without it.
+        """
+        return quorum.quorum_id <= self.quorum_id and self.replica_id in quorum.replica_ids
+
+    def __str__(self) -> str:
+        return f"{self.replica_id} is out: {self.reason}"
+
+    def for_people(self) -> str:
+        return f"lost group {stable_name(self.replica_id)}: {self.reason}"
+
+
+class Peers(Generic[Part]):
+    """The groups of the quorum that the process group was last built for, and which of them are
+    gone."""
+
+    def __init__(self) -> None:
+        self.quorum: Part | None = None
+        self._reasons: dict[str, str] = {}  # why groups are gone that no quorum has left out yet
+        self._last: Part | None = None  # the quorum before
+        self._last_reasons: dict[str, str] = {}  # why groups of it are gone
+        self._losses: deque[_Loss] = deque(maxlen=_MAX_LOSSES)
+        self._newcomers: frozenset[str] = frozenset()
+        self._asked_at: float | None = None  # since when there is no answer; None: there is one
+        self._said, self._said_at = "", -math.inf
+
+    @property
+    def num_waiting(self) -> int:
+        """How many groups wait to join, as far as is known since the last question."""
+        return len(self._newcomers)
+
+    def asks(self, now: float) -> None:
+        """The next quorum is asked for: waiting groups are in it, or are announced again. Groups
+        that were lost before are not in it, whatever its id: a lighthouse's clock may have been
+        set back."""
+        self._newcomers = frozenset()
+        self._losses.clear()
+        if self._asked_at is None:  # else the question before had no answer
+            self._asked_at = now
+
+    def answered(self, quorum: QuorumPart) -> None:
+        self._asked_at = None
+        self._newcomers = self._newcomers.difference(quorum.replica_ids)
+
+    def enter(self, quorum: Part) -> None:
+        """The process group is built for ``quorum`` from now on."""
+        self._last, self.quorum = self.quorum, quorum
+        self._last_reasons, self._reasons = self._reasons, {}
+
+    def change(self) -> str:
+        """For the log: the members of the present quorum, and which of them are new or gone;
+        empty: none."""
+        return _change(self._last, self.quorum, self._last_reasons) if self.quorum else ""
+
+    def fits(self, quorum: QuorumPart) -> bool:
+        """Whether the process group was built for ``quorum``."""
+        return self.quorum is not None and self.quorum.quorum_id == quorum.quorum_id
+
+    # -- news, at any time -----------------------------------------------------------------------
+
+    def waits(self, replica_id: str) -> None:
+        self._newcomers |= {replica_id}
+
+    def lost(self, replica_id: str, reason: str, quorum_id: int) -> LoseMember | None:
+        """A member of quorum ``quorum_id`` is gone; returns None if that is of no concern."""
+        loss = _Loss(replica_id, reason, quorum_id)
+        self._losses.append(loss)
+        if len(self._reasons) < _MAX_LOSSES:
+            self._reasons[replica_id] = reason
+        if self.quorum is None or not loss.concerns(self.quorum):
+            return None
+        return LoseMember(self.quorum.quorum_id, str(loss))
+
+    def cut(self) -> LoseMember | None:
+        """The stream to the manager has ended, so this group is out of its last quorum.
+
+        What it waits for will not come, and not every backend notices that its peers have left.
+        """
+        if self.quorum is None or self.quorum.replica_world_size == 1:
+            return None
+        reason = "the stream to the manager ended: this group is out"
+        return LoseMember(self.quorum.quorum_id, reason)
+
+    def no_quorum_yet(self, reason: str, now: float) -> str:
+        """There is no quorum because of ``reason`` (empty: not known), which is reported again and
+        again.
+
+        Returns what to log: if that lasts, when it changes, and from time to time.
+        """
+        asked_at = self._asked_at
+        if asked_at is None or min(now - asked_at, now - self._said_at) < _SAY_AFTER_S:
+            return ""
+        if reason == self._said and now - self._said_at < _SAY_AGAIN_S:
+            return ""
+        self._said, self._said_at = reason, now
+        why = reason or "the lighthouse gave no reason"
+        return f"no quorum for {now - asked_at:.0f} s: {why}"
+
+    # -- losses ----------------------------------------------------------------------------------
+
+    def check_losses(self, quorum: QuorumPart) -> None:
+        """Raise `QuorumFailed` if a group of ``quorum`` is gone."""
+        for loss in self._losses:
+            if loss.concerns(quorum):
+                raise QuorumFailed(str(loss))
+
+    def check_source(self, quorum: QuorumPart) -> None:
+        """Raise `QuorumFailed` if the group from which this one heals is gone.
+
+        An older manager does not name that group: then it does not count as gone.
+        """
+        source = quorum.recover_src_replica_rank
+        if source is not None and source < len(quorum.replica_ids):
+            self._check(quorum, quorum.replica_ids[source])
+
+    def check_own(self, quorum: QuorumPart) -> None:
+        """Raise `QuorumFailed` if this group itself is out: the others go on without it."""
+        if quorum.replica_rank < len(quorum.replica_ids):
+            self._check(quorum, quorum.replica_ids[quorum.replica_rank])
+
+    def _check(self, quorum: QuorumPart, replica_id: str) -> None:
+        for loss in self._losses:
+            if loss.concerns(quorum) and loss.replica_id == replica_id:
+                raise QuorumFailed(str(loss))
+
+    def who_is_lost(self) -> str:
+        """For the log: which groups of the present quorum are gone, and why; empty: none."""
+        quorum = self.quorum
+        if quorum is None:
+            return ""
+        losses = {loss.replica_id: loss for loss in self._losses if loss.concerns(quorum)}
+        return _listed([loss.for_people() for loss in losses.values()], "; ")
+
+
+def _change(last: QuorumPart | None, quorum: QuorumPart, reasons: dict[str, str]) -> str:
+    before = () if last is None else last.replica_ids
+    members_before, members_now = frozenset(before), frozenset(quorum.replica_ids)
+    came = [each for each in quorum.replica_ids if each not in members_before]
+    went = [each for each in before if each not in members_now]
+    if last is not None and not came and not went:
+        return ""
+    num = quorum.replica_world_size
+    members = ": ".join(filter(None, (f"{num} group{'s'[: num > 1]}", _names(quorum.replica_ids))))
+    again = {stable_name(each) for each in came} & {stable_name(each) for each in went}
+    news = {
+        "new": [stable_name(each) for each in came if stable_name(each) not in again],
+        "restarted": [stable_name(each) for each in came if stable_name(each) in again],
+        "gone": [_gone(each, reasons) for each in went if stable_name(each) not in again],
+    }
+    told = [f"{what}: {_listed(who, ', ')}" for what, who in news.items() if who and last]
+    return "; ".join([members, *told])
+
+
+def _gone(replica_id: str, reasons: dict[str, str]) -> str:
+    reason = reasons.get(replica_id)
+    return stable_name(replica_id) + (f" ({reason})" if reason else "")
+
+
+def _names(replica_ids: Sequence[str]) -> str:
+    return _listed([stable_name(each) for each in replica_ids], ", ")
+
+
+def _listed(words: list[str], separator: str) -> str:
+    left_out = len(words) - _MAX_NAMES
+    more = [f"and {left_out} more"] if left_out > 0 else []
+    return separator.join([*words[:_MAX_NAMES], *more])
