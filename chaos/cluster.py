@@ -21,7 +21,7 @@ from chaos.fleet import Fleet, Worker
 from chaos.fork_server import worker_server
 from demo.orphans import MARK, die_with_parent
 from torchft_svc.coordination import LighthouseClient
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host.fork_server import ForkServer
 from torchft_svc.testing.proxy import Proxy
 
 LIGHTHOUSE_START_S = 20.0

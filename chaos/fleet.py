@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from chaos.options import WorkerOptions
 from demo.events import Committed, Event, EventTail, Exited, Killed, PhaseBegan, Started
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host.fork_server import ForkServer
 
 _LOOK_S = 0.003
 _STEP_S = 0.02

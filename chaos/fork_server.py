@@ -14,7 +14,7 @@ from pathlib import Path
 from chaos.hosts import move_to
 from chaos.options import WorkerOptions, decode
 from demo.orphans import die_with_parent
-from torchft_svc.rpc.fork_server import ForkServer, serve
+from torchft_svc.host.fork_server import ForkServer, serve
 
 ROOT = Path(__file__).parents[1]
 

@@ -13,7 +13,7 @@ import traceback
 from subprocess import TimeoutExpired
 from typing import Any
 
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host.fork_server import ForkServer
 
 _LOOK_S = 0.005
 # An environment, and some words.

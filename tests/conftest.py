@@ -28,8 +28,8 @@ from support.running import lives
 
 from torchft_svc.core.quorum.lighthouse import sessions
 from torchft_svc.core.quorum.manager import manager
+from torchft_svc.host.fork_server import ForkServer
 from torchft_svc.rpc import deadline
-from torchft_svc.rpc.fork_server import ForkServer
 
 # What a test has asked to end gets so long to be gone, on a machine that may stall.
 ENDING_S = 15.0

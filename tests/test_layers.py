@@ -47,6 +47,7 @@ WITHOUT_TORCH = (
     "core",
     "sim",
     "rpc",
+    "host",
     "lighthouse_server",
     "manager_server",
     "coordination",

@@ -16,10 +16,10 @@ from torchft_svc.core.launch.world import AgentStatus, AgentWelcome, RunClosed, 
 from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.elastic.rendezvous.link import LinkTrouble
 from torchft_svc.errors import AddressError, NotLeader, RequestRefused, Unauthorized, Unreachable
+from torchft_svc.host.address import HostPort
+from torchft_svc.host.loop import Background
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
-from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.loop import Background
 from torchft_svc.rpc.security import Security
 from torchft_svc.rpc.serving import serve
 

@@ -14,9 +14,9 @@ from chaos.bounds import LIGHTHOUSE_BACK_S
 from torchft_svc.core.quorum.manager.link_types import LinkState
 from torchft_svc.core.quorum.session_messages import Beat, Leave
 from torchft_svc.core.route import MAX_PAUSE_S, MIN_PAUSE_S
+from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.link import LighthouseLink
-from torchft_svc.rpc.tasks import Tasks
 
 NUM_MANAGERS = 50
 # After so many attempts a pause is as long as it gets.

@@ -9,13 +9,13 @@ import pytest
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.types import WorkerRequest
+from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import phase_from_wire
 from torchft_svc.rpc.outbox import Outbox
-from torchft_svc.rpc.tasks import Tasks
 
 CONFIG = ManagerConfig(
     lighthouse_address="a:1", replica_name="g", group_world_size=2, store_address="b:1"

@@ -12,7 +12,7 @@ import pytest
 
 from chaos.fleet import Fleet
 from chaos.fork_server import worker_server
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host.fork_server import ForkServer
 
 
 @pytest.fixture(scope="session")

@@ -16,9 +16,9 @@ from torchft_svc.client.process_groups.isolated.messages import Forget
 from torchft_svc.client.process_groups.isolated.process import ChildProcess
 from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.errors import QuorumFailed, Unreachable
+from torchft_svc.host.fork_server import ForkServer
 from torchft_svc.manager_server.child import ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.rpc.fork_server import ForkServer
 
 pytestmark = pytest.mark.processes
 

@@ -31,6 +31,7 @@ from torchft_svc.core.limits import MAX_NAME_LENGTH
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.errors import TorchFTError
+from torchft_svc.host.tasks import Tasks
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
 from torchft_svc.manager_server.config import ManagerConfig
@@ -42,7 +43,6 @@ from torchft_svc.rpc.codec import JOB_KEY, quorum_from_wire
 from torchft_svc.rpc.codec_rendezvous import world_news_from_wire
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.serving import Service
-from torchft_svc.rpc.tasks import Tasks
 
 MANY = settings(
     max_examples=300,

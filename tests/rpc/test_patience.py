@@ -15,10 +15,10 @@ from support.hostile import PREFACE, frame
 from support.running import eventually, manager_process
 
 from torchft_svc.core.quorum.types import QuorumConfig
+from torchft_svc.host.address import HostPort
+from torchft_svc.host.loop import Background
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
-from torchft_svc.rpc.address import HostPort
-from torchft_svc.rpc.loop import Background
 from torchft_svc.rpc.serving import Patience, serve
 
 pytestmark = pytest.mark.processes

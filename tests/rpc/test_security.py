@@ -16,8 +16,8 @@ from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.coordination import LighthouseClient, LighthouseServer, ManagerClient
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
+from torchft_svc.host.setting_files import MAX_FILE_BYTES
 from torchft_svc.rpc.security import PLAIN, Security, resolve_security
-from torchft_svc.rpc.setting_files import MAX_FILE_BYTES
 
 SECOND = timedelta(seconds=1)
 VARIABLES = (

@@ -12,7 +12,7 @@ from typing import Any
 
 from chaos.forked import ForkedChild
 from support.fork_server import LOCAL_PROCESS, TORCH, Program, server
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host.fork_server import ForkServer
 
 # What imports little more than torch; others are started as users start them.
 MODULES = (LOCAL_PROCESS, "chaos.fork_server")

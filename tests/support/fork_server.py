@@ -18,7 +18,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host.fork_server import ForkServer
 
 TESTS = Path(__file__).parents[1]
 # The fork server of a trainer's workers on this machine.

@@ -21,7 +21,7 @@ from chaos.forked import fork_first
 from demo.orphans import die_with_parent
 from support.fork_server import SERVICES, TORCH, Call, Program
 from torchft_svc.elastic.parent_death import lives
-from torchft_svc.rpc.fork_server import serve
+from torchft_svc.host.fork_server import serve
 
 # Where this program finds its own modules; what it forks need not.
 OURS = os.environ["PYTHONPATH"].split(os.pathsep)

@@ -15,7 +15,7 @@ import grpc
 
 from torchft_svc.core.limits import check_name, limited_s
 from torchft_svc.errors import ConfigError, RequestRefused, Unreachable
-from torchft_svc.rpc.address import parse_address
+from torchft_svc.host.address import parse_address
 from torchft_svc.rpc.caller import Caller
 from torchft_svc.rpc.channel import KEEPALIVE_MS, MAX_CONNECTING_MS, open_channel
 from torchft_svc.rpc.codec import JOB_KEY

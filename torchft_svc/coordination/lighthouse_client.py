@@ -17,8 +17,8 @@ from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.types import DEFAULT_JOB, Member
 from torchft_svc.core.route import LOOK_BACK_S, Route
 from torchft_svc.errors import NotLeader, Unreachable
+from torchft_svc.host.address import split_addresses
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.address import split_addresses
 from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS
 from torchft_svc.rpc.codec import member_to_wire
 from torchft_svc.rpc.codec_status import status_from_wire

@@ -7,9 +7,9 @@ from typing import Any, Literal
 from torchft_svc.coordination.server import Server
 from torchft_svc.core.launch.rendezvous import SETTLE_IN_S
 from torchft_svc.core.quorum.types import QuorumConfig
+from torchft_svc.host.address import HostPort, parse_address, reachable_host
+from torchft_svc.host.loop import Background
 from torchft_svc.lighthouse_server.app import run_lighthouse
-from torchft_svc.rpc.address import HostPort, parse_address, reachable_host
-from torchft_svc.rpc.loop import Background
 from torchft_svc.rpc.security import Security, security_or_environment
 
 

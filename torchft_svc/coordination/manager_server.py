@@ -6,9 +6,9 @@ from datetime import timedelta
 
 from torchft_svc.coordination.server import Server
 from torchft_svc.core.quorum.types import DEFAULT_JOB
+from torchft_svc.host.loop import Background
 from torchft_svc.manager_server.app import run_manager
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.rpc.loop import Background
 from torchft_svc.rpc.security import Security, security_or_environment
 
 

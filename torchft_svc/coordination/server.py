@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from torchft_svc.rpc.loop import Background
+from torchft_svc.host.loop import Background
 
 Self = TypeVar("Self", bound="Server")
 

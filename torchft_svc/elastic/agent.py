@@ -46,7 +46,7 @@ from torchft_svc.elastic.rendezvous.polled import PolledMeeting
 from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.elastic.workers import LocalWorkers, end_alone, untied
 from torchft_svc.errors import TrainingFailed
-from torchft_svc.rpc.address import HostPort, advertised_host
+from torchft_svc.host.address import HostPort, advertised_host
 from torchft_svc.rpc.security import PLAIN
 
 log = logging.getLogger(__name__)

@@ -60,7 +60,7 @@ from torchft_svc.elastic.messages import WorkerAck, WorkerMessage, WorkerStarted
 from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble
 from torchft_svc.elastic.rendezvous.polled import MeetingFailed, PolledNews, WorldOver
 from torchft_svc.errors import Unauthorized
-from torchft_svc.rpc.address import LOOPBACK
+from torchft_svc.host.address import LOOPBACK
 
 log = logging.getLogger(__name__)
 

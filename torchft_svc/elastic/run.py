@@ -36,8 +36,8 @@ from torchft_svc.elastic.rendezvous.plugin import BACKEND
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.elastic.workers import check_program
 from torchft_svc.errors import ConfigError, PeerError, UsageError
-from torchft_svc.rpc.line_writer import READER_PATIENCE_S, unblocked_output
-from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
+from torchft_svc.host.line_writer import READER_PATIENCE_S, unblocked_output
+from torchft_svc.host.log_limit import LimitedLog, level_number, line_formatter
 
 _DEFAULT_MASTER_PORT = 29500  # torchrun's
 _POLICIES = tuple(policy.value for policy in RestartPolicy)

@@ -26,7 +26,7 @@ from typing import Any
 from torchft_svc import env
 from torchft_svc.elastic import parent_death
 from torchft_svc.errors import ConfigError, PeerError
-from torchft_svc.rpc.fork_server import MAX_REQUEST, ForkServer, serve
+from torchft_svc.host.fork_server import MAX_REQUEST, ForkServer, serve
 
 log = logging.getLogger(__name__)
 

@@ -38,7 +38,7 @@ from torchft_svc import env
 from torchft_svc.elastic import parent_death
 from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.errors import ConfigError
-from torchft_svc.rpc.line_writer import READER_PATIENCE_S, LineStream, LineWriter
+from torchft_svc.host.line_writer import READER_PATIENCE_S, LineStream, LineWriter
 
 log = logging.getLogger(__name__)
 

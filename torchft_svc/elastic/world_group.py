@@ -26,14 +26,8 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from torchft_svc.elastic.messages import WorkerInfo
 from torchft_svc.elastic.world_waits import WorldOperations
 from torchft_svc.errors import DeadlineExceeded, Unreachable, WorldSuperseded
-from torchft_svc.rpc.process_sockets import (
-    cut,
-    is_between_machines,
-    open_sockets,
-    peer,
-    socket_at,
-)
-from torchft_svc.rpc.store_ping import check_store_answers
+from torchft_svc.host.process_sockets import cut, is_between_machines, open_sockets, peer, socket_at
+from torchft_svc.host.store_ping import check_store_answers
 
 logger = logging.getLogger(__name__)
 

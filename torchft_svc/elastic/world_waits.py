@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torchft_svc.rpc.uninterruptible import UninterruptibleCall, wait_in_slices
+from torchft_svc.host.uninterruptible import UninterruptibleCall, wait_in_slices
 
 _NO_TIMEOUT = timedelta(0)
 # Of torch.distributed: what waits in C++ for operations of the process group that it is given.

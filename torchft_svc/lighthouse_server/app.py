@@ -7,12 +7,12 @@ from collections.abc import AsyncIterator
 
 from torchft_svc.core.launch.rendezvous import SETTLE_IN_S
 from torchft_svc.core.quorum.types import QuorumConfig
+from torchft_svc.host.address import HostPort, reachable_host
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.election import Election
 from torchft_svc.lighthouse_server.etcd import Etcd
 from torchft_svc.lighthouse_server.leadership import Leadership
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
-from torchft_svc.rpc.address import HostPort, reachable_host
 from torchft_svc.rpc.channel import BEATING_KEEPALIVE_MS
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.security import PLAIN, Security

@@ -12,11 +12,11 @@ import click
 
 from torchft_svc.core.quorum.types import DEFAULT_QUORUM_BYTES, QuorumConfig
 from torchft_svc.env import LIGHTHOUSE_BIND_VARIABLE, Environment
+from torchft_svc.host.address import HostPort
 from torchft_svc.lighthouse_server.app import run_lighthouse
 from torchft_svc.lighthouse_server.election import Election
 from torchft_svc.lighthouse_server.etcd_access import resolve_etcd_access
 from torchft_svc.lighthouse_server.operator_commands import OPERATOR_COMMANDS
-from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import (
     MILLISECONDS,
     Address,

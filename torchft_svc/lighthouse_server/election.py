@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from torchft_svc.core.limits import check_length
 from torchft_svc.errors import ConfigError
+from torchft_svc.host.address import parse_address
 from torchft_svc.lighthouse_server.etcd_access import EtcdAccess
 from torchft_svc.lighthouse_server.leadership import MIN_LEASE_S
-from torchft_svc.rpc.address import parse_address
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

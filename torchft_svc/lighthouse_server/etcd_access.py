@@ -9,8 +9,8 @@ from typing import ClassVar
 from torchft_svc.core.limits import check_not_empty
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
-from torchft_svc.rpc.address import split_addresses
-from torchft_svc.rpc.setting_files import read_secret
+from torchft_svc.host.address import split_addresses
+from torchft_svc.host.setting_files import read_secret
 from torchft_svc.rpc.tls import TlsFiles
 
 PLAIN_SCHEME, TLS_SCHEME = "etcd://", "etcds://"

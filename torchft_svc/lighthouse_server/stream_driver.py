@@ -14,9 +14,9 @@ import grpc
 from torchft_svc.core.streams import EndStream
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.errors import NotLeader, TorchFTError
+from torchft_svc.host.tasks import call_later
 from torchft_svc.rpc.heavy_writes import HeavyWrites
 from torchft_svc.rpc.outbox import Outbox, Unread
-from torchft_svc.rpc.tasks import call_later
 
 _Request = TypeVar("_Request")
 

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.session_messages import Leave
+from torchft_svc.host.address import HostPort, advertised_host, parse_address
+from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.manager_server.servicer import manager_service
-from torchft_svc.rpc.address import HostPort, advertised_host, parse_address
 from torchft_svc.rpc.serving import Patience, Service, serve
-from torchft_svc.rpc.tasks import Tasks
 
 # Managers of the same workers draw the number of their first round from so many bits. The clock
 # would not do: set back between two of them, it would let votes of the first be refused.

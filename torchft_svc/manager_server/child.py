@@ -13,10 +13,10 @@ from collections.abc import Callable
 
 from torchft_svc.env import Environment
 from torchft_svc.errors import DeadlineExceeded, Unreachable
+from torchft_svc.host.clean_start import FAILED, ended_how
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.early import EARLY, Sidecar, WaitingManager
 from torchft_svc.manager_server.parent_watch import STOP_SIGNAL
-from torchft_svc.rpc.clean_start import FAILED, ended_how
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,10 @@ import click
 
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.env import MANAGER_BIND_VARIABLE
+from torchft_svc.host.address import HostPort
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS
 from torchft_svc.manager_server.process import run_as_process
-from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import (
     MILLISECONDS,
     Address,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torchft_svc.core.limits import MAX_NAME_LENGTH, check_length
 from torchft_svc.core.quorum.types import DEFAULT_JOB, MAX_WORLD_SIZE, Resumed
 from torchft_svc.errors import AddressError, ConfigError
-from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
+from torchft_svc.host.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.security import PLAIN, Security
 
 # An incarnation is a uuid behind the name and a colon.

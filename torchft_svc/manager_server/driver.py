@@ -30,6 +30,7 @@ from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.errors import TorchFTError
+from torchft_svc.host.tasks import Tasks, call_later
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
@@ -41,7 +42,6 @@ from torchft_svc.rpc.codec import (
 )
 from torchft_svc.rpc.codec_session import session_news_to_wire
 from torchft_svc.rpc.outbox import Outbox
-from torchft_svc.rpc.tasks import Tasks, call_later
 
 log = logging.getLogger(__name__)
 

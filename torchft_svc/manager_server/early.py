@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchft_svc.env import Environment, for_child
+from torchft_svc.host.clean_start import module_command
 from torchft_svc.manager_server.liveness_pipe import LivenessPipe
-from torchft_svc.rpc.clean_start import module_command
 from torchft_svc.rpc.security import Security, resolve_security
 
 log = logging.getLogger(__name__)

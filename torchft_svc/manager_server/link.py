@@ -26,6 +26,7 @@ from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.errors import TorchFTError, Unreachable
+from torchft_svc.host.tasks import Tasks, call_later
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.session_transport import SessionTransport
 from torchft_svc.manager_server.transport import Contact, NotSupported, Transport
@@ -33,7 +34,6 @@ from torchft_svc.manager_server.unary_transport import UnaryTransport
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import keepalive_of_beating_ms, open_aio_channel
 from torchft_svc.rpc.probing import would_take
-from torchft_svc.rpc.tasks import Tasks, call_later
 
 log = logging.getLogger(__name__)
 

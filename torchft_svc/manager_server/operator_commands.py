@@ -5,8 +5,8 @@ from __future__ import annotations
 import click
 
 from torchft_svc.core.quorum.types import DEFAULT_JOB
+from torchft_svc.host.address import HostPort
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.cli import Address, Text, option, security_options
 from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import Security

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 from torchft_svc.core.quorum.types import Resumed
 from torchft_svc.errors import GivenUp, TorchFTError
+from torchft_svc.host.clean_start import ended_how
 from torchft_svc.manager_server.child import STOP_TIMEOUT_S, ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.early import WaitingManager
-from torchft_svc.rpc.clean_start import ended_how
 
 log = logging.getLogger(__name__)
 

@@ -14,11 +14,11 @@ from torchft_svc.core.quorum.manager.link_types import BEAT_TIMEOUT_S, Message, 
 from torchft_svc.core.quorum.session_messages import Leave, Question, Withdrawal
 from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.errors import TorchFTError, Unreachable
+from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.transport import Contact
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
 from torchft_svc.rpc.status import to_error
-from torchft_svc.rpc.tasks import Tasks
 
 _SERVICE = "/torchft.LighthouseService/"
 

@@ -1,1 +1,1 @@
-"""Addresses, channels, codecs, deadlines, error mapping: the one place that knows gRPC's ways."""
+"""Channels, codecs, deadlines, error mapping: the one place that knows gRPC's ways."""

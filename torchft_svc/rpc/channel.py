@@ -6,7 +6,7 @@ import grpc
 
 from torchft_svc.core.quorum.types import MAX_QUORUM_BYTES
 from torchft_svc.core.route import MAX_PAUSE_S, MIN_PAUSE_S
-from torchft_svc.rpc.address import parse_address
+from torchft_svc.host.address import parse_address
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.tls import TlsFiles
 

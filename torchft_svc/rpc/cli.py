@@ -12,7 +12,7 @@ import click
 from torchft_svc.core.limits import MAX_DURATION_MS, MAX_DURATION_S, MAX_REASON_LENGTH, check_text
 from torchft_svc.env import LOG_LEVELS, LOG_VARIABLE, Environment
 from torchft_svc.errors import RequestRefused, UsageError
-from torchft_svc.rpc.address import HostPort, parse_address, split_addresses
+from torchft_svc.host.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.security import resolve_security
 
 F = TypeVar("F", bound=Callable[..., Any])

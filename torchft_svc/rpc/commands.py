@@ -14,7 +14,7 @@ from google.protobuf.message import Message
 
 from torchft_svc.core.route import Route
 from torchft_svc.errors import DeadlineExceeded, NotLeader, TorchFTError, Unreachable
-from torchft_svc.rpc.address import split_addresses
+from torchft_svc.host.address import split_addresses
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.running import drop_output

@@ -16,9 +16,9 @@ from typing import Any, TextIO
 import uvloop
 
 from torchft_svc.errors import UsageError
+from torchft_svc.host.line_writer import unblocked_output
+from torchft_svc.host.log_limit import LimitedLog, level_number, line_formatter
 from torchft_svc.rpc.descriptors import SERVICE_DESCRIPTORS, require_descriptors
-from torchft_svc.rpc.line_writer import unblocked_output
-from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
 from torchft_svc.rpc.upkeep import UPKEEP
 
 log = logging.getLogger(__name__)

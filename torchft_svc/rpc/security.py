@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
-from torchft_svc.rpc.setting_files import read_secret
+from torchft_svc.host.setting_files import read_secret
 from torchft_svc.rpc.tls import TlsFiles
 
 TOKEN_KEY = "authorization"  # noqa: S105 - the name of a header

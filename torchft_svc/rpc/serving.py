@@ -14,8 +14,8 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from torchft_svc.errors import AddressError
+from torchft_svc.host.address import HostPort
 from torchft_svc.proto import torchft_pb2
-from torchft_svc.rpc.address import HostPort
 from torchft_svc.rpc.calls import Calls
 from torchft_svc.rpc.channel import KEEPALIVE_MS, keepalive
 from torchft_svc.rpc.guard import TokenGuard

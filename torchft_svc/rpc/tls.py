@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from torchft_svc.errors import ConfigError
-from torchft_svc.rpc.setting_files import read_file
+from torchft_svc.host.setting_files import read_file
 
 if TYPE_CHECKING:
     import grpc

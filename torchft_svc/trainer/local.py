@@ -23,7 +23,7 @@ import cloudpickle
 from torchft_svc import env
 from torchft_svc.elastic.parent_death import lives
 from torchft_svc.errors import ConfigError, PeerError
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host.fork_server import ForkServer
 from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
 from torchft_svc.trainer.local_process import (
     Frames,

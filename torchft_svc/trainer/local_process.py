@@ -28,8 +28,8 @@ from torchft_svc import env
 from torchft_svc.client.process.forks import drop_after_fork
 from torchft_svc.elastic import parent_death
 from torchft_svc.errors import ChannelClosed, CheckpointError
-from torchft_svc.rpc.fork_server import serve
-from torchft_svc.rpc.line_writer import flush_lines
+from torchft_svc.host.fork_server import serve
+from torchft_svc.host.line_writer import flush_lines
 from torchft_svc.trainer.messages import Answer, Command, Position, StateHandle
 
 # The length of a message goes before it.

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import IO, Any, Protocol, TextIO
 
-from torchft_svc.rpc.line_writer import LineStream, LineWriter
+from torchft_svc.host.line_writer import LineStream, LineWriter
 from torchft_svc.trainer.messages import Position
 
 # Without a terminal, a line is written this often at most.

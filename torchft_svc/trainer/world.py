@@ -21,7 +21,7 @@ from torchft_svc import env
 from torchft_svc.elastic import world_group
 from torchft_svc.elastic.messages import WorkerInfo
 from torchft_svc.elastic.world_group import FORMING_TIMEOUT_S, WorldGroup
-from torchft_svc.rpc.address import parse_address
+from torchft_svc.host.address import parse_address
 from torchft_svc.trainer.backend import Link
 from torchft_svc.trainer.data import Turn
 from torchft_svc.trainer.job import WorkerJob

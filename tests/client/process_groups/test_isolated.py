@@ -24,7 +24,7 @@ from torchft_svc.client.process_groups.isolated.process import FORK_SERVER, fork
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Pool
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import QuorumFailed
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host.fork_server import ForkServer
 
 TIMEOUT = timedelta(seconds=20)
 MAIN = "torchft_svc.client.process_groups.isolated.child"

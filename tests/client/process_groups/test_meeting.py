@@ -26,8 +26,8 @@ from torchft_svc.client import Manager, ProcessGroupGloo
 from torchft_svc.client.process_groups import rendezvous
 from torchft_svc.client.process_groups.rendezvous import MembersMeeting
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
-from torchft_svc.rpc import uninterruptible
-from torchft_svc.rpc.uninterruptible import MAX_ABANDONED_CALLS, UninterruptibleCall
+from torchft_svc.host import uninterruptible
+from torchft_svc.host.uninterruptible import MAX_ABANDONED_CALLS, UninterruptibleCall
 
 TIMEOUT = timedelta(seconds=60)
 CALL_S = 0.5

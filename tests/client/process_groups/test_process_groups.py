@@ -28,7 +28,7 @@ from torchft_svc.errors import (
     QuorumFailed,
     Unreachable,
 )
-from torchft_svc.rpc.abandoned import AbandonedBackends
+from torchft_svc.host.abandoned import AbandonedBackends
 
 TIMEOUT = timedelta(seconds=20)
 

@@ -13,7 +13,7 @@ from support.running import eventually
 from support.warm import Warm
 
 from torchft_svc.client.runtime.leader import LeaderSign, LeaderWatch
-from torchft_svc.rpc.address import HostPort, parse_address
+from torchft_svc.host.address import HostPort, parse_address
 
 FORKING = """
 import os, sys, time

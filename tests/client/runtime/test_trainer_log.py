@@ -17,7 +17,7 @@ from support.warm import Warm
 
 from torchft_svc.client.checkpointing.http.feed import Source
 from torchft_svc.errors import AddressError
-from torchft_svc.rpc.log_limit import line_formatter
+from torchft_svc.host.log_limit import line_formatter
 from torchft_svc.rpc.security import PLAIN
 
 pytestmark = pytest.mark.processes

@@ -3,7 +3,7 @@
 import sys
 import time
 
-from torchft_svc.rpc.fork_server import serve
+from torchft_svc.host.fork_server import serve
 
 if serve(int(sys.argv[1]), int(sys.argv[2])) is not None:
     time.sleep(60.0)

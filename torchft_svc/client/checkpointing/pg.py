@@ -40,7 +40,7 @@ from torchft_svc.errors import (
     TorchFTError,
     TornState,
 )
-from torchft_svc.rpc.uninterruptible import start_uninterruptible
+from torchft_svc.host.uninterruptible import start_uninterruptible
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 
-from torchft_svc.rpc.line_writer import flush_lines
+from torchft_svc.host.line_writer import flush_lines
 
 log = logging.getLogger(__name__)
 

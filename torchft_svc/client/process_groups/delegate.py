@@ -29,7 +29,7 @@ from torchft_svc.client.process_groups.rendezvous import (
 )
 from torchft_svc.client.process_groups.sockets import BackendSockets
 from torchft_svc.errors import PeerError, QuorumFailed
-from torchft_svc.rpc.abandoned import AbandonedBackends
+from torchft_svc.host.abandoned import AbandonedBackends
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup, W
 from torchft_svc.client.process_groups.operations import HIDDEN_BY_GLOO, WrappedWork
 from torchft_svc.client.process_groups.rendezvous import CONNECT_TIMEOUT_S
 from torchft_svc.errors import QuorumFailed
-from torchft_svc.rpc.uninterruptible import UninterruptibleCall, wait_in_slices
+from torchft_svc.host.uninterruptible import UninterruptibleCall, wait_in_slices
 
 _NAME = "gloo-connect"
 # Gloo connects within this many timeouts, unless the store stops answering.

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchft_svc.rpc.uninterruptible import SLICE
+from torchft_svc.host.uninterruptible import SLICE
 
 # The first argument holds both the input and the result.
 IN_PLACE = frozenset({"allreduce", "allreduce_coalesced", "broadcast", "reduce", "send", "barrier"})

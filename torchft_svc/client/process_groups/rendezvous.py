@@ -24,14 +24,10 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.core.limits import one_line
 from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed, Unreachable
-from torchft_svc.rpc.address import parse_address
-from torchft_svc.rpc.process_sockets import connected_to, cut
-from torchft_svc.rpc.store_ping import check_store_answers
-from torchft_svc.rpc.uninterruptible import (
-    UninterruptibleCall,
-    nothing,
-    start_uninterruptible,
-)
+from torchft_svc.host.address import parse_address
+from torchft_svc.host.process_sockets import connected_to, cut
+from torchft_svc.host.store_ping import check_store_answers
+from torchft_svc.host.uninterruptible import UninterruptibleCall, nothing, start_uninterruptible
 
 T = TypeVar("T")
 

@@ -11,13 +11,7 @@ import os
 from collections.abc import Iterator
 
 from torchft_svc.client.process.forks import drop_after_fork
-from torchft_svc.rpc.process_sockets import (
-    cut,
-    is_between_machines,
-    open_sockets,
-    peer,
-    socket_at,
-)
+from torchft_svc.host.process_sockets import cut, is_between_machines, open_sockets, peer, socket_at
 
 
 class BackendSockets:

@@ -15,7 +15,7 @@ from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import ends_within
 from torchft_svc.errors import DeadlineExceeded, MemberLost, PeerError, QuorumFailed
-from torchft_svc.rpc.uninterruptible import SLICE, SLICE_S
+from torchft_svc.host.uninterruptible import SLICE, SLICE_S
 
 
 class Reducing(Protocol):

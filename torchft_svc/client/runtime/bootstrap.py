@@ -33,10 +33,10 @@ from torchft_svc.errors import (
     TorchFTError,
     Unreachable,
 )
+from torchft_svc.host.address import HostPort, advertised_host, parse_address, split_addresses
+from torchft_svc.host.uninterruptible import nothing
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.supervisor import ManagerSupervisor
-from torchft_svc.rpc.address import HostPort, advertised_host, parse_address, split_addresses
-from torchft_svc.rpc.uninterruptible import nothing
 
 if TYPE_CHECKING:
     from torchft_svc.coordination import ManagerServer

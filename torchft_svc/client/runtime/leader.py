@@ -12,7 +12,7 @@ import socket
 import threading
 
 from torchft_svc.client.process.forks import drop_after_fork
-from torchft_svc.rpc.address import HostPort
+from torchft_svc.host.address import HostPort
 
 log = logging.getLogger(__name__)
 

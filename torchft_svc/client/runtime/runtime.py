@@ -35,7 +35,7 @@ from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import Environment
-from torchft_svc.rpc.address import advertised_host, parse_address, split_addresses
+from torchft_svc.host.address import advertised_host, parse_address, split_addresses
 
 log = logging.getLogger(__name__)
 

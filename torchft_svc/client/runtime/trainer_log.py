@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from torchft_svc.rpc.log_limit import LimitedLog, level_number, line_formatter
+from torchft_svc.host.log_limit import LimitedLog, level_number, line_formatter
 
 _PACKAGE = "torchft_svc"
 

@@ -13,7 +13,7 @@ from typing import Any
 from torchft_svc.core.launch.world import Node, RunSettings
 from torchft_svc.core.limits import MAX_NAME_LENGTH, check_name
 from torchft_svc.errors import ConfigError, RequestRefused
-from torchft_svc.rpc.address import LOOPBACK, advertised_host, parse_address, split_addresses
+from torchft_svc.host.address import LOOPBACK, advertised_host, parse_address, split_addresses
 
 # A host name and a process id show people which agent it is; the rest makes the id a new one.
 _SHOWN_HOST_LENGTH = MAX_NAME_LENGTH - 40

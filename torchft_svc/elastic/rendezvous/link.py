@@ -43,8 +43,9 @@ from torchft_svc.core.quorum.manager.lighthouse_link import (
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError, Unauthorized, Unreachable
+from torchft_svc.host.address import split_addresses
+from torchft_svc.host.loop import Background
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.address import split_addresses
 from torchft_svc.rpc.channel import keepalive_of_beating_ms, open_aio_channel
 from torchft_svc.rpc.client_stream import (
     BROKEN,
@@ -60,7 +61,6 @@ from torchft_svc.rpc.codec_rendezvous import (
     agent_message_to_wire,
     world_news_from_wire,
 )
-from torchft_svc.rpc.loop import Background
 from torchft_svc.rpc.parsing import checked, parser
 from torchft_svc.rpc.probing import would_take
 from torchft_svc.rpc.security import Security, security_or_environment

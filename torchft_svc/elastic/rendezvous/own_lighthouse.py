@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from torchft_svc import coordination
-from torchft_svc.rpc.address import LOOPBACK, HostPort
+from torchft_svc.host.address import LOOPBACK, HostPort
 from torchft_svc.rpc.security import PLAIN
 
 

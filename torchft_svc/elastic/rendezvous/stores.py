@@ -14,7 +14,7 @@ from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
 
 from torchft_svc.core.launch.world import World
-from torchft_svc.rpc.address import LOOPBACK
+from torchft_svc.host.address import LOOPBACK
 
 # The workers of the world before may still be at its store.
 NUM_KEPT = 2

@@ -36,7 +36,7 @@ from torchft_svc.errors import (
     Unauthorized,
     Unreachable,
 )
-from torchft_svc.rpc.address import HostPort
+from torchft_svc.host.address import HostPort
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.tls_reasons import tls_reason
 

@@ -30,7 +30,7 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import positive_s
 from torchft_svc.core.limits import check_not_empty
 from torchft_svc.errors import ConfigError
-from torchft_svc.rpc.address import HostPort
+from torchft_svc.host.address import HostPort
 from torchft_svc.rpc.security import Security, security_or_environment
 
 T = TypeVar("T")

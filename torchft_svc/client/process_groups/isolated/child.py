@@ -48,9 +48,9 @@ from torchft_svc.client.process_groups.isolated.messages import (
 )
 from torchft_svc.client.process_groups.isolated.segments import HostSegment
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
-from torchft_svc.rpc.clean_start import last_line
-from torchft_svc.rpc.fork_server import serve, watch
-from torchft_svc.rpc.line_writer import unblocked_output
+from torchft_svc.host.clean_start import last_line
+from torchft_svc.host.fork_server import serve, watch
+from torchft_svc.host.line_writer import unblocked_output
 
 # By its own name also where it runs as a program.
 log = logging.getLogger(f"{__package__}.child")

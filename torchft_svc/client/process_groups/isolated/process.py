@@ -24,8 +24,8 @@ from torchft_svc.client.process_groups.isolated.messages import (
 )
 from torchft_svc.client.process_groups.isolated.segments import Pool
 from torchft_svc.errors import QuorumFailed
-from torchft_svc.rpc.clean_start import ended_how
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host.clean_start import ended_how
+from torchft_svc.host.fork_server import ForkServer
 
 log = logging.getLogger(__name__)
 

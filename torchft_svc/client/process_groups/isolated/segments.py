@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from torchft_svc.client.process_groups.isolated.messages import Place, Share, ShareDevice
-from torchft_svc.rpc.uninterruptible import nothing
+from torchft_svc.host.uninterruptible import nothing
 
 # Tensors start at multiples of this, for vector instructions.
 ALIGNMENT = 64

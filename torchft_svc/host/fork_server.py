@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed
-from torchft_svc.rpc.clean_start import FAILED, module_command
+from torchft_svc.host.clean_start import FAILED, module_command
 
 # Importing torch takes two seconds, and much longer on a machine that starts many processes.
 START_S = 60.0

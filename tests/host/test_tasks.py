@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from torchft_svc.rpc.tasks import Tasks
+from torchft_svc.host.tasks import Tasks
 
 
 def test_a_task_that_loses_its_cancellation_is_cancelled_again() -> None:

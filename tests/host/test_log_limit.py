@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.running import lighthouse_process, line_to
 
+from torchft_svc.host.log_limit import MAX_KINDS, MAX_LINES, WINDOW_S, LineLimit
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.log_limit import MAX_KINDS, MAX_LINES, WINDOW_S, LineLimit
 
 
 def test_the_first_lines_of_a_kind_are_written() -> None:

@@ -10,8 +10,8 @@ import pytest
 from support.running import ROOT, SCRIPTS
 
 from torchft_svc.errors import DeadlineExceeded
-from torchft_svc.rpc import fork_server
-from torchft_svc.rpc.fork_server import ForkServer
+from torchft_svc.host import fork_server
+from torchft_svc.host.fork_server import ForkServer
 
 pytestmark = pytest.mark.processes
 

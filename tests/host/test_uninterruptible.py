@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torchft_svc.rpc import uninterruptible
+from torchft_svc.host import uninterruptible
 
 
 def test_the_end_waits_for_a_thread_that_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

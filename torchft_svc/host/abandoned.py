@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torchft_svc.errors import DeadlineExceeded
-from torchft_svc.rpc.uninterruptible import SLICE_S
+from torchft_svc.host.uninterruptible import SLICE_S
 
 # Each abandoned backend holds a few threads and sockets until its own timeout.
 MAX_ABANDONED = 16

@@ -13,7 +13,7 @@ import time
 import traceback
 from dataclasses import dataclass
 
-from torchft_svc.rpc.line_writer import LineWriter
+from torchft_svc.host.line_writer import LineWriter
 
 # Enough to see what goes on; a flood of a thousand lines a second would fill a disk in a day.
 MAX_LINES, WINDOW_S = 20, 10.0

@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from torchft_svc.errors import AddressError
-from torchft_svc.rpc.address import (
+from torchft_svc.host.address import (
     HostPort,
     advertised_host,
     parse_address,

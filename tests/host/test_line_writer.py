@@ -20,14 +20,14 @@ from support import bounds
 from support.running import environment, eventually
 from support.stuck import StuckPipe, stuck_pipe
 
-from torchft_svc.rpc.line_writer import (
+from torchft_svc.host.line_writer import (
     FLUSH_S,
     MAX_WAITING_LINES,
     LineStream,
     LineWriter,
     unblocked_output,
 )
-from torchft_svc.rpc.log_limit import LimitedLog
+from torchft_svc.host.log_limit import LimitedLog
 
 # A child that hangs is ended after so long.
 CHILD_S = 10

@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import AsyncIterator
 
-from torchft_svc.rpc.loop import Background
+from torchft_svc.host.loop import Background
 
 
 def test_the_loop_ends_after_tasks_that_are_ending() -> None:
