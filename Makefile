@@ -15,7 +15,7 @@ PARALLEL ?= -n $(RUNNERS) --dist loadfile --no-loadscope-reorder
 .PHONY: demo test quick check proto proto-check bench soak soak-rounds sim programs chaos clean
 
 demo: $(READY)
-	$(BIN)/python -m demo $(DEMO_FLAGS)
+	$(BIN)/python -m tools.demo $(DEMO_FLAGS)
 
 test: $(READY)
 	rm -f .pytest_cache/v/cache/lastfailed
@@ -25,7 +25,7 @@ test: $(READY)
 # tests compute, and each process that runs some imports torch and all tests first.
 quick: RUNNERS = 3
 quick: $(READY)
-	$(BIN)/python -m pytest -q -m "not processes" --ignore tests/sim $(PARALLEL)
+	$(BIN)/python -m pytest -q -m "not processes" --ignore tests/tools/sim $(PARALLEL)
 
 check: $(READY) proto-check
 	$(BIN)/ruff format --check .
@@ -34,10 +34,10 @@ check: $(READY) proto-check
 	$(BIN)/lint-imports
 
 bench: $(READY)
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m tools.benchmarks
 
 soak: $(READY)
-	$(BIN)/python -m demo --kills 50 --kill-interval 3 --seed $(SEED) --report demo-report-soak.png
+	$(BIN)/python -m tools.demo --kills 50 --kill-interval 3 --seed $(SEED) --report demo-report-soak.png
 
 soak-rounds: $(READY)
 	PYTHONPATH=tests:. $(BIN)/python -m support.soak_rounds --rounds 20000 --seed $(SEED)
@@ -46,14 +46,14 @@ soak-rounds: $(READY)
 
 # Explores fresh seeds, unless SEED names the first one.
 sim: $(READY)
-	$(BIN)/python -m torchft_svc.sim --seconds $(SECONDS) $(if $(filter 0,$(SEED)),,--seed $(SEED))
+	$(BIN)/python -m tools.sim --seconds $(SECONDS) $(if $(filter 0,$(SEED)),,--seed $(SEED))
 
 # Draws fresh programs, unless SEED names the first one.
 programs: $(READY)
-	$(BIN)/python -m matrix --seconds $(SECONDS) $(if $(filter 0,$(SEED)),,--seed $(SEED))
+	$(BIN)/python -m tools.matrix --seconds $(SECONDS) $(if $(filter 0,$(SEED)),,--seed $(SEED))
 
 chaos: $(READY)
-	$(BIN)/python -m chaos --minutes $(MINUTES) --seed $(SEED)
+	$(BIN)/python -m tools.chaos --minutes $(MINUTES) --seed $(SEED)
 
 proto: $(READY)
 	$(BIN)/python -m grpc_tools.protoc -Iproto --python_out=torchft_svc/proto --pyi_out=torchft_svc/proto proto/torchft.proto proto/etcd.proto

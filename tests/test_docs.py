@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 README, OPERATIONS = ROOT / "README.md", ROOT / "docs" / "operations.md"
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
-TREES = ("torchft_svc", "tests", "demo", "chaos", "benchmarks", "examples", "docs", "proto")
+TREES = ("torchft_svc", "tests", "tools", "examples", "docs", "proto")
 # What was called so is called by its term of the glossary now.
 SYNONYMS = [
     *["deeds?", "crews?", "fellows?", "lookout", "nursery", "graveyard", "strays?", "residents"],
@@ -93,7 +93,7 @@ def test_every_rule_that_is_cited_is_there() -> None:
     assert len(rules) == sum(len(rules_of(path)) for path in DESIGN), "no two have one number"
     letters = "".join(sorted({rule[0] for rule in rules}))
     cited: dict[str, str] = {}
-    for tree in ("torchft_svc", "tests", "chaos", "matrix"):
+    for tree in ("torchft_svc", "tests", "tools"):
         for file in (ROOT / tree).rglob("*.py"):
             text = file.read_text()
             for clause in re.findall(r"\brules?\s+((?:[A-Z]\d+(?:, | and | to |,\s)?)+)", text):
@@ -212,7 +212,7 @@ def sources(*trees: str) -> dict[Path, str]:
 
 
 def test_every_term_of_the_glossary_occurs_in_the_code() -> None:
-    code = "\n".join(sources("torchft_svc").values())
+    code = "\n".join(sources("torchft_svc", "tools/sim").values())
     found = rows(section((ROOT / "ARCHITECTURE.md").read_text(), "Glossary"))
     assert len(found) > 20
     assert not [term for term, name, _ in found if quoted(name)[0] not in code]
@@ -222,7 +222,7 @@ def test_every_term_of_the_glossary_occurs_in_the_code() -> None:
 
 def test_no_synonym_of_a_term_is_used() -> None:
     pattern = re.compile(rf"(?<![a-z])(?:{'|'.join(SYNONYMS)})(?![a-z])", re.IGNORECASE)
-    texts = sources(*TREES[:-2], "matrix") | {path: path.read_text() for path in DOCS}
+    texts = sources(*TREES[:-2]) | {path: path.read_text() for path in DOCS}
     del texts[ROOT / "tests" / "test_docs.py"], texts[ROOT / "CHANGELOG.md"]
     found = [
         f"{path.relative_to(ROOT)}: {match[0]}"

@@ -16,7 +16,7 @@ from support.training import TIMEOUT, lighthouse, make_manager, together
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from demo.torch_wrapper import torch_data_parallel
+from tools.demo.torch_wrapper import torch_data_parallel
 from torchft_svc.client import DistributedDataParallel
 from torchft_svc.errors import RequestRefused
 

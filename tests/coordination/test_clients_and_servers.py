@@ -13,7 +13,7 @@ import pytest
 from support.bounds import check, raises_in_time
 from support.running import eventually, refusing, start_manager, steady_address
 
-from chaos.bounds import NEWS_S
+from tools.chaos.bounds import NEWS_S
 from torchft_svc.coordination import (
     LighthouseClient,
     LighthouseServer,

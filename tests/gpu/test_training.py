@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 from support.gpu.ranks import HERE, START_S, needs_gpu, variables
 
-from benchmarks.processes import Child, lighthouse_address, start_lighthouse
+from tools.benchmarks.processes import Child, lighthouse_address, start_lighthouse
 
 pytestmark = [pytest.mark.gpu, pytest.mark.processes, needs_gpu, pytest.mark.timeout(180)]
 

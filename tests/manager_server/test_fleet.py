@@ -10,7 +10,7 @@ import pytest
 from support.bounds import check
 from support.running import eventually, lighthouse_process, steady_address
 
-from chaos.bounds import LIGHTHOUSE_BACK_S
+from tools.chaos.bounds import LIGHTHOUSE_BACK_S
 from torchft_svc.core.quorum.manager.link_types import LinkState
 from torchft_svc.core.quorum.session_messages import Beat, Leave
 from torchft_svc.core.route import MAX_PAUSE_S, MIN_PAUSE_S

@@ -31,7 +31,7 @@ from support.running import (
     steady_address,
 )
 
-from chaos.bounds import NEWS_S
+from tools.chaos.bounds import NEWS_S
 from torchft_svc.coordination import (
     LighthouseClient,
     LighthouseServer,

@@ -31,7 +31,7 @@ from support.running import (
     members,
 )
 
-from chaos.bounds import NEWS_S
+from tools.chaos.bounds import NEWS_S
 from torchft_svc.coordination import ManagerClient
 from torchft_svc.errors import ConfigError, DeadlineExceeded, Unreachable
 from torchft_svc.manager_server.child import ManagerProcess

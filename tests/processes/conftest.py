@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from chaos.fleet import Fleet
-from chaos.fork_server import worker_server
+from tools.chaos.fleet import Fleet
+from tools.chaos.fork_server import worker_server
 from torchft_svc.host.fork_server import ForkServer
 
 

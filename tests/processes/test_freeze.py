@@ -11,8 +11,8 @@ import pytest
 from support.bounds import check
 from support.running import eventually, lighthouse_process
 
-from chaos.bounds import NEWS_S
-from chaos.fleet import Fleet
+from tools.chaos.bounds import NEWS_S
+from tools.chaos.fleet import Fleet
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS

@@ -11,8 +11,8 @@ import pytest
 from support.bounds import check
 from support.running import Process, eventually, lighthouse_process, line_to, silent
 
-from chaos.bounds import JOIN_S
-from chaos.fleet import Fleet
+from tools.chaos.bounds import JOIN_S
+from tools.chaos.fleet import Fleet
 from torchft_svc.client.process_groups.rendezvous import CALL_TIMEOUT_S
 from torchft_svc.coordination import LighthouseClient
 

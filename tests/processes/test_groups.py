@@ -8,9 +8,9 @@ import pytest
 from support.bounds import check
 from support.running import eventually, lighthouse_process
 
-from chaos.bounds import NEWS_S
-from chaos.fleet import Fleet
-from demo.events import Committed, Discarded, Exited
+from tools.chaos.bounds import NEWS_S
+from tools.chaos.fleet import Fleet
+from tools.demo.events import Committed, Discarded, Exited
 
 pytestmark = pytest.mark.processes
 

@@ -8,8 +8,8 @@ import pytest
 from support.bounds import Late, check
 from support.running import lighthouse_process
 
-from chaos.fleet import Fleet
-from demo.events import Discarded, Healed, PhaseBegan
+from tools.chaos.fleet import Fleet
+from tools.demo.events import Discarded, Healed, PhaseBegan
 
 pytestmark = pytest.mark.processes
 

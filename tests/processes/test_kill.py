@@ -8,8 +8,8 @@ import pytest
 from support.bounds import check
 from support.running import lighthouse_process
 
-from chaos.bounds import NEWS_S
-from chaos.fleet import Fleet
+from tools.chaos.bounds import NEWS_S
+from tools.chaos.fleet import Fleet
 
 pytestmark = pytest.mark.processes
 

@@ -8,9 +8,9 @@ import pytest
 from support.bounds import check
 from support.running import lighthouse_process
 
-from chaos.bounds import NEWS_S
-from chaos.fleet import Fleet
-from demo.events import Discarded, Exited, Joined
+from tools.chaos.bounds import NEWS_S
+from tools.chaos.fleet import Fleet
+from tools.demo.events import Discarded, Exited, Joined
 
 pytestmark = pytest.mark.processes
 

@@ -11,9 +11,9 @@ from support.bounds import check
 from support.hosts import Host, Network, network
 from support.running import Process
 
-from chaos.bounds import NEWS_S
-from chaos.fleet import Fleet
-from demo.events import Committed, Discarded
+from tools.chaos.bounds import NEWS_S
+from tools.chaos.fleet import Fleet
+from tools.demo.events import Committed, Discarded
 
 pytestmark = pytest.mark.processes
 

@@ -10,8 +10,8 @@ from datetime import timedelta
 import pytest
 from support.running import Process, eventually, lighthouse_process
 
-from chaos.fleet import Fleet
-from demo.events import Committed
+from tools.chaos.fleet import Fleet
+from tools.demo.events import Committed
 from torchft_svc.coordination import LighthouseClient
 
 pytestmark = pytest.mark.processes

@@ -9,9 +9,9 @@ import pytest
 from support.bounds import check
 from support.running import lighthouse_process
 
-from chaos.bounds import NEWS_S
-from chaos.fleet import Fleet
-from demo.events import Committed, Discarded
+from tools.chaos.bounds import NEWS_S
+from tools.chaos.fleet import Fleet
+from tools.demo.events import Committed, Discarded
 
 pytestmark = pytest.mark.processes
 START_S = 60.0

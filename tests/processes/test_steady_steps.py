@@ -12,9 +12,9 @@ import pytest
 from support.bounds import check
 from support.running import eventually, lighthouse_process, steady_address
 
-from chaos.bounds import LIGHTHOUSE_BACK_S
-from chaos.fleet import Fleet, Worker
-from demo.events import Committed, Discarded
+from tools.chaos.bounds import LIGHTHOUSE_BACK_S
+from tools.chaos.fleet import Fleet, Worker
+from tools.demo.events import Committed, Discarded
 
 pytestmark = pytest.mark.processes
 

@@ -9,9 +9,9 @@ import pytest
 from support.bounds import check
 from support.running import lighthouse_process
 
-from chaos.bounds import LEFT_OUT_S, NEWS_S
-from chaos.fleet import Fleet
-from demo.events import Committed, Discarded, Healed
+from tools.chaos.bounds import LEFT_OUT_S, NEWS_S
+from tools.chaos.fleet import Fleet
+from tools.demo.events import Committed, Discarded, Healed
 from torchft_svc.client.process_groups.members import LOSS_GRACE_S
 
 pytestmark = pytest.mark.processes

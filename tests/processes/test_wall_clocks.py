@@ -12,9 +12,9 @@ import pytest
 from support.etcd_server import ETCD, etcd_server
 from support.running import ROOT, FreshProcess, Process, steady_address
 
-from chaos.fleet import Fleet
-from chaos.fork_server import worker_server
-from demo.events import Committed, Discarded
+from tools.chaos.fleet import Fleet
+from tools.chaos.fork_server import worker_server
+from tools.demo.events import Committed, Discarded
 
 LIBRARY = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
 pytestmark = [

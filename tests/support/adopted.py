@@ -10,12 +10,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from chaos.forked import ForkedChild
 from support.fork_server import LOCAL_PROCESS, TORCH, Program, server
+from tools.chaos.forked import ForkedChild
 from torchft_svc.host.fork_server import ForkServer
 
 # What imports little more than torch; others are started as users start them.
-MODULES = (LOCAL_PROCESS, "chaos.fork_server")
+MODULES = (LOCAL_PROCESS, "tools.chaos.fork_server")
 _PR_SET_CHILD_SUBREAPER = 36
 # The descriptor after those of its streams.
 _SOCKET = "3"

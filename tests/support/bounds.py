@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from chaos.bounds import allowance_s
+from tools.chaos.bounds import allowance_s
 
 MAX_ATTEMPTS = 3
 E = TypeVar("E", bound=BaseException)

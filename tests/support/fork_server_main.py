@@ -17,9 +17,9 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from chaos.forked import fork_first
-from demo.orphans import die_with_parent
 from support.fork_server import SERVICES, TORCH, Call, Program
+from tools.chaos.forked import fork_first
+from tools.demo.orphans import die_with_parent
 from torchft_svc.elastic.parent_death import lives
 from torchft_svc.host.fork_server import serve
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from demo.events import Committed, Event, Exited, Joined, Killed, PhaseBegan, Started
-from demo.promises import Run
+from tools.demo.events import Committed, Event, Exited, Joined, Killed, PhaseBegan, Started
+from tools.demo.promises import Run
 
 STEP_S = 0.1
 KILL_AT = 5.0

@@ -11,7 +11,7 @@ from support.bounds import Late, check
 from support.running import Process, lighthouse_process, steady_address
 from support.training import DEADLINE_S, Trainer, assert_identical, together, trainers
 
-from chaos.bounds import LIGHTHOUSE_BACK_S
+from tools.chaos.bounds import LIGHTHOUSE_BACK_S
 from torchft_svc.errors import Unreachable
 
 FLAGS = ("--min-replicas=2", "--join-timeout-ms=2000")

@@ -14,7 +14,7 @@ from support.endings import Program, running
 from support.training import DEADLINE_S, Trainer, lighthouse
 from torch.distributed import TCPStore
 
-from chaos.bounds import NEWS_S
+from tools.chaos.bounds import NEWS_S
 from torchft_svc.errors import PeerError
 
 pytestmark = pytest.mark.processes

@@ -16,7 +16,7 @@ from support.bounds import check
 from support.running import eventually, lives, sidecar_of
 from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together, trainers
 
-from chaos.bounds import MANAGER_BACK_S
+from tools.chaos.bounds import MANAGER_BACK_S
 from torchft_svc.core.route import MANAGER_PATIENCE_S
 from torchft_svc.errors import GivenUp, QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.manager_server import liveness_pipe, supervisor

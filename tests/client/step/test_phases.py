@@ -16,7 +16,7 @@ from support.running import Process, eventually, lighthouse_process
 from support.training import DEADLINE_S, TIMEOUT, Trainer
 from torch import nn
 
-from chaos.bounds import NEWS_S
+from tools.chaos.bounds import NEWS_S
 from torchft_svc.client import (
     DistributedDataParallel,
     Manager,

@@ -33,7 +33,7 @@ from support.training import (
 )
 from torch import nn
 
-from demo.torch_wrapper import torch_data_parallel
+from tools.demo.torch_wrapper import torch_data_parallel
 from torchft_svc.client import DistributedDataParallel, Optimizer, WorldSizeMode
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus

@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from benchmarks.processes import Child, lighthouse_address, start_lighthouse
-from benchmarks.step_time import free_port
 from support.gpu.healing import NUM_TENSORS, TENSOR_BYTES, make_state
 from support.gpu.ranks import HERE, START_S, everyone, group_of, variables
 from support.gpu.stepping import PHASES, SHAPES
+from tools.benchmarks.processes import Child, lighthouse_address, start_lighthouse
+from tools.benchmarks.step_time import free_port
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.encoding.memory import allocate
 

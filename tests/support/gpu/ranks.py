@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.distributed import PrefixStore, TCPStore
 
-from benchmarks.processes import Child
 from support.running import ROOT
+from tools.benchmarks.processes import Child
 
 HERE = Path(__file__).parent
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")

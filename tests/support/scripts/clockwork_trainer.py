@@ -12,7 +12,7 @@ import sys
 import time
 from pathlib import Path
 
-from demo.events import Committed, EventLog, Finished, Joined, PhaseBegan
+from tools.demo.events import Committed, EventLog, Finished, Joined, PhaseBegan
 
 STEP_S = 0.025
 _stop = False

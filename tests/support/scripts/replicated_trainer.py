@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from demo.fingerprint import fingerprint
-from demo.torch_wrapper import torch_data_parallel
+from tools.demo.fingerprint import fingerprint
+from tools.demo.torch_wrapper import torch_data_parallel
 from torchft_svc.client import (
     DistributedDataParallel,
     Manager,

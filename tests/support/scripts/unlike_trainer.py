@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from demo.fingerprint import fingerprint
+from tools.demo.fingerprint import fingerprint
 from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
 from torchft_svc.errors import TorchFTError
 

@@ -1,0 +1,232 @@
+"""Tests the rules that judge a run: each falls when what it promises is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tools.chaos.director import Incident
+from tools.chaos.faults import Fault, Kind
+from tools.chaos.verdicts import (
+    Run,
+    judge_bounds,
+    judge_discards,
+    judge_end,
+    judge_exits,
+    judge_identity,
+    judge_ids,
+    judge_leftovers,
+    judge_progress,
+)
+from tools.demo.events import (
+    Committed,
+    Discarded,
+    Event,
+    Exited,
+    Healed,
+    Killed,
+    PhaseBegan,
+    Started,
+)
+from tools.demo.promises import Outcome, Verdict
+
+_FAULT = Fault(kind=Kind.WORKER_KILLED, group=0, worker=0, length_s=0.0, pause_s=0.0)
+
+
+def who(group: int, at: float, incarnation: int = 0) -> dict[str, Any]:
+    return {"group": group, "incarnation": incarnation, "at": at}
+
+
+def commit(
+    group: int, step: int, at: float, digest: str = "", quorum_id: int = 1, **fields: Any
+) -> Committed:
+    return Committed(
+        **who(group, at, fields.pop("incarnation", 0)),
+        step=step,
+        loss=0.0,
+        digest=digest or f"bits of {step}",
+        num_participants=2,
+        participating=True,
+        quorum_id=quorum_id,
+        **{"members": "a b", **fields},
+    )
+
+
+def begins(group: int, step: int, at: float, incarnation: int = 0) -> PhaseBegan:
+    return PhaseBegan(**who(group, at, incarnation), step=step, phase="forward")
+
+
+def ended(group: int, at: float, status: int) -> Exited:
+    return Exited(**who(group, at), status=status, expected=True)
+
+
+def run(*events: Event, incidents: list[Incident] | None = None, **fields: Any) -> Run:
+    return Run(seen=[("job", event) for event in events], incidents=incidents or [], **fields)
+
+
+def incident(stall_s: float | None) -> Incident:
+    return Incident(1, _FAULT, "job", 0.0, 0.5, stall_s=stall_s)
+
+
+GOOD = (
+    begins(0, 0, 0.0),
+    begins(1, 0, 0.0),
+    commit(0, 1, 1.0),
+    commit(1, 1, 1.1),
+    Discarded(**who(0, 2.0), step=1, digest="bits of 1"),
+    begins(0, 1, 2.0),
+    commit(0, 2, 3.0, quorum_id=2),
+    Killed(**who(1, 3.0), whole_group=False),
+    ended(1, 3.1, -9),
+    begins(1, 0, 4.0, incarnation=1),
+    Healed(**who(1, 4.5, 1)),
+    commit(1, 3, 5.0, quorum_id=3, incarnation=1),
+    ended(0, 6.0, 0),
+)
+
+RULES = [judge_ids, judge_identity, judge_progress, judge_discards, judge_exits, judge_leftovers]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_good_run_passes(rule: Callable[[Run], Verdict]) -> None:
+    verdict = rule(run(*GOOD))
+    assert verdict.outcome is Outcome.PASS, verdict
+
+
+def other(job: str, *events: Event) -> list[tuple[str, Event]]:
+    return [(job, event) for event in events]
+
+
+@pytest.mark.parametrize(
+    ("rule", "events", "told"),
+    [
+        (judge_ids, [commit(0, 1, 1, members="a"), commit(1, 1, 1)], "two lists of members"),
+        (judge_ids, [commit(0, 1, 1, quorum_id=5), commit(0, 2, 2)], "went back to quorum 1"),
+        (
+            judge_identity,
+            [commit(0, 1, 1), commit(1, 1, 1, "others"), commit(0, 2, 2), commit(1, 2, 2)],
+            "step 1: groups 0 and 1 differ",
+        ),
+        (
+            judge_progress,
+            [*GOOD[:4], begins(1, 0, 2.0), commit(1, 1, 3.0)],
+            "committed step 1 again",
+        ),
+        (
+            judge_discards,
+            [commit(0, 1, 1), Discarded(**who(0, 2), step=1, digest="?")],
+            "changed while it discarded",
+        ),
+        (
+            judge_progress,
+            [begins(0, 0, 0), commit(0, 1, 1), commit(0, 2, 2), begins(1, 0, 3), commit(1, 1, 4)],
+            "committed step 1 again",
+        ),
+        (
+            judge_discards,
+            [
+                Healed(**who(0, 1)),
+                *(Discarded(**who(0, at), step=1, digest=f"{at}") for at in (2, 3)),
+            ],
+            "changed while it discarded",
+        ),
+        (judge_exits, [Started(**who(0, 1), pid=1)], "the end of 1 workers was not seen"),
+        (judge_exits, [ended(0, 1, 1)], "ended with status 1"),
+        (judge_exits, [ended(0, 1, -15)], "ended with status -15"),
+    ],
+)
+def test_what_is_broken_is_found(
+    rule: Callable[[Run], Verdict], events: list[Event], told: str
+) -> None:
+    verdict = rule(run(*events))
+    assert verdict.outcome is Outcome.FAIL
+    assert told in verdict.detail
+
+
+@pytest.mark.parametrize("end", [Healed(**who(0, 2.0)), ended(0, 2.0, -9)])
+def test_a_commit_that_was_given_up_is_set_apart(end: Event) -> None:
+    """Its group was lost, or healed, and the others did the step again."""
+    again = [commit(group, 5, 3, quorum_id=2) for group in (1, 2)]
+    verdict = judge_identity(run(commit(0, 5, 1, "alone"), end, *again))
+    assert verdict.outcome is Outcome.PASS
+    assert "1 given up" in verdict.detail
+
+
+def begins_anew(heals: bool = True, members: str = "c", first: int = 1) -> list[Event]:
+    """Group 2 commits steps that are done, from 3.5 s on, and may heal then."""
+    alone = [
+        commit(2, step, 3.5 + step / 10, "others", quorum_id=4, members=members)
+        for step in (first, first + 1)
+    ]
+    both = [*GOOD[:7], commit(1, 2, 3.1, quorum_id=2)]
+    return [*both, *alone, *([Healed(**who(2, 4.0))] if heals else [])]
+
+
+@pytest.mark.parametrize("rule", [judge_progress, judge_identity])
+def test_a_newcomer_may_begin_anew_at_a_restarted_lighthouse(
+    rule: Callable[[Run], Verdict],
+) -> None:
+    """It was the first there, and heals when the members are back (rule F8)."""
+    killed = Fault(kind=Kind.LIGHTHOUSE_KILLED, group=0, worker=0, length_s=0.0, pause_s=0.0)
+    restarted = [Incident(1, killed, "job", 3.0, 0.5)]
+    assert rule(run(*begins_anew(), incidents=restarted)).outcome is Outcome.PASS
+    for events in (begins_anew(heals=False), begins_anew(members="b c"), begins_anew(first=2)):
+        assert judge_progress(run(*events, incidents=restarted)).outcome is Outcome.FAIL
+    assert judge_progress(run(*begins_anew())).outcome is Outcome.FAIL
+    earlier = [Incident(1, killed, "job", -3.0, 0.5)]
+    assert judge_progress(run(*begins_anew(), incidents=earlier)).outcome is Outcome.FAIL
+
+
+def test_a_commit_beside_others_of_its_quorum_is_not_set_apart() -> None:
+    events = [commit(0, 5, 1, "other"), ended(0, 2, -9), commit(1, 5, 3)]
+    assert judge_identity(run(*events)).outcome is Outcome.FAIL
+
+
+def test_a_commit_that_something_was_built_on_is_not_set_apart() -> None:
+    events = [commit(0, 5, 1, "alone"), commit(0, 6, 2), ended(0, 3, -9), commit(1, 5, 3)]
+    assert judge_identity(run(*events)).outcome is Outcome.FAIL
+
+
+def test_jobs_are_judged_apart() -> None:
+    seen = other("one", commit(0, 1, 1)) + other("two", commit(1, 1, 1, "others", members="c"))
+    for rule in (judge_ids, judge_identity):
+        assert rule(Run(seen=seen, incidents=[])).outcome is Outcome.PASS
+
+
+def test_what_an_operator_gave_up_may_be_done_again() -> None:
+    """By whoever was let go back, and by those who heal from it."""
+    lost = [begins(0, 0, 0.0), commit(0, 1, 1), commit(1, 1, 1.1), commit(0, 2, 2), commit(1, 2, 2)]
+    again = [begins(2, 1, 4.0), commit(2, 2, 5, "others", quorum_id=2)]
+    stale = Fault(kind=Kind.STALE_SURVIVOR, group=2, worker=0, length_s=0.0, pause_s=0.0)
+    accepted = [Incident(1, stale, "job", 3.0, 0.5)]
+    for rule in (judge_identity, judge_progress):
+        assert rule(run(*lost, *again)).outcome is Outcome.FAIL
+        assert rule(run(*lost, *again, incidents=accepted)).outcome is Outcome.PASS
+        too_soon = [begins(2, 1, 2.5), commit(2, 2, 2.9, "others", quorum_id=2)]
+        assert rule(run(*lost, *too_soon, incidents=accepted)).outcome is Outcome.FAIL
+
+
+def test_a_peer_of_a_killed_worker_may_end_with_an_error() -> None:
+    killed = Killed(**who(0, 1.0), worker=1, whole_group=False)
+    assert judge_exits(run(killed, ended(0, 1.1, 1))).outcome is Outcome.PASS
+
+
+@pytest.mark.parametrize(
+    ("stall_s", "outcome"), [(0.4, Outcome.PASS), (0.6, Outcome.FAIL), (None, Outcome.PASS)]
+)
+def test_bounds(stall_s: float | None, outcome: Outcome) -> None:
+    assert judge_bounds(run(incidents=[incident(stall_s)])).outcome is outcome
+
+
+def test_a_run_without_an_end_or_without_faults_fails() -> None:
+    assert judge_end(run(incidents=[incident(0.1)])).outcome is Outcome.PASS
+    assert judge_end(run()).outcome is Outcome.FAIL
+    broken = judge_end(run(incidents=[incident(0.1)], failure="group 1 died"))
+    assert broken.detail == "group 1 died"
+    assert judge_end(run(interrupted=True)).outcome is Outcome.NOT_JUDGED
+
+
+def test_leftovers_are_named() -> None:
+    assert judge_leftovers(run(leftovers=["12: python"])).detail == "12: python"

@@ -1,0 +1,38 @@
+"""Runs a fixed set of drawn programs, in which every choice meets nearly every other one."""
+
+from __future__ import annotations
+
+import pytest
+from support.bounds import Late
+
+from tools.demo.promises import Outcome
+from tools.matrix.program import draw, pairs
+from tools.matrix.runner import ProgramRunner
+from tools.matrix.verdicts import judge, judge_stalls, tell
+
+# `covering(map(draw, range(1500)), 20)`: those that show the most pairs of choices for their time.
+SEEDS = (92, 566, 93, 329, 1001, 151, 496, 1165, 219, 1468)
+SEEDS += (30, 625, 563, 1441, 1070, 1106, 41, 276, 615, 408)
+_ENOUGH = 0.85
+# Each of its parts has less time, on a busy machine.
+_LIMIT_S = 240
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(_LIMIT_S)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_program_with_kills_keeps_its_promises(seed: int, runner: ProgramRunner) -> None:
+    run = runner.run(draw(seed))
+    failed = judge(run)
+    if failed == [verdict for verdict in [judge_stalls(run)] if verdict.outcome is Outcome.FAIL]:
+        if failed:
+            raise Late(tell(run))
+        return
+    pytest.fail(f"{run.program}\n{tell(run)}\nagain: make programs SECONDS=0 SEED={seed}")
+
+
+def test_the_programs_show_nearly_all_pairs_of_choices() -> None:
+    possible = set().union(*(pairs(draw(seed)) for seed in range(1500)))
+    shown = set().union(*(pairs(draw(seed)) for seed in SEEDS))
+    assert len(shown) > _ENOUGH * len(possible), sorted(possible - shown)
+    assert {name for pair in shown for name in pair} == {name for pair in possible for name in pair}

@@ -1,0 +1,162 @@
+"""Fleets with faults keep the invariants: a fixed set of seeds, as CI runs it."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from click.testing import CliRunner
+
+from tools.sim.__main__ import main
+from tools.sim.explore import describe, run_seed, shrink
+from tools.sim.fleet import Fleet
+from tools.sim.scenario import MEAN_COPY_S, Fault, draw, draw_long_terms, draw_steady
+from torchft_svc.core.quorum.lighthouse.membership import Membership
+
+NUM_SEEDS = 40
+NUM_MANY = 1000
+
+
+@pytest.mark.parametrize("first", range(0, NUM_SEEDS, 10))
+def test_small_fleets(first: int) -> None:
+    for seed in range(first, first + 10):
+        outcome = run_seed(seed)
+        assert outcome.fell is None, describe(outcome)
+
+
+def test_a_step_of_a_group_that_is_kept_out_may_be_repeated() -> None:
+    """It has committed the step alone, and a restarted lighthouse hears of that."""
+    outcome = Fleet(draw_steady(2044, 3)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
+@pytest.mark.parametrize("seed", [1795454312655, 88000001207])
+def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int) -> None:
+    outcome = run_seed(seed)
+    assert outcome.fell is None, describe(outcome)
+
+
+@pytest.mark.parametrize(
+    "seed",
+    [
+        1795454312521,
+        77000000332,
+        77000000656,
+        77000002519,
+        88000002308,
+        1795467220970,
+        1795469485628,
+        1795471214663,
+        1795475450334,
+        1795475456064,
+        1795573166467,
+        1795573166811,
+        1795573167877,
+        1795577538882,
+        1795577541382,
+        1795580897170,
+        1795581476686,
+        1795582889946,
+        1795583301615,
+        1795599580858,
+        1795600241691,
+    ],
+)
+def test_runs_that_fell_once(seed: int) -> None:
+    """A late heartbeat follows a leave; a drain is told while streams are broken; beats are rarer
+    than the join timeout is long; a cut begins while messages are on their way; a lighthouse that
+    does not lead any more is called; a member is lost while a stream is broken and gets the answer
+    again; one that was no member beats late; an operator goes back three times, as two groups turn
+    out one after the other to have no whole state; a worker of a short life never came;
+    newcomers begin anew at a leader whose clock is behind, before members of a newer quorum come
+    back; workers were a step ahead of their groups before a quorum; a newcomer is the first at a
+    lighthouse that is back, while the other one of the list leads no more; a newcomer goes on to
+    the next lighthouse of a list at the same moment as the members; news of an earlier term come
+    while a group asks; of a life of a group only one rank was let in;
+    a worker has not noticed at the end that its stream has ended; workers of two lives ask
+    together, and the group restarts once more; a lighthouse dies just when a group moves back to
+    it; a worker goes on without its last update, as its manager dies before the other is told;
+    operators command a lighthouse that stands still; a frozen group reads an old answer
+    while it leaves."""
+    outcome = run_seed(seed)
+    assert outcome.fell is None, describe(outcome)
+
+
+@pytest.mark.parametrize("seed", [665, 690])
+def test_a_job_that_has_split_is_one_again(seed: int) -> None:
+    """A newcomer is the first at a restarted lighthouse, which is restarted again. The others learn
+    of it, also one whose session begins just then."""
+    outcome = Fleet(draw_long_terms(seed, 3)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
+def test_a_group_that_missed_the_quorum_that_it_should_have_healed_in_heals_in_the_next() -> None:
+    """It was at the step of a newcomer that has begun anew at a restarted lighthouse."""
+    outcome = run_seed(99000001591)
+    assert outcome.fell is None, describe(outcome)
+
+
+def test_a_thousand_groups() -> None:
+    outcome = run_seed(1, NUM_MANY)
+    assert outcome.fell is None, describe(outcome)
+    assert outcome.num_commits >= NUM_MANY
+
+
+def test_a_seed_is_one_and_the_same_run() -> None:
+    first, again = (Fleet(draw(7)).run() for _ in range(2))
+    assert first == again
+    assert first.num_commits > 0
+
+
+def test_the_story_of_a_fall_is_short_and_can_be_told_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Membership, "dead", lambda self, now: [])
+    monkeypatch.setattr(Membership, "next_death", lambda self: None)
+    fallen = next(
+        outcome for seed in range(60) if (outcome := Fleet(draw(seed)).run()).fell is not None
+    )
+    small = shrink(fallen, max_runs=60)
+    assert small.fell == fallen.fell
+    assert len(small.scenario.faults) <= len(fallen.scenario.faults)
+    again = Fleet(small.scenario).run()
+    assert (again.fell, again.what) == (small.fell, small.what)
+    monkeypatch.undo()
+    assert Fleet(small.scenario).run().fell is None
+    assert f"--seed {small.scenario.seed}" in describe(small)
+
+
+def test_a_run_depends_on_its_faults_alone() -> None:
+    """Without faults, chance decides nothing but moments: everybody trains from the first step."""
+    calm = dataclasses.replace(draw(3), faults=())
+    outcome = Fleet(calm).run()
+    assert outcome.fell is None
+    assert outcome.num_commits > 0
+
+
+def test_a_drain_costs_nobody_a_step() -> None:
+    """Neither the group, which ends between two steps, nor its peers, which are told in time."""
+    for seed in range(3):
+        drawn = draw(seed, num_groups=4)
+        rules = dataclasses.replace(
+            drawn.trainer,
+            min_replica_size=1,
+            shrink_only_rate=0.0,
+            mean_copy_s=MEAN_COPY_S,  # a heal that comes too late is discarded
+        )
+        config = dataclasses.replace(drawn.config, min_replicas=1)
+        drains = tuple(
+            Fault(at=12.0 + 3 * each, kind="drain", target=each, seconds=1.0, value=each % 2)
+            for each in range(3)
+        )
+        calm = dataclasses.replace(drawn, trainer=rules, config=config, requested_min_replicas=0)
+        outcome = Fleet(dataclasses.replace(calm, faults=drains)).run()
+        assert outcome.fell is None, describe(outcome)
+        assert outcome.num_discards == 0, "\n".join(outcome.trace)
+        assert sum("leaves: " in line for line in outcome.trace) >= 3
+
+
+def test_the_command_counts_what_it_has_seen() -> None:
+    told = CliRunner().invoke(main, ["--seed", "0", "--count", "2", "--processes", "1"])
+    assert told.exit_code == 0, told.output
+    assert "2 seeds" in told.output

@@ -1,0 +1,134 @@
+"""A replica group of the stall benchmark: a small model, and a large state that must be healed.
+
+Says ``ready URL`` with the address of its state, and is answered with the one to tell to others.
+Then it obeys lines on its standard input:
+
+``clone``    answers with the seconds that a plain copy of the state takes, into fresh memory in
+             huge pages, as a snapshot is: finding and clearing them is most of the work.
+``steps N``  trains N steps; answers with one line of JSON: a list with an object for each, its
+             milliseconds (``total``, of which ``wait`` for the quorum and ``update``), and the
+             number of groups in its quorum.
+``meet N``   the same: steps until one has a quorum of two groups, and N more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import nn
+
+from tools.benchmarks.children.healing_ends import make_state
+from torchft_svc.client import DistributedDataParallel, HTTPTransport, Manager, OptimizerWrapper
+from torchft_svc.client.checkpointing.encoding.memory import allocate
+
+_TIMEOUT = timedelta(seconds=300)
+_COMPUTE_S = 0.03
+_WIDTH = 64
+# Enough for a joiner that imports torch meanwhile.
+_MAX_STEPS = 5000
+
+
+class FarAway(HTTPTransport[Any]):
+    """Reached by others at ``url``."""
+
+    url = ""
+
+    def metadata(self) -> str:
+        return self.url or super().metadata()
+
+
+class Group:
+    """Trains; its state is the small model and matrices that no gradient changes."""
+
+    def __init__(self, flags: argparse.Namespace) -> None:
+        transport = FarAway(_TIMEOUT, hostname="127.0.0.1")
+        print("ready", transport.metadata(), flush=True)
+        transport.url = sys.stdin.readline().strip()
+        self._model = nn.Linear(_WIDTH, _WIDTH)
+        self._heavy = make_state(flags.matrices)
+        sgd = torch.optim.SGD(self._model.parameters(), lr=1e-3)
+        self._manager = Manager(
+            state_dict=self._state,
+            load_state_dict=self._load,
+            timeout=_TIMEOUT,
+            quorum_timeout=_TIMEOUT,
+            lighthouse_addr=flags.lighthouse,
+            replica_id=flags.name,
+            checkpoint_transport=transport,
+        )
+        self._optimizer = OptimizerWrapper(self._manager, sgd)
+        self._parallel = DistributedDataParallel(self._manager, self._model)
+
+    def _state(self) -> dict[str, Any]:
+        return {"model": self._model.state_dict(), "heavy": self._heavy}
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self._model.load_state_dict(state["model"])
+        self._heavy = state["heavy"]
+
+    def clone(self) -> float:
+        began_at = time.perf_counter()
+        copies = []
+        for matrix in self._heavy["matrices"]:
+            fresh = torch.frombuffer(allocate(matrix.nbytes), dtype=matrix.dtype)
+            copies.append(fresh.view_as(matrix).copy_(matrix))
+        took_s = time.perf_counter() - began_at
+        del copies
+        return took_s
+
+    def step(self) -> dict[str, float]:
+        at = [time.perf_counter()]
+        self._optimizer.zero_grad()
+        loss = self._parallel(torch.ones(1, _WIDTH)).square().mean()
+        time.sleep(_COMPUTE_S)
+        at.append(time.perf_counter())
+        self._manager.wait_quorum()
+        at.append(time.perf_counter())
+        loss.backward()
+        at.append(time.perf_counter())
+        self._optimizer.step()
+        at.append(time.perf_counter())
+        quorum = self._manager.last_quorum()
+        return {
+            "total": (at[4] - at[0]) * 1000,
+            "wait": (at[2] - at[1]) * 1000,
+            "update": (at[4] - at[3]) * 1000,
+            "groups": 0 if quorum is None else quorum.replica_world_size,
+        }
+
+    def meet(self, num_more: int) -> list[dict[str, float]]:
+        steps = [self.step()]
+        while steps[-1]["groups"] < 2 and len(steps) < _MAX_STEPS:
+            steps.append(self.step())
+        return steps + [self.step() for _ in range(num_more)]
+
+    def close(self) -> None:
+        self._manager.shutdown()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--matrices", type=int, required=True)
+    parser.add_argument("--lighthouse", required=True)
+    parser.add_argument("--name", required=True)
+    torch.set_num_threads(1)
+    group = Group(parser.parse_args())
+    for line in sys.stdin:
+        command, *arguments = line.split()
+        if command == "clone":
+            print(group.clone(), flush=True)
+        elif command == "steps":
+            print(json.dumps([group.step() for _ in range(int(arguments[0]))]), flush=True)
+        else:
+            print(json.dumps(group.meet(int(arguments[0]))), flush=True)
+    group.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,276 @@
+"""Measures what a kill -9 costs: the survivors' pause, and the way back to the whole world."""
+
+from __future__ import annotations
+
+import operator
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+
+from tools.benchmarks.options import before_option, json_option
+from tools.benchmarks.processes import (
+    ROOT,
+    Child,
+    ChildError,
+    lighthouse_address,
+    peer_python,
+    program,
+    root_with_package_of,
+    start_lighthouse,
+    told_lines,
+)
+from tools.benchmarks.table import Column, Result, hand_over
+
+_KINDS = ("trainer", "trainer and manager")
+_ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    # torch looks up the name of whoever connects; a lost answer must not cost 5 s.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
+# Well above the public release's heartbeat timeout (5 s) and a start of Python with torch on a
+# machine that is busy with other work.
+_PATIENCE_S = 150.0
+# Of each side, where two checkouts are compared: the kills are spread over them.
+_WORLDS = 4
+# A kill comes at a random moment of a step, when the whole world has trained for a while.
+_CALM_S = (0.2, 0.6)
+_COLUMNS = (
+    Column("trainer", "trainer"),
+    Column("killed", "killed"),
+    Column("kills", "kills", 0),
+    Column("pause_ms", "pause, ms", 0),
+    Column("pause_worst_ms", "worst", 0),
+    Column("rejoin_s", "rejoin, s", 2),
+    Column("rejoin_worst_s", "worst", 2),
+    Column("built_s", "imports and model, s", 2),
+    Column("rest_s", "the rest, s", 2),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Group ``group`` committed with ``participants`` groups, at ``at_ns`` (monotonic)."""
+
+    group: int
+    participants: int
+    at_ns: int
+
+
+@dataclass(slots=True)
+class World:
+    """Three replica groups and their lighthouse, killed and restarted."""
+
+    start: Callable[[int], Child]
+    num_groups: int
+    trainers: dict[int, Child] = field(default_factory=dict)
+    _built_at_ns: dict[int, int] = field(default_factory=dict)
+
+    def begin(self, group: int) -> int:
+        """Start a group's trainer; the instant before (ns)."""
+        at_ns = time.monotonic_ns()
+        self._built_at_ns.pop(group, None)
+        self.trainers[group] = self.start(group)
+        self.trainers[group].send("train")
+        return at_ns
+
+    def kill(self, group: int, *, with_manager: bool) -> int:
+        """SIGKILL the trainer, at choice with its manager; the instant before (ns)."""
+        trainer = self.trainers.pop(group)
+        managers = trainer.children()
+        at_ns = time.monotonic_ns()
+        if with_manager:
+            for manager in managers:
+                manager.kill()
+        trainer.kill()
+        trainer.close()
+        return at_ns
+
+    def commits(self, timeout_s: float) -> Iterator[Commit]:
+        """The commits of all groups as they are told, for ``timeout_s``."""
+        for group, line in told_lines(self.trainers, timeout_s):
+            kind, *words = line.split()
+            if kind == "built":
+                self._built_at_ns[group] = int(words[0])
+            elif kind == "commit":
+                yield Commit(group, int(words[1]), int(words[2]))
+
+    def all_commit(self, participants: int, since_ns: int) -> int:
+        """When the last of the living groups first committed with so many participants (ns).
+
+        Raises:
+            ChildError: not within a long time.
+        """
+        first: dict[int, int] = {}
+        for commit in self.commits(_PATIENCE_S):
+            if commit.participants == participants and commit.at_ns > since_ns:
+                first.setdefault(commit.group, commit.at_ns)
+            if first.keys() == self.trainers.keys():
+                return max(first.values())
+        raise ChildError(
+            f"{len(first)} of {len(self.trainers)} groups committed with {participants} "
+            f"participants within {_PATIENCE_S:g} s"
+        )
+
+    def train_for(self, duration_s: float) -> None:
+        """Let it train, and forget the commits."""
+        for _ in self.commits(duration_s):
+            pass
+
+    def built_at_ns(self, group: int) -> int:
+        """When torch was imported and the trainer's model made."""
+        return self._built_at_ns[group]
+
+
+@dataclass(slots=True)
+class Course:
+    """One kind of trainer and of kill, and what was measured."""
+
+    name: str
+    killed: str
+    with_manager: bool
+    pauses_ms: list[float] = field(default_factory=list)
+    rejoins_s: list[float] = field(default_factory=list)
+    builts_s: list[float] = field(default_factory=list)
+
+    def run(self, world: World, dice: random.Random) -> None:
+        """One kill and one restart."""
+        world.train_for(dice.uniform(*_CALM_S))
+        victim = dice.randrange(world.num_groups)
+        killed_ns = world.kill(victim, with_manager=self.with_manager)
+        paused_ns = world.all_commit(world.num_groups - 1, killed_ns) - killed_ns
+        began_ns = world.begin(victim)
+        whole_ns = world.all_commit(world.num_groups, began_ns) - began_ns
+        self.pauses_ms.append(paused_ns / 1e6)
+        self.rejoins_s.append(whole_ns / 1e9)
+        self.builts_s.append((world.built_at_ns(victim) - began_ns) / 1e9)
+
+    def row(self) -> dict[str, Any]:
+        return {
+            "trainer": self.name,
+            "killed": self.killed,
+            "kills": len(self.pauses_ms),
+            "pause_ms": statistics.median(self.pauses_ms),
+            "pause_worst_ms": max(self.pauses_ms),
+            "rejoin_s": statistics.median(self.rejoins_s),
+            "rejoin_worst_s": max(self.rejoins_s),
+            "built_s": statistics.median(self.builts_s),
+            "rest_s": statistics.median(map(operator.sub, self.rejoins_s, self.builts_s)),
+            "pauses_ms": self.pauses_ms,
+            "rejoins_s": self.rejoins_s,
+        }
+
+
+@contextmanager
+def whole_world(
+    model: list[str], num_groups: int, peer: str | None = None, root: Path = ROOT
+) -> Iterator[World]:
+    """All groups train together; ``peer``: the Python of the public release, None: ours."""
+    with ExitStack() as stack:
+        lighthouse = start_lighthouse(min_replicas=1, peer=peer, root=root)
+        stack.enter_context(lighthouse)
+        where = f"--lighthouse={lighthouse_address(lighthouse)}"
+        name = f"tools.benchmarks.children.trainer_{'ours' if peer is None else 'public'}"
+        python = {} if peer is None else {"python": peer}
+
+        def start(group: int) -> Child:
+            command = program(name, *model, where, f"--name=group-{group}", **python)
+            return stack.enter_context(Child(command, _ENVIRONMENT, root=root))
+
+        world = World(start, num_groups)
+        for group in range(num_groups):
+            world.begin(group)
+        world.all_commit(num_groups, 0)
+        yield world
+
+
+def measure_ours(
+    model: list[str], num_groups: int, kinds: tuple[str, ...], kills: int, seed: int,
+    before: Path | None,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """A row for each kind of kill, in turns.
+
+    With another checkout beside this one, worlds of both follow each other: two at a time would
+    take each other's cores.
+    """
+    dice = random.Random(seed)
+    with root_with_package_of(before) as root_before:
+        sides = [(ROOT, _courses("ours", kinds))]
+        if root_before is not None:
+            sides.append((root_before, _courses("ours, before", kinds)))
+        worlds = 1 if root_before is None else min(_WORLDS, kills)
+        for number in range(worlds):
+            share = kills * (number + 1) // worlds - kills * number // worlds
+            for root, courses in sides if number % 2 == 0 else sides[::-1]:
+                with whole_world(model, num_groups, root=root) as world:
+                    run_all(courses, world, share, dice)
+    return [course.row() for _, courses in sides for course in courses]
+
+
+def measure_peer(
+    peer: str, model: list[str], num_groups: int, kills: int, seed: int
+) -> list[dict[str, Any]]:
+    """The public release's manager is a part of its trainer: there is but one way to kill it."""
+    courses = _courses("public release", ("trainer",))
+    with whole_world(model, num_groups, peer) as world:
+        run_all(courses, world, kills, random.Random(seed))
+    return [course.row() for course in courses]
+
+
+def _courses(name: str, kinds: tuple[str, ...]) -> list[Course]:
+    return [Course(name, kind, with_manager=kind != "trainer") for kind in kinds]
+
+
+def run_all(courses: list[Course], world: World, kills: int, dice: random.Random) -> None:
+    """``kills`` of each course, in turns."""
+    for _ in range(kills):
+        for course in courses:
+            course.run(world, dice)
+
+
+@click.command(context_settings={"show_default": True})
+@click.option("--groups", type=click.IntRange(2), default=3, help="Replica groups.")
+@click.option("--kind", "kinds", type=click.Choice(_KINDS), multiple=True, default=_KINDS,
+              help="What of a group of ours is killed; may be repeated.")  # fmt: skip
+@click.option("--kills", type=click.IntRange(1), default=20, help="Kills of each kind.")
+@click.option("--peer-kills", type=click.IntRange(0), default=5,
+              help="Kills of the public release's trainers, which take longer.")  # fmt: skip
+@click.option("--width", type=click.IntRange(1), default=64, help="Width of the MLP's layers.")
+@click.option("--depth", type=click.IntRange(1), default=2, help="Number of its layers.")
+@click.option("--seed", type=int, default=0, help="Draws the victims and the moments.")
+@before_option
+@json_option
+def main(
+    groups: int, kinds: tuple[str, ...], kills: int, peer_kills: int, width: int, depth: int,
+    seed: int, before: Path | None, json_file: Path | None,
+) -> None:  # fmt: skip
+    """SIGKILL one of several replica groups, restart it, and look how long each takes."""
+    result = Result(
+        name="recovery",
+        title=f"Recovery from a SIGKILL: {groups} groups with a small model, default settings",
+        columns=_COLUMNS,
+        settings={"groups": groups, "kills": kills, "peer_kills": peer_kills, "seed": seed},
+        notes=[
+            "pause: from the kill to the first commit without the killed group, of the last "
+            "survivor",
+            "rejoin: from the start of the process until all have committed together; "
+            "the rest: rejoin less what any trainer needs to import torch and make its model",
+        ],
+    )
+    model = [f"--width={width}", f"--depth={depth}", "--batch=8"]
+    result.rows = measure_ours(model, groups, kinds, kills, seed, before)
+    peer = peer_python()
+    if peer is not None and peer_kills:
+        result.rows += measure_peer(peer, model, groups, peer_kills, seed)
+    hand_over(result, json_file)
+
+
+if __name__ == "__main__":
+    main()

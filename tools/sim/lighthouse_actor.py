@@ -1,0 +1,340 @@
+"""The lighthouse of a simulated world: the service's own machine, behind simulated streams."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from tools.sim.invariants import SLACK_S, Invariants
+from tools.sim.lighthouse_checks import ClientRecord, LighthouseChecks
+from tools.sim.liveness import LOOK_S
+from tools.sim.network import Network, Stream, StreamEnd
+from tools.sim.trace import Trace
+from tools.sim.world import VirtualWorld
+from torchft_svc.core.quorum.lighthouse.session_orders import (
+    Order,
+    Orders,
+    Publish,
+    RefuseCall,
+    Send,
+)
+from torchft_svc.core.quorum.lighthouse.sessions import (
+    ID_EPOCH_S,
+    LighthouseSessions,
+    first_quorum_id,
+)
+from torchft_svc.core.quorum.session_messages import (
+    Beat,
+    Drain,
+    Hello,
+    Leave,
+    News,
+    Question,
+    Refusal,
+    SessionMessage,
+    Welcome,
+    Withdrawal,
+)
+from torchft_svc.core.quorum.types import Quorum, QuorumConfig
+from torchft_svc.core.streams import EndStream
+from torchft_svc.core.timer import DeadlineTimer
+from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError
+
+# The wall clock at the world's beginning: ids start from it, as in the service.
+WALL_CLOCK_AT_START_S = ID_EPOCH_S + 1000.0
+# In a larger fleet it would cost more than all that happens in it.
+MAX_LOOKED_AT = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """The first message of a stream. Without a session the messages stand for calls, and this one
+    for the first heartbeat."""
+
+    job: str
+    hello: Hello
+    has_session: bool
+
+
+class QuorumAnswer(NamedTuple):
+    """The answer to question ``number``."""
+
+    number: int
+    quorum: Quorum
+
+
+class LighthouseActor:
+    """One lighthouse host; the process on it comes and goes."""
+
+    def __init__(
+        self,
+        world: VirtualWorld,
+        network: Network,
+        config: QuorumConfig,
+        invariants: Invariants,
+        trace: Trace,
+        name: str,
+        clock_skew_s: float,
+        elected: Callable[[], str],
+    ) -> None:
+        self.began_at = 0.0  # its present life, or its lead
+        self._world = world
+        self._network = network
+        self._config = config
+        self._invariants = invariants
+        self._trace = trace
+        self._numbers = itertools.count()  # of streams and calls
+        self._num_lives = 0
+        self.name = name
+        self._elected = elected
+        self.up_since = 0.0  # or will be up from then on
+        self.thawed_at = -math.inf  # or will be thawed then
+        self.clock_skew_s = clock_skew_s
+        self.leads = True
+        self.process = world.process(name)
+        self._begin()
+
+    def _first_id(self) -> int:
+        wall_s = WALL_CLOCK_AT_START_S + self._world.now + self.clock_skew_s
+        return first_quorum_id(wall_s, remainder=0)  # the worst case: one that others have, too
+
+    def _begin(self) -> None:
+        self.core = LighthouseSessions(self._config, self._first_id(), self._world.now)
+        self.checks = self._new_checks()
+        self._connections: dict[int, Connection] = {}
+        self._calls: dict[int, Connection] = {}
+        self._timer = DeadlineTimer(self.process.after, self._tick)
+        if self._config.max_members_per_job <= MAX_LOOKED_AT:
+            self.process.after(LOOK_S, self._look)
+
+    def _new_checks(self) -> LighthouseChecks:
+        self._invariants.ids.restarted()
+        self._invariants.progress.restarted()
+        self._invariants.newcomers.restarted()
+        return LighthouseChecks(
+            self._config, self.core, self.process, self._invariants, self._trace, self.name
+        )
+
+    def crash(self, down_s: float, clock_back_s: float) -> None:
+        """SIGKILL, and a new process after ``down_s``, whose wall clock was set back meanwhile."""
+        if self.process.is_dead:
+            return
+        self.clock_skew_s -= clock_back_s
+        self.process.kill()
+        self._num_lives += 1
+        following = self._world.process(f"{self.name} {self._num_lives + 1}")
+        following.after(down_s, self._come_back)
+        self._next = following
+
+    def _come_back(self) -> None:
+        self.process, self.leads = self._next, True
+        self.began_at = self._world.now
+        self._begin()
+        self._trace.record(self.name, "is back")
+
+    def end_lead(self, seconds: float) -> None:
+        """It loses the election, and is elected again after ``seconds``."""
+        if self.process.is_dead or not self.leads:
+            return
+        self.leads = False
+        over, first_id = NotLeader(""), self._first_id()
+        self.feed(lambda now: self.core.lead_ended(over, first_id, now), self.checks.lead_ended)
+        self.checks = self._new_checks()
+        self.process.after(seconds, self._lead)
+
+    def _lead(self) -> None:
+        self.leads, self.began_at = True, self._world.now
+        self._trace.record(self.name, "leads again")
+
+    @property
+    def is_up(self) -> bool:
+        return not (self.process.is_dead or self.process.is_frozen)
+
+    def is_away_for(self, seconds: float) -> None:
+        self.up_since = max(self.up_since, self._world.now + seconds)
+
+    def takes_groups(self) -> bool:
+        """It may refuse them, because another lighthouse leads."""
+        return self._elected() in ("", self.name) and self.leads and not self.process.is_dead
+
+    def refusal(self) -> NotLeader | None:
+        """The answer to all that groups ask while it does not lead."""
+        return None if self.takes_groups() else NotLeader(self._elected())
+
+    def accept(self, stream: Stream) -> StreamEnd | None:
+        """The server's end of a new stream, if somebody listens."""
+        if self.process.is_dead:
+            return None
+        refusal = self.refusal()
+        if refusal is not None:
+            return StreamEnd(self.process, lambda _: stream.end(refusal), lambda reason: None)
+        connection = Connection(self, stream, next(self._numbers))
+        self._connections[connection.number] = connection
+        return connection.end
+
+    def accept_loss(self, job: str) -> bool:
+        """An operator accepts that ``job`` goes back; whether it was held back for that."""
+        with contextlib.suppress(RequestRefused):
+            self._command(lambda now: self.core.loss_accepted(job, now))
+            return self._is_there()
+        return False
+
+    def drain(self, job: str, name: str) -> None:
+        with contextlib.suppress(RequestRefused):
+            self._command(lambda now: self.core.commanded(job, name, Drain("enough"), now))
+
+    def _command(self, take: Callable[[float], Orders]) -> None:
+        if self._is_there():
+            self.feed(take)
+
+    def _is_there(self) -> bool:
+        """Whether commands of an operator reach it."""
+        return not (self.process.is_dead or self.process.is_frozen)
+
+    # -- the driver ------------------------------------------------------------------------------
+
+    def feed(self, take: Callable[[float], Orders], note: Callable[[], None] | None = None) -> None:
+        """Pass an input to the core and to the checks (``note``), and carry out the orders."""
+        orders = take(self._world.now)
+        if note is not None:
+            note()
+        for order in orders:
+            self._carry_out(order)
+        self.checks.fed()
+        self._timer.set(self.core.next_deadline(), self._world.now)
+
+    def call(self, of: Connection, question: Question) -> None:
+        """A question as a call of its own, which cancels the one before."""
+        self.cancel(of)
+        call = of.call = next(self._numbers)
+        self._calls[call] = of
+        member, timeout_s = question.member, question.timeout_s
+        self.feed(
+            lambda now: self.core.called(call, of.key[0], member, timeout_s, now),
+            lambda: self.checks.received(of, question),
+        )
+
+    def cancel(self, of: Connection) -> None:
+        if self._calls.pop(of.call, None) is not None:
+            self.feed(
+                lambda now: self.core.cancelled(of.call, now), lambda: self.checks.withdrew(of)
+            )
+
+    def closed(self, of: Connection) -> None:
+        """For a client without a session this means nothing."""
+        if of.is_unary:
+            self.cancel(of)
+        else:
+            self.feed(lambda now: self.core.closed(of.number, now), lambda: self.checks.closed(of))
+        self._connections.pop(of.number, None)
+
+    def _carry_out(self, order: Order) -> None:
+        if isinstance(order, Send):
+            told = [self._connections[stream] for stream in order.streams]
+            self.checks.told(told, order.news)
+            for of in told:
+                self._send(of, order.news)
+        elif isinstance(order, Publish):
+            self._publish(order)
+        elif isinstance(order, RefuseCall):
+            of = self._calls.pop(order.call)
+            self._send(of, Refusal(of.number_asked, order.error))
+        elif isinstance(order, EndStream):
+            self._connections[order.stream].finish(order.error or "it has left")
+        else:
+            self.checks.reported(order)
+
+    def _send(self, of: Connection, news: News) -> None:
+        if isinstance(news, Refusal):
+            self.checks.refused(of, news.number)
+        of.stream.to_client(news)
+
+    def _publish(self, order: Publish) -> None:
+        told = [(self._connections[stream], number) for stream, number in order.answers]
+        for call in order.calls:
+            of = self._calls.pop(call)
+            told.append((of, of.number_asked))
+        self.checks.published(order.decided, told)
+        for of, number in told:
+            of.stream.to_client(QuorumAnswer(number, order.decided.quorum))
+
+    def _tick(self) -> None:
+        self.feed(self.core.tick)
+
+    def _look(self) -> None:
+        self.feed(self.core.tick)
+        if self.process.thawed_at + SLACK_S < self._world.now:
+            self.checks.look()
+        self.process.after(LOOK_S, self._look)
+
+
+class Connection(ClientRecord):
+    """The lighthouse's end of a group's stream.
+
+    Without a session, its messages stand for calls, and its end means nothing.
+    """
+
+    def __init__(self, lighthouse: LighthouseActor, stream: Stream, number: int) -> None:
+        super().__init__()
+        self._lighthouse = lighthouse
+        self._core = lighthouse.core
+        self.stream = stream
+        self.number = number
+        self.is_unary = False
+        self.call = -1
+        self.end = StreamEnd(lighthouse.process, self._receive, self._close)
+
+    def finish(self, reason: str | TorchFTError) -> None:
+        """End the stream behind all that was sent; messages that are still on their way are not
+        read."""
+        if self.end.is_open:
+            self.end.is_open = False
+            self.stream.end(reason)
+            self._lighthouse.closed(self)
+
+    def _close(self, reason: str) -> None:
+        self._lighthouse.closed(self)
+
+    def _receive(self, message: Introduction | SessionMessage) -> None:
+        if isinstance(message, Introduction):
+            self._introduce(message)
+        elif self.is_unary:
+            self._call(message)
+        else:
+            self._feed(lambda now: self._core.received(self.number, message, now), message)
+
+    def _feed(self, take: Callable[[float], Orders], message: SessionMessage) -> None:
+        self._lighthouse.feed(take, lambda: self._lighthouse.checks.received(self, message))
+
+    def _introduce(self, message: Introduction) -> None:
+        job, hello = message.job, message.hello
+        self.key = (job, hello.replica_id)
+        if message.has_session:
+            checks = self._lighthouse.checks
+            self._lighthouse.feed(
+                lambda now: self._core.opened(self.number, job, hello, now),
+                lambda: checks.opened(self, hello.last),
+            )
+            return
+        self.is_unary = True
+        self._call(Beat())
+        self.stream.to_client(Welcome(self._core.lighthouse.beat_interval_s(job)))
+
+    def _call(self, message: SessionMessage) -> None:
+        refusal = self._lighthouse.refusal()
+        if refusal is not None:
+            self.finish(refusal)
+        elif isinstance(message, Question):
+            self._lighthouse.call(self, message)
+        elif isinstance(message, Withdrawal):
+            if message.number == self.number_asked:
+                self._lighthouse.cancel(self)
+        elif isinstance(message, Leave):
+            self._feed(lambda now: self._core.left(*self.key, message, now), message)
+            self.finish("it has left")
+        else:
+            self._feed(lambda now: self._core.heartbeat(*self.key, now), message)

@@ -1,0 +1,641 @@
+"""A worker of a simulated world: the real round and step, driven as `client/step/` drives them.
+
+Weights are one number, a hash chain over all updates, so different histories can be told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tools.sim.invariants import must
+from tools.sim.line_actor import LineActor
+from tools.sim.offers import Fetched, Offers
+from tools.sim.scenario import MEAN_COPY_S, TrainerRules
+from tools.sim.shared import Home, Shared
+from tools.sim.sums import Contribution, Result, Seat, State
+from tools.sim.terms import CommittedStep, NewcomerPatience, TermStep
+from tools.sim.world import Event, Process
+from torchft_svc.core.quorum.manager.assignment import Assignment
+from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
+from torchft_svc.core.quorum.manager.manager import WorkerNews
+from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.session_messages import Drain, Kill, Lost, NewcomerWaits
+from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.worker.peers import LoseMember
+from torchft_svc.core.quorum.worker.round import Round, RoundRequest, WorkerRules
+from torchft_svc.core.quorum.worker.round_orders import (
+    AskDecision,
+    AskManager,
+    BeginTraining,
+    Decide,
+    EnterQuorum,
+    FetchState,
+    LeaveMembers,
+    LoseDecision,
+    MeetMembers,
+    OfferState,
+    Order,
+    Warn,
+)
+from torchft_svc.core.quorum.worker.step import StepMachine, StepState
+from torchft_svc.core.route import MANAGER_PATIENCE_S, RETRY_S
+from torchft_svc.errors import (
+    Drained,
+    GroupLeft,
+    PeerError,
+    QuorumFailed,
+    RequestRefused,
+    TorchFTError,
+    Unreachable,
+)
+
+PAUSE_S = 0.01  # until a loop that catches a failed quorum tries again
+WAITS_LOOK_S = 1.0
+# How long a worker whose sum has failed waits for the news that a member has left, and how often it
+# looks.
+NEWS_S, NEWS_LOOK_S = 0.2, 0.02
+ROUNDING_S = 1e-6
+NO_STEP = -1  # of weights that an update has spoiled
+
+
+class WorkerActor:
+    """One life of a worker."""
+
+    def __init__(
+        self, process: Process, home: Home, group_rank: int, rules: TrainerRules, shared: Shared
+    ) -> None:
+        self.process = process
+        self.home = home
+        self.group_rank = group_rank
+        self._rules = rules
+        self._shared = shared
+        self.machine = StepMachine(min_replica_size=rules.min_replica_size)
+        self.round: Round[Assignment] = Round(
+            WorkerRules(
+                group_rank=group_rank,
+                group_world_size=home.group_world_size,
+                use_async_quorum=rules.use_async_quorum,
+                num_wanted=rules.num_wanted,
+                is_steady=rules.is_steady,
+            ),
+            self.machine,
+        )
+        self.weights = process.chance.getrandbits(32)
+        self._step_of_weights = 0
+        # A group that cannot heal in time never trains, so slow copies are a fault like any other.
+        self.offers = Offers(process, lambda: MEAN_COPY_S if shared.is_calm else rules.mean_copy_s)
+        self.hung_until = 0.0
+        self.is_broken = False  # the next collective raises
+        self.vote_stalls_s = 0.0  # how much longer the next vote is on its way
+        self.puts_heals_off_until = 0.0  # `start_quorum(allow_heal=False)`
+        self.loses_update: str | None = None  # the next one ends by an exception, or by what spoils
+        self.hangs_between_s = 0.0  # the next two steps
+        self.dies_with_sum = False  # with the next one
+        self.is_drained = False  # it has ended in good order
+        self._num_commits_draining = 0
+        self._newcomers = NewcomerPatience()
+        news = self._receive, self._cut
+        self.line = LineActor(process, home, group_rank, shared.network, self.round, *news)
+        self._seat: Seat | None = None  # its process group
+        self._step = _Step(0, 0.0)
+        self._actions: dict[type, Callable[[_Step, Any], None]] = {
+            AskManager: self._soon(self._ask),
+            EnterQuorum: self._wait_for_members,
+            MeetMembers: self._meet_members,
+            LeaveMembers: lambda step, order: self._leave_members(),
+            BeginTraining: self._begin_training,
+            OfferState: self._offer,
+            FetchState: lambda step, order: self._fetch(step),
+            Warn: lambda step, order: shared.trace.record(process.name, order.what),
+            AskDecision: self._soon(self._ask_decision),
+            Decide: self._decided,
+            LoseDecision: self._lose_decision,
+        }
+
+    # -- start -----------------------------------------------------------------------------------
+
+    def restore(self, saved: Fetched) -> None:
+        self.machine.restore(saved.state.step, saved.batches_committed, saved.quorum_id)
+        self.weights, self._step_of_weights = saved.state.weights, saved.state.step
+
+    def begin_step(self) -> None:
+        """`zero_grad`: ask for a quorum, and go forward unless the quorum is needed first."""
+        if self._is_hanging(self.begin_step):
+            return
+        now, has_to_end = self.process.world.now, self.home.collective is not None
+        self._carry_out(self._step, self.round.give_up())
+        request = RoundRequest(
+            allow_heal=self.puts_heals_off_until <= now,
+            shrink_only=self.process.chance.random() < self._rules.shrink_only_rate,
+            timeout_s=self._shared.question_s(self._rules.quorum_s, has_to_end=has_to_end),
+        )
+        broken = self._seat.error if self._seat is not None else None
+        is_alone = self.home.group_world_size == 1
+        try:
+            epoch = self.round.begin(request, broken)
+        except RequestRefused as error:  # its weights are those of no step
+            self._end(error)
+            return
+        state = self.machine.state
+        if not (state.spoiled and state.unhealed):
+            name = self.process.name
+            self._shared.invariants.discards.began(name, state.step, self._step_of_weights)
+        goes_on = self.round.goes_on
+        in_vain = goes_on and is_alone and broken is not None
+        must(not in_vain, "I5", f"{self.process.name} begins a step without its connections")
+        self._newcomers.began(self.process.name, goes_on=goes_on)
+        if goes_on:
+            before = self._step
+            step = _Step(epoch, before.asked_at, part=before.part, round=before.round)
+            step.began_at, step.goes_on = now, True
+            self._step = step
+            self._check_newcomers()
+            self._shared.companions.began(self.home.name, self.group_rank, state.step, None)
+            self._carry_out(step, self.round.go_on())
+            self._begin_training(step)
+            self._go_forward(step)
+            return
+        step = self._step = _Step(epoch, now, is_sync=self.round.waits_for_quorum)
+        step.began_at = now
+        self._shared.invariants.newcomers.asks(self.process.name)
+        self._shared.companions.began(self.home.name, self.group_rank, state.step, now)
+        if self.home.collective is not None:
+            self.home.collective.asks(self.process)
+        self._carry_out(step, self.round.ask(now))
+        if not step.is_sync:
+            self._go_forward(step)
+
+    def _check_newcomers(self) -> None:
+        it, companions = self._in_term(self._step), self._shared.companions
+        part, now = self._step.part, self.process.world.now
+        assert part is not None
+
+        def settled_since(newcomer: str) -> float:
+            return companions.settled_since([*it.groups(), newcomer.partition(":")[0]])
+
+        newcomers = self._shared.invariants.newcomers
+        me = part.replica_ids[part.replica_rank]
+        newcomers.began(self.home.job, me, self.process.name, now, settled_since)
+
+    def _in_term(self, step: _Step) -> TermStep:
+        assert step.part is not None
+        return TermStep(
+            group=self.home.name,
+            group_rank=self.group_rank,
+            members=step.part.replica_ids,
+            step=self.round.ballot().step,
+            waits_since=step.waits_since,
+            asked_at=step.asked_at,
+        )
+
+    def _go_forward(self, step: _Step) -> None:
+        train_s = self._rules.train_s * self.process.chance.uniform(0.9, 1.1)
+        self.process.after(train_s, self._forward_done, step)
+
+    def _forward_done(self, step: _Step) -> None:
+        if not self._is_hanging(self._forward_done, step) and step is self._step:
+            step.is_forward_done = True
+            self._reduce_if_ready(step)
+
+    # -- the round -------------------------------------------------------------------------------
+
+    def _carry_out(self, step: _Step, orders: Sequence[Order]) -> None:
+        for order in orders:
+            self._actions.get(type(order), _nothing)(step, order)
+
+    def _wait_for_members(self, step: _Step, order: EnterQuorum) -> None:
+        self._tell_phase(Phase.QUORUM)
+        self._carry_out(step, self.round.entered())
+
+    def _meet_members(self, step: _Step, order: MeetMembers) -> None:
+        self._carry_out(step, self.round.met(self._meet(order.anew)))
+
+    def _begin_training(self, step: _Step, _: BeginTraining | None = None) -> None:
+        self._tell_phase()
+        step.is_ready = True
+
+    def _offer(self, step: _Step, order: OfferState) -> None:
+        assert step.part is not None
+        self.offers.offer(step.part.max_step, self._to_offer())
+
+    def _lose_decision(self, step: _Step, order: LoseDecision) -> None:
+        self._decided(step, Decide(False))
+        self._end(order.error)
+
+    def _soon(self, action: Callable[..., None]) -> Callable[[_Step, Any], None]:
+        def act(step: _Step, order: AskManager | AskDecision) -> None:
+            if order.pause_s:
+                self.process.after(order.pause_s, action, step, order)
+            else:
+                action(step, order)
+
+        return act
+
+    def _ask(self, step: _Step, order: AskManager) -> None:
+        if step is not self._step:
+            return
+        broken = self._seat is not None and self._seat.error is not None
+        request = self.round.question(self.process.name, are_connections_broken=broken)
+        step.deadline = order.deadline
+        timeout_s = max(0.001, order.deadline - self.process.world.now)
+        self.line.ask(request, timeout_s, lambda answer: self._on_answer(step, answer))
+
+    def _on_answer(self, step: _Step, answer: AnswerWorker | TorchFTError) -> None:
+        if step is not self._step:
+            return
+        if isinstance(answer, TorchFTError):
+            is_over = self.home.is_manager_over()
+            orders = self.round.unanswered(answer, self.process.world.now, is_manager_over=is_over)
+            self._check_patience(step, answer, orders)
+        else:
+            step.part, step.round = answer.assignment, answer.round
+            orders = self.round.answered(answer.assignment)
+            self._shared.companions.answered(self.home.name, self.group_rank)
+            self._newcomers.met(answer.assignment.replica_ids)
+        if any(isinstance(order, AskManager) for order in orders):
+            self._carry_out(step, orders)
+            return
+        if self.home.collective is not None:
+            self.home.collective.is_answered(self.process)
+        self._carry_out(step, orders)
+        if self.round.error is not None:
+            self._go_on_without_quorum(step, self.round.error)
+        elif step.is_sync and not (step.is_fetching and self.round.heals_first):
+            self._go_forward(step)
+        else:
+            self._reduce_if_ready(step)
+
+    def _check_patience(self, step: _Step, error: TorchFTError, orders: Sequence[Order]) -> None:
+        """A manager that may be started again is asked again (rule M3)."""
+        is_lost = isinstance(error, Unreachable) and error.peer == "manager"
+        if not is_lost or self.home.is_manager_over():
+            return
+        now = self.process.world.now
+        step.lost_at = now if step.lost_at is None else step.lost_at
+        if not any(isinstance(order, AskManager | AskDecision) for order in orders):
+            until = min(step.deadline, step.lost_at + MANAGER_PATIENCE_S)
+            is_over = now + RETRY_S + ROUNDING_S >= until
+            must(is_over, "I5", f"{self.process.name} does not ask its manager again")
+
+    def _go_on_without_quorum(self, step: _Step, error: Exception) -> None:
+        try:
+            self.round.check_left()
+        except Drained:
+            if self._seat is not None:
+                self._seat.depart()
+            self.is_drained = isinstance(error, GroupLeft)
+            self.process.kill()
+            self.home.worker_drained()
+            return
+        # Where workers need one another, a program must not ask once more on its own: its peers
+        # may have had the answer, and wait for it in the collective.
+        has_to_end = self.home.collective is not None or isinstance(error, RequestRefused)
+        if not step.is_sync:
+            step.is_ready = True
+            self._reduce_if_ready(step)
+        elif has_to_end:
+            self._end(error)
+        else:
+            self._shared.trace.record(self.process.name, f"no quorum: {error}")
+            self.process.after(PAUSE_S, self.begin_step)
+
+    def _meet(self, anew: bool) -> PeerError | None:
+        """Join the process group of the quorum; returns why that is not possible."""
+        if anew:
+            if self._seat is not None:
+                self._seat.leave()
+            part = self._step.part
+            assert part is not None
+            key = (self.home.job, part.store_address, part.quorum_id, self.group_rank)
+            me = part.replica_ids[part.replica_rank]
+            self._seat = self._shared.sums.join(key, part.replica_ids, me, self.process)
+        assert self._seat is not None
+        return self._seat.error
+
+    def _leave_members(self) -> None:
+        if self._seat is not None:
+            self._seat.abort()
+
+    def _fetch(self, step: _Step) -> None:
+        def received(outcome: Fetched | PeerError) -> None:
+            latency_s = self._shared.network.latency(self.process)
+            self.process.after(latency_s, self._fetched, step, outcome)
+
+        assert step.part is not None
+        step.is_fetching = True
+        late = QuorumFailed("the fetch took too long")
+        self.process.after(self._rules.collective_s, self._fetched, step, late)
+        self._shared.fetch(self.process, step.part, self.group_rank, received)
+
+    def _fetched(self, step: _Step, outcome: Fetched | PeerError) -> None:
+        if step is not self._step or not step.is_fetching:
+            return
+        step.is_fetching = False
+        if isinstance(outcome, Fetched):
+            step.fetched = outcome
+            self.round.fetched()
+        else:
+            self._carry_out(step, self.round.failed(outcome))
+        if step.is_sync and self.round.heals_first:
+            self._apply_heal(step)
+            self._go_forward(step)
+        elif step.is_reduced:
+            self._end_backward(step)
+
+    # -- the sum ---------------------------------------------------------------------------------
+
+    def _reduce_if_ready(self, step: _Step) -> None:
+        if not (step.is_ready and step.is_forward_done) or step.is_reduced or step.is_reducing:
+            return
+        if self.is_broken:
+            self.is_broken = False
+            self._trouble()
+            error = QuorumFailed("an exception in a collective")
+            self._carry_out(step, self.round.broke(error, step.epoch))
+        seat = self._seat
+        broken = seat.error if seat is not None else QuorumFailed("no process group")
+        if broken is not None or not self.round.may_reduce:
+            self._reduced(step, broken or QuorumFailed("there is no quorum to sum with"))
+            return
+        assert seat is not None
+        step.is_reducing = True
+        self._tell_phase(Phase.QUORUM)  # it waits for others
+        contributes = self.machine.state.participation.participating_rank is not None
+        step.expiry = self.process.after(self._rules.collective_s, self._reduce_expired, step, seat)
+        part = Contribution(
+            state=self._state() if contributes else None,
+            num_groups=self._num_groups(),
+            wish=float(self.round.wants_question),
+        )
+        seat.reduce(part, lambda result: self._reduced(step, result))
+        if step.part is not None and step.part.steady:
+            step.waits_since = self.process.world.now
+            self._check_wait(step)
+
+    def _check_wait(self, step: _Step) -> None:
+        if step is self._step and step.is_reducing:
+            self._shared.companions.check_wait(self._in_term(step), self.process.world.now)
+            self.process.after(WAITS_LOOK_S, self._check_wait, step)
+
+    def _reduce_expired(self, step: _Step, seat: Seat) -> None:
+        if step is self._step and step.is_reducing:
+            seat.abort()
+
+    def _reduced(self, step: _Step, result: Result) -> None:
+        if step is not self._step or step.is_reduced:
+            return
+        step.is_reducing, step.is_reduced = False, True
+        self._tell_phase()
+        if step.expiry is not None:
+            step.expiry.cancelled = True
+        if isinstance(result, PeerError):
+            self._carry_out(step, self.round.broke(result, step.epoch))
+            if step.goes_on:
+                self._await_news(step, self.process.world.now + NEWS_S)
+                return
+        else:
+            if self.dies_with_sum and not self._shared.is_calm:
+                self._end("it dies with a sum")
+                return
+            step.result = result.digest
+            self.round.summed(result.wishes)
+        if not step.is_fetching:
+            self.process.after(0.0, self._end_backward, step)
+
+    def _num_groups(self) -> int:
+        """By how many groups the gradients are divided before they are summed."""
+        return self.machine.state.participation.num_participants
+
+    def _await_news(self, step: _Step, until: float) -> None:
+        """The sum of a step that asked nobody has failed: sum again if a member has left (E9)."""
+        if step is not self._step or self._is_hanging(self._await_news, step, until):
+            return
+        if self.round.may_sum_again():
+            self._sum_again(step)
+        elif self.process.world.now < until:
+            self.process.after(NEWS_LOOK_S, self._await_news, step, until)
+        else:
+            self._end_backward(step)
+
+    def _sum_again(self, step: _Step) -> None:
+        """The gradients are there: only the quorum is asked for, and the sum follows it."""
+        if self._seat is not None and self._seat.error is None:
+            self._leave_members()
+        now = self.process.world.now
+        try:
+            epoch = self.round.sum_again()
+        except RequestRefused as error:
+            self._end(error)
+            return
+        again = self._step = _Step(epoch, now, began_at=now, is_forward_done=True)
+        self._shared.invariants.newcomers.asks(self.process.name)
+        step_number = self.machine.state.step
+        self._shared.companions.began(self.home.name, self.group_rank, step_number, now)
+        self._carry_out(again, self.round.ask(now))
+
+    def _end_backward(self, step: _Step) -> None:
+        """In the second half of the backward pass the workers of a group need one another."""
+        collective = self.home.collective
+        if collective is None:
+            self._decide(step)
+            return
+        if self._is_hanging(self._end_backward, step) or step is not self._step:
+            return
+        collective.arrive(
+            self.process,
+            lambda: self._decide(step),
+            lambda: self._end(QuorumFailed("a worker of this group is gone")),
+        )
+
+    def drain(self, reason: str) -> None:
+        """SIGTERM: the group ends after this step."""
+        self.round.drain(reason)
+        self.line.ask_to_drain(reason)
+
+    def _receive(self, news: WorkerNews) -> None:
+        if isinstance(news, Lost):
+            self._lose(self.round.peers.lost(news.replica_id, news.reason, news.quorum_id))
+        elif isinstance(news, NewcomerWaits):
+            self.round.peers.waits(news.replica_id)
+            self._newcomers.heard(news.replica_id)
+        elif isinstance(news, TermEnds):
+            self._lose(self.round.term_ends(news))
+        elif isinstance(news, Drain):
+            self.round.drain(news.reason)
+        elif isinstance(news, Kill):
+            self.process.kill()
+            self.home.worker_failed(news.reason)
+
+    # -- the decision ----------------------------------------------------------------------------
+
+    def _decide(self, step: _Step) -> None:
+        if self._is_hanging(self._decide, step) or step is not self._step:
+            return
+        self._apply_heal(step)
+        step.lost_at = None
+        orders = self.round.vote(self.process.world.now, self._rules.collective_s)
+        self._tell_phase()
+        self._carry_out(step, orders)
+
+    def _ask_decision(self, step: _Step, order: AskDecision) -> None:
+        stalls_s, self.vote_stalls_s = self.vote_stalls_s, 0.0
+        self._shared.invariants.hangs.trouble(self.home.name, stalls_s)
+        if stalls_s:
+            self._trouble(stalls_s)
+        step.deadline = order.deadline
+        timeout_s = max(0.001, order.deadline - self.process.world.now)
+        ballot = self.round.ballot()
+        self.line.vote(ballot, timeout_s, lambda answer: self._on_decision(step, answer), stalls_s)
+
+    def _on_decision(self, step: _Step, answer: AnswerVote | TorchFTError) -> None:
+        if isinstance(answer, TorchFTError):
+            if isinstance(answer, RequestRefused):
+                self._share_fate(step, committed=False, group=self.home.name)
+            is_over = self.home.is_manager_over()
+            orders = self.round.vote_failed(answer, self.process.world.now, is_manager_over=is_over)
+            self._check_patience(step, answer, orders)
+        else:
+            orders = self.round.voted(answer.should_commit, answer.fate)
+        for order in orders:
+            if isinstance(order, Decide):
+                assert step.part is not None or not order.committed
+                self._share_fate(step, order.committed, self.line.manager_name())
+                if order.committed:
+                    self._share_fate(step, order.committed, self.home.name)
+        self._carry_out(step, orders)
+
+    def _share_fate(self, step: _Step, committed: bool, group: str) -> None:
+        identity = self._shared.invariants.identity
+        identity.shared_fate((group, step.round, self.round.ballot().step), self.process, committed)
+
+    def _decided(self, step: _Step, order: Decide) -> None:
+        before, committed = self.machine.state, order.committed
+        self.round.decide(order)
+        after = self.machine.state
+        self._shared.invariants.discards.decided(self.process.name, before, after, committed)
+        if committed:
+            self._commit(step, before)
+        else:
+            if step.goes_on:
+                self._shared.companions.discarded(self._in_term(step), self.process.world.now)
+            try:
+                self.round.check_next()
+            except TorchFTError as error:
+                self._end(error)
+        self._tell_phase()
+        if self.hangs_between_s:
+            self.hung_until = self.process.world.now + self.hangs_between_s
+            self._trouble(self.hangs_between_s)
+            self.hangs_between_s = 0.0
+        self.process.after(PAUSE_S * self.process.chance.random(), self.begin_step)
+
+    def _commit(self, step: _Step, before: StepState) -> None:
+        assert step.part is not None
+        name, discards = self.process.name, self._shared.invariants.discards
+        due = before.step if step.goes_on else step.part.max_step
+        discards.updates(name, before.step, self._step_of_weights, due)
+        spoiled_by, self.loses_update = self.loses_update, None
+        if spoiled_by is not None:
+            self._shared.companions.misses(self.home.name, before.step + 1, self.process.world.now)
+            self.machine.lose_update(spoiled_by)
+            if spoiled_by:
+                self.weights = self.process.chance.getrandbits(32)
+                self._step_of_weights = NO_STEP
+            return
+        self.weights = hash((self.weights, step.result))
+        self._step_of_weights += 1
+        self.machine.end_update()
+        if self.round.drain_reason is not None:
+            self._num_commits_draining += 1
+            discards.drained(name, self._num_commits_draining)
+        part = step.part
+        key = (self.home.job, self.group_rank, part.quorum_id, part.replica_ids, before.step)
+        self._shared.invariants.identity.committed(key, name, self.weights)
+        committed = CommittedStep(
+            job=self.home.job,
+            me=part.replica_ids[part.replica_rank],
+            group_rank=self.group_rank,
+            quorum_id=part.quorum_id,
+            members=part.replica_ids,
+            step=before.step,
+            began_at=step.began_at,
+            goes_on=step.goes_on,
+        )
+        self._shared.terms.committed(committed, self.process.world.now)
+        self._shared.histories.committed(committed, self.process.world.now)
+        self._shared.count_commit(self.home.job, step.part.quorum_id, before.step)
+        self.home.save(self.group_rank, self._to_offer())
+
+    def _apply_heal(self, step: _Step) -> None:
+        fetched, step.fetched = step.fetched, None
+        if fetched is not None:
+            self.offers.retract()
+            self.machine.apply_heal(fetched.batches_committed, fetched.quorum_id)
+            self.weights, self._step_of_weights = fetched.state.weights, fetched.state.step
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _state(self) -> State:
+        return State(self.machine.state.step, self.weights)
+
+    def _to_offer(self) -> Fetched:
+        state = self.machine.state
+        return Fetched(self._state(), state.batches_committed, state.quorum_id)
+
+    def _tell_phase(self, phase: Phase | None = None) -> None:
+        tells = self._rules.tells_phases or self._rules.is_steady
+        if tells or self.home.collective is not None:
+            self.line.tell_phase(self.round.report(phase))
+
+    def _trouble(self, seconds: float = 0.0) -> None:
+        until = self.process.world.now + seconds
+        self._shared.companions.trouble(self.home.name, until, is_reachable=True)
+
+    def _cut(self) -> None:
+        self._trouble()
+        self._leave_members()
+
+    def _lose(self, order: LoseMember | None) -> None:
+        if order is not None:
+            self._leave_members()
+
+    def _end(self, error: object) -> None:
+        self.process.kill()
+        self.home.worker_failed(str(error))
+
+    def _is_hanging(self, then: Callable[..., None], *args: object) -> bool:
+        """If the main thread is stuck, call ``then`` when it moves again."""
+        if self.hung_until <= self.process.world.now:
+            return False
+        self.process.after(self.hung_until - self.process.world.now, then, *args)
+        return True
+
+
+def _nothing(step: _Step, order: Order) -> None:
+    """The simulator does not model what this order does in a trainer."""
+
+
+@dataclass(slots=True)
+class _Step:
+    """What a step has come to."""
+
+    epoch: int
+    asked_at: float  # when the quorum was asked for
+    began_at: float = 0.0
+    waits_since: float = 0.0  # for the sum
+    goes_on: bool = False
+    is_sync: bool = False
+    is_ready: bool = False
+    is_forward_done: bool = False
+    is_fetching: bool = False
+    is_reducing: bool = False
+    is_reduced: bool = False
+    part: Assignment | None = None
+    round: int = 0  # to vote in
+    fetched: Fetched | None = None
+    result: int | None = None
+    deadline: float = 0.0  # of the call to the manager
+    lost_at: float | None = None  # since when that does not answer
+    expiry: Event | None = None
