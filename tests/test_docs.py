@@ -30,7 +30,15 @@ SYNONYMS = [
 ]
 # What only the benchmarks read, and what stands for several.
 OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}
-OTHER_FLAGS = {"--help", "--max-restarts", "--build", "--prefix", "--hypothesis-profile"} | {
+OTHER_FLAGS = {
+    "--help",
+    "--max-restarts",
+    "--build",
+    "--no-deps",
+    "--prefix",
+    "--target",
+    "--hypothesis-profile",
+} | {
     "--allow-incomplete-ranks",  # of the analyzer of flight records
     "--signal",  # of Slurm
     *("--rdzv-endpoint", "--rdzv-conf", "--local-addr"),  # of torchrun

@@ -71,6 +71,15 @@ def test_every_file_that_the_image_copies_is_there() -> None:
         assert f"!{name}" in ignored, f"{name} does not reach the builder"
 
 
+def test_services_run_from_the_image_without_torch() -> None:
+    stages = re.findall(r"^FROM \S+ AS (\w+)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+    assert stages == ["base", "services", "trainer"], "the last one is the default"
+    for service in SERVICES.values():
+        program = shlex.split(service["command"])[0]
+        small = {"context": ".", "target": "services"}
+        assert service["build"] == ("." if program == "python" else small)
+
+
 @pytest.mark.processes
 def test_its_commands_train_together(tmp_path: Path) -> None:
     ports = free_ports()
