@@ -92,8 +92,8 @@ def test_a_trainer_that_can_start_but_not_connect_ends(
 ) -> None:
     """Or it trains, where these files are enough; it must not discard the same step for ever."""
     (tmp_path / "train.py").write_text(TRAINER)
-    told = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": f"few{limit}"}
-    done = run_with(limit, str(tmp_path / "train.py"), "ends", **told)
+    variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": f"few{limit}"}
+    done = run_with(limit, str(tmp_path / "train.py"), "ends", **variables)
     if done.returncode:
         assert f"ConfigError: ulimit -n={limit} cannot work: " in done.stderr
         assert "too many open files (EMFILE)" in done.stderr
