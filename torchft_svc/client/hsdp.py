@@ -107,6 +107,7 @@ class _ShardedSums:
         ]
         summed = {id(param) for part in sharded for param in part}
         self.names = [name for key, name in names.items() if key in summed]
+        self.has_averaged = False
         self._module_watch = ModuleWatch(model, self._known)
         self.layout = f"sharded in {len(groups)} groups: {describe_tensors(shards, named)}"
 
@@ -124,6 +125,7 @@ class _ShardedSums:
         """FSDP's hook: average ``reduced`` in place."""
         check_running(self._manager)
         self._manager._average_gradients(reduced).wait()
+        self.has_averaged = True
 
     def walk_parameters(self) -> list[CurrentParameter]:
         """See `Walking`; the sharded parameters, also while the whole ones are gathered."""
@@ -181,6 +183,10 @@ class _ShardedSums:
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """None: FSDP owns the memory of the averages."""
         return None
+
+    def begin_step(self) -> None:
+        """See `Reducing.begin_step`."""
+        self.has_averaged = False
 
     def settle(self) -> Exception | None:
         """See `Reducing.settle`; the manager tracks passes that sum something."""

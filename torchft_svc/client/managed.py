@@ -43,6 +43,7 @@ class ManagedProcessGroup(ProcessGroup):
     layout = ""  # only torch's wrapper knows it
     parameters = ()  # likewise
     names = ()
+    has_averaged = False  # not known
 
     def __init__(self, manager: Manager, *, averages_sums: bool = False) -> None:
         super().__init__()
@@ -77,6 +78,9 @@ class ManagedProcessGroup(ProcessGroup):
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """None: the program owns the memory of the averages."""
         return None
+
+    def begin_step(self) -> None:
+        """Nothing; see `Reducing.begin_step`."""
 
     def settle(self) -> Exception | None:
         """See `Reducing.settle`; the manager tracks passes that sum something."""

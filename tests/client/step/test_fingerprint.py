@@ -27,10 +27,14 @@ class Wrapper:
 
     layout = ""
     names: Sequence[str] = ()
+    has_averaged = False
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.parameters = list(model.parameters())
+
+    def begin_step(self) -> None:
+        return None
 
     def settle(self) -> None:
         return None

@@ -342,6 +342,48 @@ def test_a_program_that_leaves_updates_out_by_design_is_held_up_once(
     assert len([each for each in caplog.messages if "the program's way" in each]) == 1
 
 
+def skips_when_all_agree(group: ByHand, skips: bool, clears_first: bool) -> bool:
+    """One step of a loop that votes without a backward pass where a group has a bad batch."""
+    if clears_first:
+        group.inner.zero_grad()
+    group.manager.start_quorum()
+    loss = group.loss()
+    bad = torch.tensor(float(skips))
+    group.manager.allreduce(bad).wait()
+    if bad > 0:
+        return group.manager.should_commit()
+    if not clears_first:
+        group.inner.zero_grad()
+    loss.backward()
+    committed = group.manager.should_commit()
+    if committed:
+        group.inner.step()
+    return committed
+
+
+@pytest.mark.parametrize("clears_first", [True, False])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_a_step_without_a_backward_pass_has_no_update_to_lose(
+    quiet: Quiet, num_groups: int, clears_first: bool
+) -> None:
+    """What the step before has left, in the buckets or in ``grad``, is not for this step."""
+    with lighthouse(min_replicas=num_groups) as address, contextlib.ExitStack() as stack:
+        groups = [stack.enter_context(ByHand(address, f"g{n}", n)) for n in range(num_groups)]
+        in_step(1, *groups)
+        before = groups[0].manager.current_step()
+        for num in range(NUM_USUAL + 2):
+            bad = groups[0] if num == NUM_USUAL else None
+            committed = together(
+                *(
+                    lambda a=a, bad=bad: skips_when_all_agree(a, a is bad, clears_first)
+                    for a in groups
+                )
+            )
+            assert committed == [True] * num_groups
+        together(*(lambda a=a: quiet.check(a, before + NUM_USUAL + 2) for a in groups))
+        assert_identical(groups)
+
+
 def fails_to_step(parameter: nn.Parameter) -> None:
     """An optimizer of something else raises in its step, and the program goes on."""
     inner = torch.optim.SGD([parameter], lr=0.1)

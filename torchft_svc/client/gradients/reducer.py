@@ -97,7 +97,7 @@ class Reducer:
         self._outer: _OuterPass | None = None
         self._is_nested = False
         self._is_alone = False  # the pass, in a quorum of this group
-        self._has_averages = False  # of the last pass, in the buckets
+        self.has_averaged = False
         self._arrived: dict[int, int] = {}  # versions of the parameters whose gradients are there
         self._versions_before: dict[int, int] = {}  # see `_register_hooks`
         self._reductions: list[Reduction] = []
@@ -168,13 +168,17 @@ class Reducer:
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """See `Reducing.average_of`."""
-        if not self._has_averages:
+        if not self.has_averaged or self._is_alone:
             return None
         for bucket in self._buckets:
             for each, view in zip(bucket.parameters, bucket.views, strict=True):
                 if each is parameter:
                     return view
         return None
+
+    def begin_step(self) -> None:
+        """See `Reducing.begin_step`."""
+        self.has_averaged = False
 
     def settle(self) -> Exception | None:
         """See `Reducing.settle`; replaces memory that an operation may still write to."""
@@ -429,8 +433,8 @@ class Reducer:
                 bucket.hand_out()
             else:
                 bucket.copy_out()
-        self._has_averages = not (self._failed or self._is_alone)
-        if not self._has_averages:
+        self.has_averaged = not self._failed
+        if self._failed or self._is_alone:
             # Other workers of the group may have their averages: all have the same gradients, since
             # a program may reduce those that it has inside the group.
             for bucket in self._buckets:

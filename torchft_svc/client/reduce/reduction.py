@@ -22,10 +22,12 @@ class Reducing(Protocol):
     """Sums gradients in the backward pass, and is registered with the manager.
 
     ``layout``: a printable sentence on what it sums, with a digest. A group with another layout is
-    refused. Empty: nothing is compared.
+    refused. Empty: nothing is compared. ``has_averaged``: whether it has averaged its parameters'
+    gradients in the present step; before that, what ``grad`` holds is not of this step.
     """
 
     layout: str
+    has_averaged: bool
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -50,7 +52,10 @@ class Reducing(Protocol):
         the model has got them, or has begun to train them, since it was wrapped."""
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """The last average of the parameter's gradient, if the reducer still has it."""
+        """The average of the parameter's gradient in this step, if the reducer still has it."""
+
+    def begin_step(self) -> None:
+        """A step begins: nothing is averaged in it yet. Called on the training thread."""
 
     def settle(self) -> Exception | None:
         """End the step: abandon an unfinished backward pass, and return an error if there was one.

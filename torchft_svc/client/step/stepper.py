@@ -176,6 +176,8 @@ class Stepper:
         self._check_not_reading()
         self._sums_begun = False
         self._end_last_step()
+        for reducer in self.reducers():
+            reducer.begin_step()
         self._clearing.begin()
         self._allows_heal = request.allow_heal
         runner = self._runner
@@ -597,9 +599,17 @@ class Stepper:
         return self._deps.registry.holds_any(updated)
 
     def _averaged_gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The gradient of ``parameter`` that was averaged in this step, if it is still there."""
+        owners = [
+            reducer
+            for reducer in self.reducers()
+            if any(each is parameter for each in reducer.parameters)
+        ]
+        if owners and not any(reducer.has_averaged for reducer in owners):
+            return None  # what is there is of an earlier step, or of this group alone
         if parameter.grad is not None:
             return parameter.grad
-        averages = (reducer.average_of(parameter) for reducer in self.reducers())
+        averages = (reducer.average_of(parameter) for reducer in owners)
         return next((each for each in averages if each is not None), None)
 
     def _interrupt(self, error: BaseException) -> None:
