@@ -18,6 +18,7 @@ from torch.distributed import TCPStore
 
 from torchft_svc.client import HTTPTransport, Manager
 from torchft_svc.client.runtime import bootstrap
+from torchft_svc.coordination import ManagerClient
 from torchft_svc.errors import (
     CheckpointError,
     ConfigError,
@@ -138,6 +139,38 @@ def test_a_group_votes_without_a_call(address: str, monkeypatch: pytest.MonkeyPa
             monkeypatch.setattr(client, "_send_vote", lambda *_: pytest.fail("a call"))
         for _ in range(3):
             assert together(*(worker.step for worker in group)) == [True] * 2
+
+
+def test_a_group_of_several_does_not_wait_for_news_after_a_failed_sum(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It cannot sum a step again (rule E9), so it has nothing to wait for."""
+    waits: list[object] = []
+    listen = ManagerClient.listen
+
+    def count(client: ManagerClient, *args: Any) -> None:
+        waits.append(client)
+        listen(client, *args)
+
+    monkeypatch.setattr(ManagerClient, "listen", count)
+    with (
+        lighthouse(min_replicas=2) as address,
+        workers(address, "a", 2) as a,
+        workers(address, "b", 2, seed=5) as b,
+    ):
+        everyone = [*a, *b]
+        deadline = time.monotonic() + DEADLINE_S
+        while not all(each.manager._worker.round.goes_on for each in everyone):
+            assert time.monotonic() < deadline, "the quorum never becomes a term"
+            together(*(each.step for each in everyone))
+        together(*(each.optimizer.zero_grad for each in everyone))
+        for each in everyone:
+            assert each.manager._worker.round.goes_on
+            each.manager._runtime.deps.pg.abort()
+        losses = [each.loss() for each in everyone]
+        together(*(loss.backward for loss in losses))
+        assert together(*(each.optimizer.step for each in everyone)) == [False] * 4
+    assert waits == []
 
 
 def test_one_worker_s_error_discards_the_step_of_all(address: str) -> None:

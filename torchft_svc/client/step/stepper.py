@@ -247,7 +247,7 @@ class Stepper:
         has seen nothing of the members that will be different."""
         error, round_ = self.state.error, self._worker.round
         is_of_sums = error is self._sum_error and not isinstance(error, OperationsDiffer)
-        if not (round_.goes_on and is_of_sums) or self._has_shown_members:
+        if not (round_.awaits_losses and is_of_sums) or self._has_shown_members:
             return False
         if len(self.reducers()) > 1 or self._task is not None:
             return False

@@ -76,6 +76,7 @@ def test_a_step_that_lacks_a_member_is_summed_in_the_next_quorum() -> None:
     round_ = in_term()
     epoch = round_.begin(REQUEST)
     assert not round_.may_sum_again(), "nobody has left"
+    assert round_.awaits_losses
     lose_a_peer(round_)
     assert round_.may_sum_again()
     round_.broke(BROKEN, epoch)
@@ -104,12 +105,16 @@ def test_who_cannot_sum_a_step_again() -> None:
     for round_ in (several, drained, out):
         round_.begin(REQUEST)
         lose_a_peer(round_)
+    assert (drained.awaits_losses, out.awaits_losses) == (True, True)
     drained.drain("SIGTERM")
     own = STEADY.replica_ids[STEADY.replica_rank]
     out.peers.lost(own, "it was silent", STEADY.quorum_id)
-    assert not any(round_.may_sum_again() for round_ in (several, drained, out))
+    for round_ in (several, drained, out):
+        assert not round_.awaits_losses, "a wait for news would be in vain"
+        assert not round_.may_sum_again()
     asks = training(worker(is_steady=True))
     lose_a_peer(asks)
+    assert not asks.awaits_losses
     assert not asks.may_sum_again(), "its quorum was asked for"
 
 

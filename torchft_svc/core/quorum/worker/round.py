@@ -150,9 +150,10 @@ class Round(Generic[Part]):
         error = self.step.state.error
         return () if error is None else (LeaveMembers(error),)
 
-    def may_sum_again(self) -> bool:
-        """Whether the sums of the present step, none of which is over, may be made in another
-        quorum instead of being given up: a member of the term has left it (rule E9).
+    @property
+    def awaits_losses(self) -> bool:
+        """Whether news that a member has left would let this step be summed in another quorum
+        (rule E9): otherwise there is no reason to wait for them.
 
         Not in a group of several workers, which may be in a collective of the group, nor if this
         group is out itself.
@@ -164,6 +165,14 @@ class Round(Generic[Part]):
         try:
             self.peers.check_own(quorum)
         except QuorumFailed:
+            return False
+        return True
+
+    def may_sum_again(self) -> bool:
+        """Whether the sums of the present step, none of which is over, may be made in another
+        quorum instead of being given up: it `awaits_losses`, and a member of the term has left."""
+        quorum = self.quorum
+        if quorum is None or not self.awaits_losses:
             return False
         return self._why_in_vain(quorum) is not None
 
