@@ -494,8 +494,7 @@ class Manager:
         limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
         self._stepper.prepare_to_read()
         with self._registry.gate.reading(limit):
-            with self._worker.changing() as round_:
-                round_.step.check_whole()
+            self._stepper.check_whole()
             yield
 
     def state_dict(self) -> dict[str, int]:
@@ -504,12 +503,14 @@ class Manager:
         The step, the number of batches in it, and the id of the quorum in which it was committed,
         which distinguishes checkpoints of the same step.
 
+        A function that the manager itself calls for a heal may call this, also the ``state_dict``
+        of a `PGTransport`: it gets the counters of before the heal if the weights are spoiled.
+
         Raises:
             RequestRefused: the weights are not those of a step.
         """
         self._stepper.find_lost_update()
-        with self._worker.changing() as round_:
-            round_.step.check_whole()
+        self._stepper.check_whole()
         return self._worker.state.counters()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.training import (
+    TIMEOUT,
     Trainer,
     assert_identical,
     bits,
@@ -22,7 +23,7 @@ from support.training import (
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from torchft_svc.client import DistributedDataParallel
+from torchft_svc.client import DistributedDataParallel, PGTransport, ProcessGroupGloo
 from torchft_svc.client.step import updates
 from torchft_svc.client.step.updates import NUM_USUAL
 from torchft_svc.errors import RequestRefused
@@ -140,6 +141,47 @@ def test_i3_an_update_that_raised_and_was_caught_is_healed(
     (warning,) = [each for each in caplog.messages if "was not applied: " in each]
     expected = {raises_inside: "an exception has ended Adam.step()"}
     assert expected.get(raises, "Adam.step() was not called after should_commit()") in warning
+
+
+class InPlace(ByHand):
+    """Heals over the process group into its own weights; the function that names them reads the
+    state as a checkpoint does."""
+
+    def __init__(self, address: str, name: str, seed: int) -> None:
+        group = ProcessGroupGloo(TIMEOUT)
+        self.heals_in_place: list[bool] = []
+        super().__init__(
+            address,
+            name,
+            seed,
+            pg=group,
+            checkpoint_transport=PGTransport(group, TIMEOUT, state_dict=self.whole_state),
+            use_async_quorum=False,
+            max_retries=4,
+        )
+
+    def whole_state(self) -> dict[str, Any]:
+        with self.manager.consistent_state():
+            return {"default": self.state_dict(), "torchft": self.manager.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        mine, theirs = self.model.state_dict(), state["model"]
+        self.heals_in_place += [mine[key].data_ptr() == theirs[key].data_ptr() for key in mine]
+        super().load_state_dict(state)
+
+
+def test_i3_spoiled_weights_are_healed_in_place() -> None:
+    with (
+        lighthouse(min_replicas=2) as address,
+        InPlace(address, "a", 0) as a,
+        InPlace(address, "b", 1) as b,
+    ):
+        in_step(2, a, b)
+        a.heals_in_place.clear()
+        together(lambda: train(a, 6, 3, raises_inside(a)), lambda: train(b, 6, 0, None))
+        in_step(a.manager.current_step() + 1, a, b)
+        assert_identical([a, b])
+        assert a.heals_in_place[:4] == [True] * 4
 
 
 def test_a_group_that_is_alone_does_not_go_on_with_such_weights(address: str) -> None:

@@ -61,6 +61,11 @@ class BackgroundThread:
         self._thread = threading.Thread(target=_run, args=(self._tasks,), name=name, daemon=True)
         self._thread.start()
 
+    @property
+    def is_current(self) -> bool:
+        """Whether this call is made on it, so by one of its tasks."""
+        return threading.current_thread() is self._thread
+
     def submit(self, task: Task) -> None:
         """Run ``task`` after the earlier ones."""
         if self._closed:
@@ -73,7 +78,7 @@ class BackgroundThread:
         if not self._closed:
             self._closed = True
             self._tasks.put(None)
-        if self._thread is not threading.current_thread():
+        if not self.is_current:
             self._thread.join(timeout_s)
         return not self._thread.is_alive()
 

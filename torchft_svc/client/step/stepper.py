@@ -543,6 +543,19 @@ class Stepper:
         if applies:
             self.end_update()
 
+    def check_whole(self) -> None:
+        """Check that the program may save the weights; no check on the background thread (H11).
+
+        There the manager reads the state to heal it, or to offer it after this check. A refusal
+        would end each heal of spoiled weights, which nothing else can mend.
+
+        Raises:
+            RequestRefused: the weights are not those of a step.
+        """
+        if not self._thread.is_current:
+            with self._worker.changing() as round_:
+                round_.step.check_whole()
+
     def _check_not_reading(self) -> None:
         if self._deps.registry.gate.is_reading():
             raise RequestRefused(
