@@ -247,3 +247,10 @@ def test_the_functions_that_contributing_names_are_there() -> None:
     named = [name for name in quoted(text) if re.fullmatch(r"\w+\(\)", name)]
     assert len(named) > 5
     assert not [name for name in named if f"def {name[:-2]}(" not in code]
+
+
+def test_the_changelog_is_short_enough_to_be_read() -> None:
+    versions = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]
+    assert versions
+    too_long = [each.split("\n")[0] for each in versions if len(each.splitlines()) > 80]
+    assert not too_long
