@@ -308,8 +308,9 @@ def test_signals_end_the_workers_in_the_grace_time(
 
 
 LOADS = """
-import signal, torch
+import signal, tempfile, torch
 from torch.utils.data import DataLoader
+tempfile.tempdir = "/tmp"  # the path of a socket of the loader has at most 107 bytes
 from torchft_svc.elastic import get_worker_info
 get_worker_info()
 ends = []
