@@ -49,8 +49,9 @@ _SESSION_WIDE = (
     "isolated.child",
     "support.fork_server_main",
 )
-# Threads that nobody joins: those of fork servers, and of abandoned operations until their timeout.
-_OWNERLESS = ("torchft-fork-server", "torchft-abandoned")
+# Threads that nobody joins: those of fork servers, of abandoned operations until their timeout, and
+# the one that destroys the process groups of left worlds, which waits for the next of them.
+_OWNERLESS = ("torchft-fork-server", "torchft-abandoned", "torchft-world-destroyer")
 
 _LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 

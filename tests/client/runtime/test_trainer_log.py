@@ -126,7 +126,7 @@ def test_heals_quorums_and_lost_groups_are_told_without_secrets(
             b.manager.shutdown()
 
         committed, _ = together(a.step, leave)
-        assert not committed
+        assert committed
         a.until(3)
         secrets = [each.manager._runtime.deps.transport._server.secret for each in (a, b)]
     told = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
@@ -135,7 +135,7 @@ def test_heals_quorums_and_lost_groups_are_told_without_secrets(
         r"healing to step \d from group [ab]",
         r"healed to step \d from group [ab]: [\d.]+ k?B in \d\.\d\d s",
         r"group [ab] heals to step \d from this group",
-        r"step \d is discarded: lost group b: .*",
+        r"step \d is summed in another quorum: lost group b: .*",
         r"quorum \d+ from step \d: 1 group: a; gone: b \(.*\)",
         r"leaves after step \d",
     ):
@@ -150,7 +150,10 @@ def test_a_step_in_vain_is_told_with_its_reason(caplog: pytest.LogCaptureFixture
         trainers(address, 2) as (a, b),
     ):
         together(lambda: a.until(4), lambda: b.until(4))
-        assert not a.step()
+        a.optimizer.zero_grad()
+        assert a.manager.num_participants() == 2  # so it is not summed in another quorum
+        a.backward()
+        assert not a.optimizer.step()
     told = [record.getMessage() for record in caplog.records]
     why = r"step 4 is discarded: b:\S+ did not begin step 4 in time"
     assert any(re.fullmatch(why, line) for line in told), told
@@ -189,7 +192,7 @@ def test_a_lighthouse_that_cannot_be_reached_is_named_until_the_end(tmp_path: Pa
     ]
     begins = told.index("Traceback (most recent call last):")
     ends = told.index(f"torchft_svc.errors.Unreachable: {why}")
-    assert ends - begins <= 13, errors  # five of them are of the fork server
+    assert ends - begins <= 17, errors  # nine of them are of the fork server
     assert any("lonely.py" in line for line in told[begins:ends])
 
 
