@@ -242,10 +242,10 @@ def test_a_known_operation_that_has_failed_shows_no_difference(num_launched: int
     for operation in step(1, 2)[:num_launched]:
         assert order.expects(operation)
         order.launched(operation)
-    order.got_stuck(of(1))
+    order.record_failure(of(1))
     order.begin(lambda: True, 6)
     headers = [order.header(of(1)), Header(of(1), True, 0, OLD)]
-    assert order.compared(headers[0], headers) is None
+    assert order.read_headers(headers[0], headers) is None
 
 
 def test_a_group_that_launches_something_else_than_all_are_known_to_differs() -> None:

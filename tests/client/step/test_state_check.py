@@ -119,7 +119,8 @@ def accept_new_parameters(group: Trainer) -> None:
 
 
 def add_optimizer(group: Trainer) -> None:
-    Optimizer(group.manager, torch.optim.SGD(list(group.model.parameters())[:1], lr=0.0))
+    first = list(group.model.parameters())[:1]
+    group.other = Optimizer(group.manager, torch.optim.SGD(first, lr=0.0))  # only known while held
 
 
 FAULTS: dict[str, tuple[Callable[[Trainer], None], str]] = {
@@ -225,7 +226,8 @@ class OrderedTrainer(Trainer):
         self.model = nn.Sequential(OrderedDict((each, nn.Linear(4, 4)) for each in layers))
         self.inner = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.optimizer.optims[0] = self.optimizer.optim = self.inner
-        self.manager._registry._optimizers = [self.inner]
+        self.manager._registry._optimizers.clear()
+        self.manager.register_optimizer(self.inner)
         self.parallel = DistributedDataParallel(self.manager, self.model)
         self.parallel._reducer.layout = "one that says nothing of names"
 
