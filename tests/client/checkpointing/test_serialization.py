@@ -314,7 +314,7 @@ class Corner(Point, enum.Enum):
 
 
 def test_what_cannot_be_sent_is_mapped_as_one_node() -> None:
-    """So that nothing of it is lost before it is refused."""
+    """The whole object reaches the check that refuses it."""
     marked = Marked(1, 2)
     marked.note = "here"
     state = [

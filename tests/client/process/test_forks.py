@@ -141,7 +141,7 @@ term.close()
 
 
 def test_pools_end(tmp_path: Path) -> None:
-    """With a handler in the workers, one of 3 to 37 pools hung."""
+    """Pools in a trainer end; a handler in their workers made one of 3 to 37 hang."""
     (tmp_path / "pools.py").write_text(POOLS)
     command = [sys.executable, str(tmp_path / "pools.py")]
     process = subprocess.Popen(command, env=environment(), start_new_session=True)

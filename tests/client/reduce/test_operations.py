@@ -196,7 +196,7 @@ def in_steps(*steps: tuple[int, list[Operation]], stuck: Operation | None = None
 
 
 def test_a_group_learns_afterwards_at_which_operation_another_one_was() -> None:
-    """That one has compared an operation, and this one was at the end of the step, which counts."""
+    """The end of the step, where this group was, counts as an operation."""
     end = step(1, 2)[-1]
     mine = in_steps((4, step(1, 2)), (5, step(1, 2)), (6, [of(1)]), stuck=of(1))
     theirs = in_steps((4, step(1, 2)), (5, step(1, 2)[:-1]), stuck=of(9, position=3))

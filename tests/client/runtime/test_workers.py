@@ -144,7 +144,7 @@ def test_a_group_votes_without_a_call(address: str, monkeypatch: pytest.MonkeyPa
 def test_a_group_of_several_does_not_wait_for_news_after_a_failed_sum(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It cannot sum a step again (rule E9), so it has nothing to wait for."""
+    """Groups of several workers never sum a step again (rule E9), so they need no news."""
     waits: list[object] = []
     listen = ManagerClient.listen
 

@@ -49,7 +49,7 @@ class Saving(Trainer):
 
 @pytest.mark.parametrize("use_async_quorum", [True, False], ids=["async", "sync"])
 def test_checkpoints_of_a_thread_are_those_of_a_step(address: str, use_async_quorum: bool) -> None:
-    """Of a group that trains, and of one that heals meanwhile."""
+    """Checkpoints of a group that trains, and of one that heals, belong to one step each."""
     over = threading.Event()
     options = {"use_async_quorum": use_async_quorum}
     with Saving(address, "a", 0, **options) as a:

@@ -148,7 +148,7 @@ def test_parameters_of_two_wrappers_may_have_one_name() -> None:
 
 
 def test_without_a_known_model_the_optimizers_have_the_parameters() -> None:
-    """As with torch's own wrapper."""
+    """The registered optimizers name the parameters where torch's own wrapper is used."""
     model, optimizer = made()
     before = take_fingerprint([], [optimizer])
     assert before.row(0).num_items[Part.VALUES] == 4

@@ -61,7 +61,7 @@ class ByHand(Trainer):
         return committed
 
     def meets(self, num_groups: int) -> bool:
-        """As `Trainer.meets`."""
+        """Train a step; return whether it was committed with ``num_groups`` groups."""
         committed = self.step()
         quorum = self.manager.last_quorum()
         return committed and quorum is not None and quorum.replica_world_size == num_groups
@@ -204,7 +204,7 @@ def test_the_state_may_be_saved_from_a_hook_of_the_optimizer(address: str) -> No
 
 
 class HooksFromElsewhere(torch.optim.SGD):
-    """As a torch whose hooks are not called by the function around ``step``."""
+    """An optimizer of a torch that calls its hooks outside of the function around ``step``."""
 
     def step(this, closure: Any = None) -> None:  # type: ignore[override]  # noqa: N805
         call_hooks(torch_optimizer._global_optimizer_pre_hooks, this)
