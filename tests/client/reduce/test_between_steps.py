@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -120,8 +119,7 @@ def test_a_report_never_meets_a_sum_of_the_next_step(
             loss = torch.tensor([1.0])
             a.manager.allreduce(loss).wait()
             assert loss.item() == 1.0
-            # Whether the other group says so depends on which of its operations compares next.
-            assert re.search("does not take part|at different operations", str(a.manager.errored()))
+            assert "does not take part" in str(a.manager.errored())
             a.until(8)
 
         together(logs_alone, lambda: b.until(8))

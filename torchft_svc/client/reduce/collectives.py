@@ -346,7 +346,8 @@ class Collectives:
         """Whether all groups are at the same operation; if not, the error is latched."""
         mine = comparison.mine.operation
         if not comparison.reduction.wait():
-            others = self._order.instead(mine)
+            # A reduction between two steps has no place in a step that could be compared.
+            others = None if self._between_steps else self._order.instead(mine)
             if others is not None and not isinstance(self._pg.errored(), MemberLost):
                 self._latch_difference(mine, f"{others}, as in the step before")
             return False
@@ -382,7 +383,7 @@ class Collectives:
 
     def _fail(self, error: Exception, epoch: int, operation: Operation | None) -> None:
         """``operation`` has failed: latch a known difference between the groups, too, if any."""
-        if operation is not None and epoch == self._epoch:
+        if operation is not None and epoch == self._epoch and not self._between_steps:
             self._order.record_failure(operation)
         unread, self._unread = self._unread, []
         if epoch == self._epoch:
