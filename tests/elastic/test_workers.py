@@ -67,7 +67,7 @@ def test_each_command_ends_for_itself(tmp_path: Path) -> None:
         assert first[1].failure is not None
         assert local.pids == {0: pids[0]}
         assert is_alive(pids[0])
-        local.signal(signal.SIGTERM)
+        local.send_signal(signal.SIGTERM)
         assert ends_of(local, 1)[0].exit_code == -signal.SIGTERM
         assert not local.pids
 
@@ -142,8 +142,8 @@ AGENT = """
 import subprocess, sys, threading
 def start():
     sys.path.insert(0, {root!r})
-    from torchft_svc.elastic import parent_death
-    command = [sys.executable, "-I", "-S", parent_death.__file__, str({pid}), "sleep", "60"]
+    from torchft_svc.host import process_end
+    command = [sys.executable, "-I", "-S", process_end.__file__, str({pid}), "sleep", "60"]
     print(subprocess.Popen(command).pid, flush=True)
     {then}
 start()
@@ -169,9 +169,9 @@ def test_a_command_ends_with_its_agent() -> None:
 
 SLOW_TO_END = """
 import ctypes, os, subprocess, sys, threading, time
-from torchft_svc.elastic import parent_death
+from torchft_svc.host import process_end
 threading.Thread(target=time.sleep, args=(20.0,)).start()
-command = [sys.executable, "-I", "-S", parent_death.__file__, str(os.getpid())]
+command = [sys.executable, "-I", "-S", process_end.__file__, str(os.getpid())]
 script = f"sleep 600 & echo $! >{sys.argv[1]}; wait"
 subprocess.Popen([*command, "sh", "-c", script], start_new_session=True)
 sys.stdin.readline()
@@ -236,5 +236,5 @@ def test_a_function_may_return_a_tensor_to_a_busy_agent(tmp_path: Path) -> None:
 
 def _ends_by_sigterm(local: LocalWorkers) -> bool:
     """The signal may come before the function is reached."""
-    local.signal(signal.SIGTERM)
+    local.send_signal(signal.SIGTERM)
     return any(end.exit_code == -signal.SIGTERM for end in local.reap())

@@ -152,12 +152,14 @@ def test_a_warm_worker_finds_what_a_cold_one_finds(
     warm = WarmStart(command, ["mine", "other", "json"])
     try:
         assert warm._server.is_ready(RUN_S)
-        pid = warm.fork(command, dict(os.environ), [0, writing, 2])
+        forked = warm.fork(command, dict(os.environ), [0, writing, 2])
         os.close(writing)
         with open(reading) as read:
             assert read.read() == cold.stdout.decode()
-        assert pid is not None
-        assert warm.end_of(pid, RUN_S) == 0
+        assert forked is not None
+        assert forked.end.wait(RUN_S)
+        assert forked.poll() == 0
+        forked.close(kill_rest=False)
     finally:
         warm.close()
 

@@ -20,8 +20,8 @@ from pathlib import Path
 from support.fork_server import SERVICES, TORCH, Call, Program
 from tools.chaos.forked import fork_first
 from tools.demo.orphans import die_with_parent
-from torchft_svc.elastic.parent_death import lives
 from torchft_svc.host.fork_server import serve
+from torchft_svc.host.process_end import lives
 
 # Where this program finds its own modules; what it forks need not.
 OURS = os.environ["PYTHONPATH"].split(os.pathsep)

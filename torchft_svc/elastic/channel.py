@@ -36,6 +36,7 @@ from typing import Any, Protocol
 
 from torchft_svc.elastic.inotify import DirectoryWatch
 from torchft_svc.errors import ChannelClosed, RequestRefused
+from torchft_svc.host.process_end import ProcessEnd
 
 logger = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ class FileChannel:
         self._refused: set[str] = set()  # what was warned of
         self._closed = False
         self._receivers = 0  # threads in `receive`; the last one of a closed end frees it
-        self._agent = None if owner else _open_agent(directory)
+        self._agent = None if owner else _agent_of(directory)
         self._watch = DirectoryWatch(self._inbox)
         self._wakes, self._wake = os.pipe()  # what is written to the second one wakes receivers
 
@@ -188,9 +189,10 @@ class FileChannel:
 
     def _free(self) -> None:
         self._watch.close()
-        for descriptor in (self._wakes, self._wake, self._agent):
-            if descriptor is not None:
-                os.close(descriptor)
+        if self._agent is not None:
+            self._agent.close()
+        os.close(self._wakes)
+        os.close(self._wake)
 
     def _publish(self, data: bytes) -> None:
         draft = self.directory / f"draft-{os.getpid()}-{threading.get_ident()}"
@@ -261,17 +263,18 @@ class FileChannel:
     def _why_gone(self) -> str:
         if self._closed:
             return _CLOSED
-        if self._agent is not None and _readable([self._agent], 0):
+        if self._agent is not None and self._agent.has_ended():
             return "its agent has ended"
         return "" if self._inbox.is_dir() else "its directory was removed"
 
     def _wait(self, timeout_s: float | None) -> None:
-        """Until there may be something new."""
-        watched = self._watch.fileno()
-        if watched is None:
+        """Wait until there may be something new."""
+        descriptors = [self._watch.fileno(), self._wakes]
+        if self._agent is not None:
+            descriptors.append(self._agent.descriptor)
+        if None in descriptors:
             timeout_s = POLL_S if timeout_s is None else min(timeout_s, POLL_S)
-        waited_for = (watched, self._agent, self._wakes)
-        _readable([each for each in waited_for if each is not None], timeout_s)
+        _wait_for([each for each in descriptors if each is not None], timeout_s)
 
 
 class ChannelRoot:
@@ -363,18 +366,24 @@ def _load(path: Path) -> Message:
     return message
 
 
-def _readable(descriptors: list[int], timeout_s: float | None) -> bool:
+def _wait_for(descriptors: list[int], timeout_s: float | None) -> None:
+    """Wait until one of ``descriptors`` is readable."""
     poll = select.poll()  # `select` cannot take descriptors above 1023, which trainers have
     for descriptor in descriptors:
         poll.register(descriptor, select.POLLIN)
-    return bool(poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000)))
+    poll.poll(None if timeout_s is None else math.ceil(timeout_s * 1000))
 
 
-def _open_agent(directory: Path) -> int | None:
-    """A descriptor of the agent's process, readable when it has ended; None: not to be had."""
+def _agent_of(directory: Path) -> ProcessEnd | None:
+    """The end of the process that made this channel; None: it is not known which that is.
+
+    Raises:
+        ChannelClosed: it has ended, and was waited for.
+    """
     try:
-        return os.pidfd_open(int((directory / _AGENT).read_text()))
-    except ProcessLookupError:
-        raise ChannelClosed(str(directory), "its agent has ended") from None
-    except (AttributeError, OSError, ValueError):
+        agent = ProcessEnd(int((directory / _AGENT).read_text()))
+    except (OSError, ValueError):
         return None
+    if agent.descriptor is None and agent.has_ended():
+        raise ChannelClosed(str(directory), "its agent has ended")
+    return agent

@@ -23,8 +23,10 @@ from torchft_svc.elastic.messages import (
     WorldChangeEvent,
     worker_message,
 )
-from torchft_svc.elastic.workers import KILL_S, POLL_S, LocalWorkers, WorkerEnd
+from torchft_svc.elastic.workers import LocalWorkers, WorkerEnd
 from torchft_svc.errors import ChannelClosed, RequestRefused
+from torchft_svc.host.process_end import POLL_S
+from torchft_svc.host.worker_process import KILL_S
 
 log = logging.getLogger(__name__)
 
@@ -149,7 +151,7 @@ class LocalGroup:
         self.deadline = time.monotonic() + grace_s
         for rank in self.processes.pids:
             self._send(rank, EndNotice(reason))
-        self.processes.signal(number)
+        self.processes.send_signal(number)
         self.on_pause()
 
     def stop_at_once(self) -> None:
@@ -188,7 +190,7 @@ class LocalGroup:
         elif now >= deadline and not self._is_killing:
             self._is_killing = True
             self.deadline = now + KILL_S
-            self.processes.signal(signal.SIGKILL)
+            self.processes.send_signal(signal.SIGKILL)
         elif now >= deadline:
             self.processes.abandon()
             self.deadline = None

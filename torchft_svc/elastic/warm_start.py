@@ -24,9 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from torchft_svc import env
-from torchft_svc.elastic import parent_death
 from torchft_svc.errors import ConfigError, PeerError
+from torchft_svc.host import process_end
 from torchft_svc.host.fork_server import MAX_REQUEST, ForkServer, serve
+from torchft_svc.host.worker_process import ForkedProcess
 
 log = logging.getLogger(__name__)
 
@@ -76,10 +77,10 @@ class WarmStart:
 
     def fork(
         self, command: Sequence[str], environment: dict[str, str], streams: Sequence[int]
-    ) -> int | None:
-        """The id of a process that runs ``command`` like a new one, with the three ``streams``.
+    ) -> ForkedProcess | None:
+        """Fork a process that runs ``command`` like a new one, with the three ``streams``.
 
-        None: this cannot be done now, for instance because the server has not imported all yet.
+        Returns None if this cannot be done now, for instance while the server still imports.
         """
         program = _program(command[1:])
         if program is None:
@@ -99,17 +100,14 @@ class WarmStart:
             log.warning("no warm start: arguments and environment are too long")
             return None
         try:
-            return self._server.fork(request, *streams) if self._server.is_ready(0.0) else None
+            if not self._server.is_ready(0.0):
+                return None
+            return ForkedProcess(self._server.fork(request, *streams), self._server)
         except PeerError as error:
             log.warning("no warm start: %s", error)
             with contextlib.suppress(OSError):
                 self._server.start()  # for the next worker
             return None
-
-    def end_of(self, pid: int, timeout_s: float) -> int | None:
-        """The exit code of a worker that was forked, if it is known in time; it is told once."""
-        end = self._server.end_of(pid, timeout_s)
-        return None if end is None else end[0]
 
     def close(self) -> None:
         """End the server, also while it imports, and the workers with it."""
@@ -143,7 +141,7 @@ def _first_path(is_module: bool, name: str) -> str:
 
 def main(descriptor: str, owner_pid: str, told: str) -> None:
     """Import, and fork; in a fork, return when its program has ended."""
-    parent_death.end_with(int(owner_pid))
+    process_end.end_with(int(owner_pid))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     first_path, *preload = json.loads(told)
     if not _IS_PATH_SAFE:
@@ -156,7 +154,7 @@ def main(descriptor: str, owner_pid: str, told: str) -> None:
     fork = serve(int(descriptor), int(owner_pid))
     if fork is None:
         return
-    parent_death.end_with(server_pid)
+    process_end.end_with(server_pid)
     request, descriptors = fork
     asked = json.loads(request)
     os.setsid()

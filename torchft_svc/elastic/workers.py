@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 import traceback
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -35,35 +34,29 @@ from torch.distributed.elastic.multiprocessing.tail_log import TailLog
 from torch.distributed.elastic.utils.api import macros
 
 from torchft_svc import env
-from torchft_svc.elastic import parent_death
 from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.errors import ConfigError
+from torchft_svc.host import process_end
 from torchft_svc.host.line_writer import READER_PATIENCE_S, LineStream, LineWriter
+from torchft_svc.host.process_end import POLL_S
+from torchft_svc.host.worker_process import KILL_S, SpawnedProcess, WorkerProcess
 
 log = logging.getLogger(__name__)
 
 Entrypoint = Callable[..., Any] | str
 
-# A process that was told SIGKILL ends as soon as the kernel lets it, which a device may prevent.
-KILL_S = 10.0
-# Where the system has no process descriptors, look at the processes this often.
-POLL_S = 0.1
-# The end of a forked worker can be seen a moment before the fork server tells its exit code.
-_EXIT_CODE_S = 5.0
 _TORCH_PREFIX = "torchelastic_"
-# Signals that what a worker has started gets, too.
-_FOR_ALL = signal.SIGKILL, signal.SIGCONT
-_WRAPPER = "-I", "-S", parent_death.__file__
+_WRAPPER = "-I", "-S", process_end.__file__
 
 
 def check_program(command: str) -> None:
-    """Raise `ConfigError` if there is no such command."""
+    """Raise `ConfigError` if there is no command ``command``."""
     if shutil.which(command) is None:
         raise ConfigError("entrypoint", command, "there is no such program that can be run")
 
 
 def tied(entrypoint: Entrypoint, args: tuple[Any, ...]) -> tuple[Entrypoint, tuple[Any, ...]]:
-    """The same, but ended by the kernel when this process ends, however it ends.
+    """The same entrypoint and arguments, but ended by the kernel when this process ends.
 
     Raises:
         ConfigError: there is no such command.
@@ -77,7 +70,7 @@ def tied(entrypoint: Entrypoint, args: tuple[Any, ...]) -> tuple[Entrypoint, tup
 
 
 def untied(command: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What was tied, of a command with its arguments."""
+    """The command with its arguments that was tied by `tied`, or ``command`` itself."""
     return command[len(_WRAPPER) + 2 :] if command[1 : len(_WRAPPER) + 1] == _WRAPPER else command
 
 
@@ -110,13 +103,13 @@ class TiedFunction:
         self._agent_pid = agent_pid
 
     def __call__(self, *args: Any) -> Any:
-        parent_death.end_with(self._agent_pid)
+        process_end.end_with(self._agent_pid)
         return self._function(*args)
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker ended; ``failure`` is None if it ended well. ``value``: of its function."""
+    """The end of a worker; ``failure`` is None if it succeeded; ``value``: of its function."""
 
     local_rank: int
     pid: int
@@ -149,14 +142,14 @@ class LocalWorkers:
         self._logs_specs = logs_specs
         self._start_method = start_method
         self._line_prefix = line_prefix
-        self._running: dict[int, _Process] = {}
+        self._running: dict[int, WorkerProcess] = {}
         self._logs: dict[int, _Tails] = {}
         self._error_files: dict[int, str] = {}
-        self._is_ending = False  # those that run were signalled
+        self._is_ending = False  # whether those that run were signalled
 
     @property
     def pids(self) -> dict[int, int]:
-        """Of those that have not been found ended, by local rank."""
+        """Process ids of the workers that `reap` has not returned yet, by local rank."""
         return {rank: process.pid for rank, process in self._running.items()}
 
     @property
@@ -167,13 +160,13 @@ class LocalWorkers:
     def stopped(self) -> dict[int, int]:
         """Process ids of the workers that are stopped (SIGSTOP), by local rank.
 
-        Not of those that a debugger has stopped, nor where the system has no /proc.
+        Those that a debugger has stopped are left out; without /proc, all are.
         """
         return {rank: pid for rank, pid in self.pids.items() if _is_stopped(pid)}
 
     def kill(self, local_rank: int) -> None:
         """Kill one worker, and what it has started; `reap` returns its end."""
-        self._running[local_rank].signal(signal.SIGKILL)
+        self._running[local_rank].send_signal(signal.SIGKILL)
 
     def start(
         self, environments: dict[int, dict[str, str]], local_ranks: Collection[int] | None = None
@@ -190,11 +183,11 @@ class LocalWorkers:
         for rank in chosen:
             self._stop_tails(rank)
             self._error_files[rank] = destination.error_files.get(rank, "")
-            self._running[rank] = self._started(rank, environments[rank], destination)
+            self._running[rank] = self._start_worker(rank, environments[rank], destination)
             self._logs[rank] = _Tails(self._spec, rank, destination, self._line_prefix)
 
     def reap(self) -> list[WorkerEnd]:
-        """Those that have ended since the last call."""
+        """Return the ends of the workers that have ended since the last call."""
         ended = []
         for rank, process in list(self._running.items()):
             exit_code = process.poll()
@@ -206,25 +199,23 @@ class LocalWorkers:
             if exit_code != 0:
                 file = self._error_files[rank]
                 failure = ProcessFailure(rank, process.pid, exit_code, file)
-            ended.append(WorkerEnd(rank, process.pid, exit_code, failure, process.value))
+            value = process.value if isinstance(process, _FunctionProcess) else None
+            ended.append(WorkerEnd(rank, process.pid, exit_code, failure, value))
         return ended
 
-    def signal(self, number: signal.Signals) -> None:
-        """Send it to all workers that run.
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal all workers that run; see `SessionProcess` for what they have started.
 
-        SIGKILL also goes to what they have started, and so does any signal to what a command that
-        is no Python program has started. A Python program may need its children to end in order:
-        without the workers of its DataLoader it cannot finish its step. They get SIGKILL when it
-        has ended. Workers that are stopped go on: until then they would not notice the signal.
+        Workers that are stopped continue: until then they would not notice the signal.
         """
         for process in self._running.values():
             log.warning("sending %s to worker process %d", number.name, process.pid)
-            process.signal(number)
-            process.signal(signal.SIGCONT)
+            process.send_signal(number)
+            process.send_signal(signal.SIGCONT)
         self._is_ending = self._is_ending or bool(self._running)
 
     def abandon(self) -> None:
-        """Leave those alone that even SIGKILL has not ended: they hang in the kernel."""
+        """Forget the workers that even SIGKILL has not ended: they hang in the kernel."""
         for process in self._running.values():
             log.error("worker process %d has not ended after SIGKILL: left alone", process.pid)
         self._running.clear()
@@ -234,7 +225,7 @@ class LocalWorkers:
 
         A temporary directory of logs is removed, unless something was written there.
         """
-        self.signal(signal.SIGKILL)
+        self.send_signal(signal.SIGKILL)
         deadline = time.monotonic() + KILL_S
         self.reap()
         while self._running and (left_s := deadline - time.monotonic()) > 0:
@@ -248,159 +239,59 @@ class LocalWorkers:
             self._stop_tails(rank)
         _remove_unused(Path(self._logs_specs.root_log_dir))
 
-    def _started(self, rank: int, environment: dict[str, str], logs: LogsDest) -> _Process:
+    def _start_worker(
+        self, rank: int, environment: dict[str, str], logs: LogsDest
+    ) -> WorkerProcess:
         entrypoint = self._spec.entrypoint
         args = tuple(macros.substitute(list(self._spec.args), str(rank)))
         streams = logs.stdouts.get(rank, ""), logs.stderrs.get(rank, "")
         if isinstance(entrypoint, str):
-            command = entrypoint, *args
-            forked = self._forked(rank, command, environment, streams)
-            return forked or _Command(command, environment, streams, rank, self._spec)
+            command = tuple(str(word) for word in (entrypoint, *args))
+            return self._start_command(rank, command, env.for_child(environment), streams)
         assert entrypoint is not None
-        context = multiprocessing.get_context(self._start_method)
-        return _Function(context, (entrypoint, args), environment, streams, rank, self._spec)
+        numa_options = getattr(self._spec, "numa_options", None)
+        task = _Task(entrypoint, args, environment, streams, rank, numa_options)
+        return _FunctionProcess(multiprocessing.get_context(self._start_method), task)
 
-    def _forked(
+    def _start_command(
         self,
         rank: int,
-        command: tuple[Any, ...],
+        words: tuple[str, ...],
         environment: dict[str, str],
         streams: tuple[str, str],
-    ) -> _Process | None:
-        """None: it has to be started in the usual way."""
-        if self._warm is None or getattr(self._spec, "numa_options", None) is not None:
-            return None
-        words = [str(word) for word in untied(command)]
+    ) -> WorkerProcess:
+        """Fork the command warm, if that is possible now; else spawn it."""
+        program = untied(words)
+        numa_options = getattr(self._spec, "numa_options", None)
         with contextlib.ExitStack() as files:
-            out, err = (
-                files.enter_context(open(path, "w")).fileno() if path else inherited
-                for path, inherited in zip(streams, (1, 2), strict=True)
-            )
-            pid = self._warm.fork(words, env.for_child(environment), (0, out, err))
-        if pid is None:
-            return None
-        log.info("worker %d is a warm start: process %d", rank, pid)
-        return _Forked(pid, self._warm)
+            out, err = (files.enter_context(open(path, "w")) if path else None for path in streams)
+            if self._warm is not None and numa_options is None:
+                descriptors = 0, out.fileno() if out else 1, err.fileno() if err else 2
+                forked = self._warm.fork(program, environment, descriptors)
+                if forked is not None:
+                    log.info("worker %d is a warm start: process %d", rank, forked.pid)
+                    return forked
+            if numa_options is not None:
+                words = _bound_command(words, rank, numa_options)
+            is_python = program[0] == sys.executable
+            return SpawnedProcess(words, environment, out, err, is_python=is_python)
 
     def _stop_tails(self, rank: int) -> None:
         if (tails := self._logs.pop(rank, None)) is not None:
             tails.stop()
 
 
-class _Process(ABC):
-    """A worker's process; ``value``: what its function returned."""
+class _FunctionProcess(WorkerProcess):
+    """A process of multiprocessing, which sends back what the function returns: ``value``."""
 
-    pid: int
-    value: Any = None
-
-    def __init__(self) -> None:
-        self._ends = _process_descriptor(self.pid)
-
-    @property
-    def descriptors(self) -> list[int]:
-        return [] if self._ends is None else [self._ends]
-
-    @abstractmethod
-    def poll(self) -> int | None:
-        """Its exit code, if it has ended."""
-
-    @abstractmethod
-    def signal(self, number: signal.Signals) -> None: ...
-
-    def close(self, *, kill_rest: bool) -> None:
-        if self._ends is not None:
-            os.close(self._ends)
-            self._ends = None
-
-
-class _Session(_Process):
-    """In a session of its own, as torch starts commands; ``is_python``: a Python program."""
-
-    is_python = True
-
-    def signal(self, number: signal.Signals) -> None:
-        send = os.kill if self.is_python and number not in _FOR_ALL else os.killpg
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            send(self.pid, number)
-
-    def close(self, *, kill_rest: bool) -> None:
-        super().close(kill_rest=kill_rest)
-        if kill_rest:  # what it has started (DataLoader workers, ...) would hold memory and devices
-            _Session.signal(self, signal.SIGKILL)
-
-
-class _Command(_Session):
-    def __init__(
-        self,
-        command: tuple[Any, ...],
-        environment: dict[str, str],
-        streams: tuple[str, str],
-        rank: int,
-        spec: WorkerSpec,
-    ) -> None:
-        words = tuple(str(word) for word in command)
-        if getattr(spec, "numa_options", None) is not None:
-            words = _bound_command(words, rank, spec.numa_options)
-        with contextlib.ExitStack() as files:
-            out, err = (files.enter_context(open(path, "w")) if path else None for path in streams)
-            self._process = subprocess.Popen(
-                words,
-                env=env.for_child(environment),
-                stdout=out,
-                stderr=err,
-                start_new_session=True,
-            )
-        self.pid = self._process.pid
-        self.is_python = untied(command)[0] == sys.executable
-        super().__init__()
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-
-class _Forked(_Session):
-    """A command that was started warm; its parent is the fork server."""
-
-    def __init__(self, pid: int, warm: WarmStart) -> None:
-        self.pid = pid
-        self._warm = warm
-        super().__init__()
-
-    def poll(self) -> int | None:
-        if self._ends is not None and not multiprocessing.connection.wait([self._ends], 0):
-            return None
-        code = self._warm.end_of(self.pid, _EXIT_CODE_S)
-        # Without a code the server is lost, and with it its forks.
-        return -signal.SIGKILL if code is None else code
-
-    def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            if os.getpgid(self.pid) != self.pid:  # its session begins a moment after the fork
-                os.kill(self.pid, number)
-                return
-        super().signal(number)
-
-
-class _Function(_Process):
-    """A process of multiprocessing, which sends back what the function returns."""
-
-    def __init__(
-        self,
-        context: Any,
-        call: tuple[Callable[..., Any], tuple[Any, ...]],
-        environment: dict[str, str],
-        streams: tuple[str, str],
-        rank: int,
-        spec: WorkerSpec,
-    ) -> None:
+    def __init__(self, context: Any, task: _Task) -> None:
         self._values, values = context.Pipe()
-        task = _Task(*call, environment, streams, rank, getattr(spec, "numa_options", None))
         self._process = context.Process(target=_run, args=(task, values), daemon=False)
         self._process.start()
         values.close()
-        self.pid = self._process.pid
         self._is_read = False
-        super().__init__()
+        self.value: Any = None
+        super().__init__(self._process.pid)
 
     @property
     def descriptors(self) -> list[int]:
@@ -416,7 +307,7 @@ class _Function(_Process):
                 self._values.send(None)
         return code
 
-    def signal(self, number: signal.Signals) -> None:
+    def send_signal(self, number: signal.Signals) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, number)
 
@@ -540,14 +431,6 @@ def _bound_command(words: tuple[str, ...], local_rank: int, numa_options: Any) -
     return binding._maybe_wrap_command_args_with_numa_binding(
         words, gpu_index=local_rank, numa_options=numa_options
     )
-
-
-def _process_descriptor(pid: int) -> int | None:
-    """Readable once the process has ended; None: the system has none."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
 
 
 def _is_stopped(pid: int) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed
 from torchft_svc.host.clean_start import FAILED, module_command
+from torchft_svc.host.process_end import POLL_S, ProcessEnd
 
 # Importing torch takes two seconds, and much longer on a machine that starts many processes.
 START_S = 60.0
@@ -33,8 +34,6 @@ MAX_STATUSES = 64
 _MAX_MESSAGE = 1 << 17
 MAX_REQUEST = _MAX_MESSAGE - 64
 _MAX_DESCRIPTORS = 4
-# Interval at which the owner is checked where the system has no process descriptors.
-_POLL_S = 0.5
 
 
 class ForkServer:
@@ -228,11 +227,15 @@ def serve(descriptor: int, owner_pid: int) -> tuple[bytes, list[int]] | None:
     woken.setblocking(False)
     signal.set_wakeup_fd(woken.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    owner = watch(owner_pid)
-    watched: list[socket.socket | int] = [server, wake, *([] if owner is None else [owner])]
-    server.send(b"ready")
+    owner = ProcessEnd(owner_pid)
+    watched: list[socket.socket | int] = [server, wake]
+    if owner.descriptor is not None:
+        watched.append(owner.descriptor)
+    with contextlib.suppress(ConnectionError):  # the owner has ended
+        server.send(b"ready")
     while os.getppid() == owner_pid:
-        readable, _, _ = select.select(watched, [], [], _POLL_S if owner is None else None)
+        pause_s = POLL_S if owner.descriptor is None else None
+        readable, _, _ = select.select(watched, [], [], pause_s)
         if wake in readable:
             wake.recv(_MAX_MESSAGE)
             _reap(server)
@@ -245,10 +248,8 @@ def serve(descriptor: int, owner_pid: int) -> tuple[bytes, list[int]] | None:
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                for end in (server, wake, woken):
+                for end in (server, wake, woken, owner):
                     end.close()
-                if owner is not None:
-                    os.close(owner)
                 return request, descriptors
             for each in descriptors:
                 os.close(each)
@@ -273,13 +274,3 @@ def _reap(server: socket.socket) -> None:
             pid, status = ended
             told = pid, os.waitstatus_to_exitcode(status), time.monotonic()
             server.send(b"ended %d %d %r" % told)
-
-
-def watch(pid: int) -> int | None:
-    """A descriptor that is readable once process ``pid`` has ended; None: the system has none."""
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        os._exit(0)
-    except (AttributeError, OSError):
-        return None

@@ -8,10 +8,10 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 
+from torchft_svc.host.process_end import POLL_S, ProcessEnd
+
 # By which a parent ends its manager: nobody else sends this one.
 STOP_SIGNAL = signal.SIGUSR1
-# Where the system has no process descriptors (Linux before 5.3, macOS), ask this often.
-POLL_S = 0.2
 # A parent that is to be killed has so long to end by the news of it, and as long after SIGTERM: it
 # writes its flight record and its stacks first, for up to a second each. It may be unable to: no
 # thread of it runs while a call into a library holds the interpreter's lock.
@@ -25,31 +25,23 @@ def watch_parent(pid: int, on_death: Callable[[], None]) -> Iterator[None]:
     A pipe would not do: forked children of the parent, such as DataLoader workers, hold its other
     end open. A parent-death signal would not do either: it is bound to the thread that forked.
     """
-    loop = asyncio.get_running_loop()
-    try:
-        descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
-        on_death()
-        yield
-        return
-    except (AttributeError, OSError):
-        poll = loop.create_task(_poll(pid, on_death))
-        try:
-            yield
-        finally:
-            poll.cancel()
-        return
+    with contextlib.ExitStack() as stack:
+        parent = stack.enter_context(contextlib.closing(ProcessEnd(pid)))
+        if parent.descriptor is not None:
+            loop, descriptor = asyncio.get_running_loop(), parent.descriptor
 
-    def died() -> None:
-        loop.remove_reader(descriptor)
-        on_death()
+            def report_death() -> None:
+                loop.remove_reader(descriptor)
+                on_death()
 
-    loop.add_reader(descriptor, died)
-    try:
+            loop.add_reader(descriptor, report_death)
+            stack.callback(loop.remove_reader, descriptor)
+        elif parent.has_ended():
+            on_death()
+        else:
+            poll = asyncio.get_running_loop().create_task(_poll(parent, on_death))
+            stack.callback(poll.cancel)
         yield
-    finally:
-        loop.remove_reader(descriptor)
-        os.close(descriptor)
 
 
 async def end_parent(pid: int, ended: asyncio.Event) -> None:
@@ -62,13 +54,9 @@ async def end_parent(pid: int, ended: asyncio.Event) -> None:
             os.kill(pid, number)
 
 
-async def _poll(pid: int, on_death: Callable[[], None]) -> None:
+async def _poll(parent: ProcessEnd, on_death: Callable[[], None]) -> None:
     while True:
-        try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
+        if parent.has_ended():
             on_death()
             return
-        except PermissionError:
-            pass  # it lives, as somebody else
         await asyncio.sleep(POLL_S)

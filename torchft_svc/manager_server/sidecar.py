@@ -12,6 +12,8 @@ import signal
 import sys
 from typing import Any
 
+from torchft_svc.host.process_end import ProcessEnd
+
 # How often a process that waits for its settings looks whether its trainer lives, at least. The end
 # of the pipe does not always tell: forked children of the trainer hold it open.
 _LOOK_S = 1.0
@@ -49,10 +51,9 @@ def _settings_of(owner_pid: int) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(sys.stdin, selectors.EVENT_READ)
-        with contextlib.suppress(AttributeError, OSError):  # Linux before 5.3, macOS
-            owner = os.pidfd_open(owner_pid)
-            stack.callback(os.close, owner)
-            selector.register(owner, selectors.EVENT_READ)
+        owner = stack.enter_context(contextlib.closing(ProcessEnd(owner_pid)))
+        if owner.descriptor is not None:
+            selector.register(owner.descriptor, selectors.EVENT_READ)
         while all(key.fileobj is not sys.stdin for key, _ in selector.select(_LOOK_S)):
             if os.getppid() != owner_pid:
                 sys.exit()

@@ -27,8 +27,8 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from torchft_svc.elastic.parent_death import lives
 from torchft_svc.errors import CheckpointError, ConfigError
+from torchft_svc.host.process_end import lives
 from torchft_svc.trainer.checkpoint_files import (
     MANIFEST,
     parse_manifest,

@@ -21,9 +21,11 @@ from typing import cast
 import cloudpickle
 
 from torchft_svc import env
-from torchft_svc.elastic.parent_death import lives
 from torchft_svc.errors import ConfigError, PeerError
+from torchft_svc.host.clean_start import ended_how
 from torchft_svc.host.fork_server import ForkServer
+from torchft_svc.host.process_end import POLL_S
+from torchft_svc.host.worker_process import KILL_S, ForkedProcess
 from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
 from torchft_svc.trainer.local_process import (
     Frames,
@@ -39,12 +41,6 @@ from torchft_svc.trainer.messages import Answer, Command, Failed, Position, Prog
 MAX_LOCAL_WORKERS = 256
 # A worker that has closed its socket is about to end.
 _END_S = 5.0
-# A killed process ends as soon as the kernel lets it, which a device may prevent.
-_KILL_S = 10.0
-# The end of a process can be seen a moment before the fork server tells how it ended.
-_STATUS_S = 2.0
-# Where the system has no process descriptors, look at the processes this often.
-_POLL_S = 0.1
 _READ_BYTES = 1 << 18
 # A job may hold the user's data; it is handed to the system in pieces.
 _WRITE_BYTES = 1 << 18
@@ -130,7 +126,7 @@ class LocalBackend:
             return
         ours.setblocking(False)
         self._scratch.make()
-        started = _LocalWorker(worker, pid, ours, _process_descriptor(pid))
+        started = _LocalWorker(worker, ForkedProcess(pid, self._server), ours)
         started.outgoing += frame(start)
         with self._changed:
             self._workers[worker] = started
@@ -153,7 +149,7 @@ class LocalBackend:
         with self._changed:
             found = self._workers.get(worker)
             if found is not None:
-                found.kill()
+                found.process.send_signal(signal.SIGKILL)
 
     def read_state(self, state: StateHandle) -> bytes:
         return read_state(state)
@@ -172,12 +168,12 @@ class LocalBackend:
             if self._is_closed:
                 return
             for each in self._workers.values():
-                each.kill()
-            self._changed.wait_for(lambda: not self._workers, _KILL_S)
+                each.process.send_signal(signal.SIGKILL)
+            self._changed.wait_for(lambda: not self._workers, KILL_S)
             self._is_closed = True
             self._wake_up()
         atexit.unregister(self._at_exit)
-        self._thread.join(_KILL_S)
+        self._thread.join(KILL_S)
         self._server.close()
         self._scratch.close()
 
@@ -185,7 +181,7 @@ class LocalBackend:
     def pids(self) -> dict[int, int]:
         """Process ids of the workers that have not been found ended, by number."""
         with self._changed:
-            return {number: each.pid for number, each in self._workers.items()}
+            return {number: each.process.pid for number, each in self._workers.items()}
 
     # -- the thread that reads and writes --------------------------------------------------------
 
@@ -205,14 +201,14 @@ class LocalBackend:
                     with self._changed:
                         key.data.flush()
             for each in list(self._workers.values()):
-                self._look_at(each)
+                self._update(each)
         self._selector.close()
         self._wake.close()
         self._woken.close()
 
-    def _look_at(self, worker: _LocalWorker) -> None:
-        """Take what it has said; see whether it has ended."""
-        has_ended = worker.has_ended(self._server)
+    def _update(self, worker: _LocalWorker) -> None:
+        """Receive what ``worker`` has sent, and check whether it has ended."""
+        has_ended = worker.has_ended()  # first: what it sent before is then received
         answers = worker.receive()
         if has_ended:
             worker.close(self._selector)
@@ -272,19 +268,17 @@ class _LocalWorker:
     """A worker's process, as the thread of the backend sees it."""
 
     number: int
-    pid: int
+    process: ForkedProcess
     connection: socket.socket
-    ends: int | None  # readable once it has ended
     outgoing: bytearray = field(default_factory=bytearray)
     is_closed: bool = False
-    status: int | None = None
     _frames: Frames = field(default_factory=Frames)
     _closed_at: float = 0.0
     _watched: dict[int, int] = field(default_factory=dict)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
         """Let ``selector`` wake up when there is something to do for this worker."""
-        wanted: dict[int, int] = {} if self.ends is None else {self.ends: selectors.EVENT_READ}
+        wanted = dict.fromkeys(self.process.descriptors, selectors.EVENT_READ)
         if not self.is_closed:
             writes = selectors.EVENT_WRITE if self.outgoing else 0
             wanted[self.connection.fileno()] = selectors.EVENT_READ | writes
@@ -298,7 +292,8 @@ class _LocalWorker:
         self._watched = wanted
 
     def pause_s(self) -> float:
-        return _POLL_S if self.ends is None or self.is_closed else _END_S
+        """How long to wait before the process is looked at, if nothing happens."""
+        return POLL_S if not self.process.descriptors or self.is_closed else _END_S
 
     def flush(self) -> None:
         try:
@@ -334,31 +329,12 @@ class _LocalWorker:
                 return answers
             answers.append(cast(Answer, message))
 
-    def has_ended(self, server: ForkServer) -> bool:
-        """Whether the process is gone; it is killed if it says nothing any more and lives on."""
-        if self.ends is not None:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.ends, selectors.EVENT_READ)
-                is_over = bool(selector.select(0))
-        else:
-            is_over = not lives(self.pid)
-        if is_over:
-            end = server.end_of(self.pid, _STATUS_S)
-            self.status = None if end is None else end[0]
-            # What it has started (DataLoader workers, ...) would hold memory and devices.
-            with contextlib.suppress(OSError):
-                os.killpg(self.pid, signal.SIGKILL)
-        elif self.is_closed and time.monotonic() > self._closed_at + _END_S:
-            self.kill()
-        return is_over
-
-    def kill(self) -> None:
-        """SIGKILL, also to what it has started."""
-        with contextlib.suppress(OSError):
-            if os.getpgid(self.pid) != self.pid:  # its session begins a moment after the fork
-                os.kill(self.pid, signal.SIGKILL)
-            else:
-                os.killpg(self.pid, signal.SIGKILL)
+    def has_ended(self) -> bool:
+        """Whether the process has ended; one that has closed its socket long ago is killed."""
+        has_ended = self.process.poll() is not None
+        if not has_ended and self.is_closed and time.monotonic() > self._closed_at + _END_S:
+            self.process.send_signal(signal.SIGKILL)
+        return has_ended
 
     def close(self, selector: selectors.BaseSelector) -> None:
         for descriptor in self._watched:
@@ -366,17 +342,13 @@ class _LocalWorker:
         self._watched = {}
         self.is_closed = True
         self.connection.close()
-        if self.ends is not None:
-            os.close(self.ends)
-            self.ends = None
+        self.process.close(kill_rest=True)
 
     def reason(self) -> str:
-        """How it has ended."""
-        if self.status is None:
-            return "its process has ended"
-        if self.status < 0:
-            return f"its process was killed by {_signal_name(-self.status)}"
-        return f"its process exited with status {self.status}"
+        """How the process has ended."""
+        status = self.process.poll()
+        assert status is not None
+        return f"its process {ended_how(status)}"
 
 
 class _Shares:
@@ -489,16 +461,3 @@ def _close_at_exit(backend: weakref.ref[LocalBackend]) -> Callable[[], None]:
 
     atexit.register(close)
     return close
-
-
-def _process_descriptor(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
-
-
-def _signal_name(number: int) -> str:
-    with contextlib.suppress(ValueError):
-        return signal.Signals(number).name
-    return f"signal {number}"

@@ -26,8 +26,8 @@ import cloudpickle
 
 from torchft_svc import env
 from torchft_svc.client.process.forks import drop_after_fork
-from torchft_svc.elastic import parent_death
 from torchft_svc.errors import ChannelClosed, CheckpointError
+from torchft_svc.host import process_end
 from torchft_svc.host.fork_server import serve
 from torchft_svc.host.line_writer import flush_lines
 from torchft_svc.trainer.messages import Answer, Command, Position, StateHandle
@@ -238,7 +238,7 @@ def main(descriptor: str, owner_pid: str, *scratch: str) -> None:
         for folder in scratch:  # the trainer may have been killed
             shutil.rmtree(folder, ignore_errors=True)
         return
-    parent_death.end_with(server_pid)
+    process_end.end_with(server_pid)
     os.setsid()
     signal.signal(signal.SIGTERM, term)
     _, (connection,) = fork

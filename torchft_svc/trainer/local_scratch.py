@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchft_svc.elastic.parent_death import lives
+from torchft_svc.host.process_end import lives
 from torchft_svc.trainer.local_process import PART
 
 # States are in memory, where a system has such a directory and this much of it is free.

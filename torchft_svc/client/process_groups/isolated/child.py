@@ -14,7 +14,6 @@ import functools
 import logging
 import os
 import queue
-import select
 import sys
 import threading
 import time
@@ -49,8 +48,9 @@ from torchft_svc.client.process_groups.isolated.messages import (
 from torchft_svc.client.process_groups.isolated.segments import HostSegment
 from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
 from torchft_svc.host.clean_start import last_line
-from torchft_svc.host.fork_server import serve, watch
+from torchft_svc.host.fork_server import serve
 from torchft_svc.host.line_writer import unblocked_output
+from torchft_svc.host.process_end import ProcessEnd
 
 # By its own name also where it runs as a program.
 log = logging.getLogger(f"{__package__}.child")
@@ -220,10 +220,8 @@ def _configure(pg: DelegatingProcessGroup, message: Configure) -> None:
 
 def _end_with(pid: int) -> None:
     """End this process when process ``pid`` has ended, whatever else it does."""
-    descriptor = watch(pid)
-    if descriptor is not None:
-        select.select([descriptor], [], [])
-        os._exit(0)
+    ProcessEnd(pid).wait()
+    os._exit(0)
 
 
 def main() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import threading
@@ -26,6 +25,7 @@ from torchft_svc.client.process_groups.isolated.segments import Pool
 from torchft_svc.errors import QuorumFailed
 from torchft_svc.host.clean_start import ended_how
 from torchft_svc.host.fork_server import ForkServer
+from torchft_svc.host.process_end import ProcessEnd
 
 log = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class ChildProcess:
 
     def __init__(self) -> None:
         self.pid, self._connection = fork_carrier(FORK_SERVER)
-        self._descriptor = _descriptor_of(self.pid)
+        self._end_of_process = ProcessEnd(self.pid)
         self._lock = threading.Lock()
         self._answered = threading.Condition(self._lock)
         self._waiting: dict[int, tuple[OnEnd, OnStart | None]] = {}
@@ -161,9 +161,8 @@ class ChildProcess:
         self._end(QuorumFailed(f"the process that carries the collectives {how}"))
         with self._lock:
             self._connection.close()
-        if self._descriptor is not None:
-            select.select([self._descriptor], [], [], _GONE_S)
-            os.close(self._descriptor)
+        self._end_of_process.wait(_GONE_S)
+        self._end_of_process.close()
 
     def _receive(self, answer: Reply) -> None:
         with self._lock:
@@ -230,11 +229,3 @@ class KilledProcesses:
         for child, _ in kept:
             child.kill(wait_s=max(0.0, deadline - time.monotonic()))
         self.clear()
-
-
-def _descriptor_of(pid: int) -> int | None:
-    """A descriptor that is readable once the process has exited; None: exited, or unsupported."""
-    try:
-        return os.pidfd_open(pid)
-    except (AttributeError, OSError):
-        return None
