@@ -37,12 +37,12 @@ class Told:
     """A manager that does what a test says: it has what a worker says, and sends what the test
     puts in ``news`` (None: it ends the stream)."""
 
-    def __init__(self, *, takes_votes: bool) -> None:
+    def __init__(self, *, welcomes: bool) -> None:
         self.heard: queue.SimpleQueue[pb.AttachRequest] = queue.SimpleQueue()
         self.calls: list[pb.ShouldCommitRequest] = []
         self.news: queue.SimpleQueue[pb.AttachNews | None] = queue.SimpleQueue()
         self.is_away = False  # for workers that attach from now on
-        self._takes_votes = takes_votes
+        self._welcomes = welcomes
 
     def service(self, details: Any) -> Any:
         if details.method.endswith("/Attach"):
@@ -62,7 +62,8 @@ class Told:
         arguments = requests, has_ended
         listening = threading.Thread(target=self._listen, args=arguments, name="listens")
         listening.start()
-        yield pb.AttachNews(welcome=pb.AttachWelcome(takes_votes=self._takes_votes))
+        if self._welcomes:
+            yield pb.AttachNews(welcome=pb.AttachWelcome())
         yield from iter(self.news.get, None)
         has_ended.set()
 
@@ -102,8 +103,8 @@ class Worker:
 
 
 @contextlib.contextmanager
-def worker_of(*, takes_votes: bool) -> Iterator[Worker]:
-    manager = Told(takes_votes=takes_votes)
+def worker_of(*, welcomes: bool) -> Iterator[Worker]:
+    manager = Told(welcomes=welcomes)
     handler: Any = manager
     with (
         grpc_server(handler, let_go=lambda: manager.news.put(None)) as address,
@@ -118,7 +119,7 @@ def worker_of(*, takes_votes: bool) -> Iterator[Worker]:
 
 @pytest.fixture
 def worker() -> Iterator[Worker]:
-    with worker_of(takes_votes=True) as worker:
+    with worker_of(welcomes=True) as worker:
         yield worker
 
 
@@ -129,15 +130,15 @@ def test_a_vote_on_the_stream_says_what_a_call_says(worker: Worker) -> None:
     worker.manager.decides(cast.number, decided=COMMITS)
     assert voting.result(END_S) == (True, Fate.GOES_ON)
     assert worker.manager.calls == []
-    with worker_of(takes_votes=False) as older:
-        assert older.vote().result(END_S) == (True, Fate.GOES_ON)
-        (call,) = older.manager.calls
+    with worker_of(welcomes=False) as other:
+        assert other.vote().result(END_S) == (True, Fate.GOES_ON)
+        (call,) = other.manager.calls
     call.worker_id = worker.client._calls.worker_id
     assert call == cast.vote
 
 
-def test_a_manager_that_does_not_offer_it_hears_no_vote_on_its_stream() -> None:
-    with worker_of(takes_votes=False) as worker:
+def test_no_vote_is_sent_on_a_stream_without_a_welcome() -> None:
+    with worker_of(welcomes=False) as worker:
         assert worker.vote().result(END_S) == (True, Fate.GOES_ON)
         worker.client.close()
         kinds = []
@@ -159,7 +160,7 @@ def test_a_stream_that_ends_in_a_vote_leads_to_a_call_with_the_same_vote(worker:
     [
         ("CommitFailed", CommitFailed),
         ("DeadlineExceeded", DeadlineExceeded),
-        ("OfANewerVersion", QuorumFailed),  # not `CommitFailed`, which says that nobody commits
+        ("NoErrorOfOurs", QuorumFailed),  # not `CommitFailed`, which says that nobody commits
     ],
 )
 def test_an_error_is_that_of_a_call(worker: Worker, name: str, kind: type[Exception]) -> None:
@@ -205,7 +206,7 @@ def test_only_one_thread_at_a_time_votes_on_a_stream() -> None:
     sent: queue.SimpleQueue[pb.AttachRequest] = queue.SimpleQueue()
     votes = StreamVotes(sent.put)
     vote = pb.ShouldCommitRequest()
-    assert votes.cast(vote, END_S) is None, "nothing was offered"
+    assert votes.cast(vote, END_S) is None, "not welcomed yet"
     votes.opened()
     with ThreadPoolExecutor(1) as thread:
         voting = thread.submit(votes.cast, vote, END_S)
@@ -267,8 +268,8 @@ def test_a_manager_that_does_not_come_back_is_waited_for_once(worker: Worker) ->
     assert time.monotonic() - started < END_S
 
 
-def test_to_a_manager_that_is_away_or_older_nobody_listens() -> None:
-    with worker_of(takes_votes=False) as worker:
+def test_listen_returns_at_once_without_a_welcome_and_after_the_end() -> None:
+    with worker_of(welcomes=False) as worker:
         worker.listen().result(END_S)
         worker.client.close()
         worker.listen().result(END_S)

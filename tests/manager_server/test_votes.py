@@ -297,7 +297,7 @@ class Stream:
             request_serializer=pb.AttachRequest.SerializeToString,
             response_deserializer=pb.AttachNews.FromString,
         )(iter(self._said.get, None), timeout=END_S)
-        assert next(self._news) == pb.AttachNews(welcome=pb.AttachWelcome(takes_votes=True))
+        assert next(self._news) == pb.AttachNews(welcome=pb.AttachWelcome())
 
     def say(self, **message: Any) -> None:
         self._said.put(pb.AttachRequest(**message))

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tools.sim.world import Process, VirtualWorld
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     AnswerQuorum,
     ReportHang,
     ReportLoss,
 )
-from torchft_svc.core.quorum.manager.assignment import Assignment
 from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.core.quorum.worker.step import StepState
 
@@ -117,7 +117,7 @@ class Agreement:
     def __init__(self) -> None:
         self._quorums: dict[str, _Agreed] = {}
 
-    def assigned(self, job: str, quorum: Quorum, part: Assignment, group_rank: int) -> None:
+    def assigned(self, job: str, quorum: Quorum, part: QuorumResult, group_rank: int) -> None:
         agreed = self._quorums.get(job)
         if agreed is None or agreed.quorum is not quorum:
             agreed = self._quorums[job] = _Agreed(quorum)

@@ -11,7 +11,6 @@ from tools.sim.network import Network
 from tools.sim.shared import Home
 from tools.sim.world import Process
 from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.manager.assignment import Assignment
 from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.quorum.manager.manager import WorkerNews
 from torchft_svc.core.quorum.types import Vote, WorkerRequest
@@ -30,7 +29,7 @@ class LineActor:
         home: Home,
         group_rank: int,
         network: Network,
-        round_: Round[Assignment],
+        round_: Round,
         on_news: OnNews,
         on_cut: Callable[[], None],
     ) -> None:

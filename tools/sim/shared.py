@@ -13,7 +13,7 @@ from tools.sim.sums import GroupCollective, Sums
 from tools.sim.terms import Companions, Histories, Terms
 from tools.sim.trace import Trace
 from tools.sim.world import Process
-from torchft_svc.core.quorum.manager.assignment import Assignment
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.errors import PeerError, QuorumFailed, TorchFTError, Unreachable
 
 # Groups that end when their question times out must not miss one another for ever: at last they
@@ -70,7 +70,7 @@ class Shared:
     def fetch(
         self,
         process: Process,
-        part: Assignment,
+        part: QuorumResult,
         group_rank: int,
         receive: Callable[[Fetched | PeerError], None],
     ) -> None:

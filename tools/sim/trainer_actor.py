@@ -17,7 +17,7 @@ from tools.sim.shared import Home, Shared
 from tools.sim.sums import Contribution, Result, Seat, State
 from tools.sim.terms import CommittedStep, NewcomerPatience, TermStep
 from tools.sim.world import Event, Process
-from torchft_svc.core.quorum.manager.assignment import Assignment
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.quorum.manager.manager import WorkerNews
 from torchft_svc.core.quorum.phase import Phase
@@ -72,7 +72,7 @@ class WorkerActor:
         self._rules = rules
         self._shared = shared
         self.machine = StepMachine(min_replica_size=rules.min_replica_size)
-        self.round: Round[Assignment] = Round(
+        self.round: Round = Round(
             WorkerRules(
                 group_rank=group_rank,
                 group_world_size=home.group_world_size,
@@ -632,7 +632,7 @@ class _Step:
     is_fetching: bool = False
     is_reducing: bool = False
     is_reduced: bool = False
-    part: Assignment | None = None
+    part: QuorumResult | None = None
     round: int = 0  # to vote in
     fetched: Fetched | None = None
     result: int | None = None

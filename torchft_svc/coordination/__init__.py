@@ -19,9 +19,9 @@ if TYPE_CHECKING:
         ManagerLocator,
         Quorum,
         QuorumMember,
-        QuorumResult,
         Timestamp,
     )
+    from torchft_svc.core.quorum.assignment import QuorumResult
     from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
     from torchft_svc.rpc.security import Security
 
@@ -57,7 +57,7 @@ __getattr__, __dir__ = lazy_names(
         "ManagerServer": ".manager_server",
         "Quorum": ".types",
         "QuorumMember": ".types",
-        "QuorumResult": ".types",
+        "QuorumResult": "torchft_svc.core.quorum.assignment",
         "Security": "torchft_svc.rpc.security",
         "Timestamp": ".types",
     },

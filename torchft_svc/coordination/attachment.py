@@ -99,7 +99,7 @@ class Attachment:
         self._report: PhaseReport | None = None
         self._is_over = False  # the manager has said that it ends for good
         self._streams = threading.Condition()
-        self._awaits_next = False  # `listen` waits for the next stream that takes votes
+        self._awaits_next = False  # `listen` waits for the next stream
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="torchft-news", daemon=True)
         self._thread.start()
@@ -115,8 +115,8 @@ class Attachment:
         self._outgoing.send(pb.AttachRequest(difference=difference_to_wire(report)))
 
     @property
-    def takes_votes(self) -> bool:
-        """Whether the manager has said so, and the stream is open."""
+    def is_open(self) -> bool:
+        """Whether the manager has welcomed this worker, and the stream has not ended."""
         return self._votes.is_open
 
     def vote(self, vote: pb.ShouldCommitRequest, timeout_s: float) -> pb.AttachDecision | None:
@@ -138,11 +138,10 @@ class Attachment:
                     self._awaits_next = False
                     return
 
-    def _welcomed(self, votes: StreamVotes, takes_votes: bool) -> None:
+    def _welcomed(self, votes: StreamVotes) -> None:
         with self._streams:
-            self._awaits_next = takes_votes
-            if takes_votes:
-                votes.opened()
+            self._awaits_next = True
+            votes.opened()
             self._streams.notify_all()
 
     def _await_no_other(self) -> None:
@@ -187,8 +186,6 @@ class Attachment:
             try:
                 self._read(outgoing, votes, retry)
             except grpc.RpcError as error:
-                if error.code() is grpc.StatusCode.UNIMPLEMENTED:
-                    return  # an older manager: this worker goes without news
                 reason = one_line(error.details() or "")
                 if error.code() is grpc.StatusCode.UNAUTHENTICATED:
                     log.error("the manager does not trust this worker: %s", reason)
@@ -233,7 +230,7 @@ class Attachment:
                     votes.answered(news.pong)
                     continue
                 if kind == "welcome":
-                    self._welcomed(votes, news.welcome.takes_votes)
+                    self._welcomed(votes)
                 self._is_over = kind == "over"
                 if self._is_over:
                     self._await_no_other()

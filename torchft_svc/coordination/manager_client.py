@@ -14,17 +14,23 @@ from datetime import timedelta
 from torchft_svc.coordination.attachment import Attachment, Listeners
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.stream_votes import ACTION
-from torchft_svc.coordination.types import ManagerLocator, QuorumResult
+from torchft_svc.coordination.types import ManagerLocator
 from torchft_svc.core.limits import limited_s
 from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.difference import DifferenceReport
 from torchft_svc.core.quorum.phase import Phase
-from torchft_svc.core.quorum.term import Fate, Wish
+from torchft_svc.core.quorum.term import Fate
 from torchft_svc.core.quorum.types import DEFAULT_JOB, Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.worker_calls import WorkerCalls
-from torchft_svc.errors import QuorumFailed, TorchFTError, Unreachable
+from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import fate_from_wire
+from torchft_svc.rpc.codec import (
+    decision_from_wire,
+    quorum_result_from_wire,
+    vote_to_wire,
+    worker_request_to_wire,
+)
 from torchft_svc.rpc.security import Security
 from torchft_svc.rpc.status import error_from_wire
 
@@ -195,32 +201,12 @@ class ManagerClient(Client):
         """See `_quorum`; what each call repeats is added here."""
         with self._lock:
             request = self._calls.question(request)
-        encoded = pb.ManagerQuorumRequest(
-            rank=request.group_rank,
-            step=request.step,
-            checkpoint_server_addr=request.checkpoint_address,
-            shrink_only=request.shrink_only,
-            commit_failures=request.commit_failures,
-            init_sync=request.init_sync,
-            worker_id=request.worker_id,
-            draining=bool(request.drain_reason),
-            drain_reason=request.drain_reason,
-            unhealed=request.unhealed,
-            last_quorum_id=request.last_quorum_id,
-            last_num_groups=request.last_num_groups,
-            last_round=request.last_round,
-            question=request.question,
-            layout=request.layout,
-            step_quorum_id=request.step_quorum_id,
-            steady=request.steady,
-            agreed=request.agreed,
+        result, round_ = quorum_result_from_wire(
+            self._ask_quorum(worker_request_to_wire(request), timeout)
         )
-        answer = self._ask_quorum(encoded, timeout)
-        if not answer.store_address:
-            raise QuorumFailed("the manager's answer names no store")
         with self._lock:
-            self._calls.answered(answer.quorum_id, answer.replica_world_size, answer.round)
-        return _result(answer, request.group_rank)
+            self._calls.answered(result.quorum_id, result.replica_world_size, round_)
+        return result
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
         """Where worker ``rank`` of this manager's group serves its state."""
@@ -245,32 +231,23 @@ class ManagerClient(Client):
         """See `should_commit`, with how the next step begins; what each call repeats is added
         here.
 
-        The vote travels on the stream that is open anyway, and by a call if the manager does not
-        take it there, or the stream ends meanwhile: a manager that has it counts it once.
+        The vote is sent on the stream if that is open, and by a call if not, or if the stream ends
+        meanwhile: a manager that has it counts it once.
         """
         with self._lock:
             vote = self._calls.ballot(vote)
-        request = pb.ShouldCommitRequest(
-            should_commit=vote.should_commit,
-            rank=vote.group_rank,
-            step=vote.step,
-            round=vote.round,
-            worker_id=vote.worker_id,
-            wishes_none=vote.wish is Wish.NONE,
-            wishes_alone=vote.wish is Wish.ALONE,
-        )
+        request = vote_to_wire(vote)
         attachment = self._attachment
-        if attachment is not None and attachment.takes_votes:
+        if attachment is not None and attachment.is_open:
             timeout_s = limited_s(timeout)
             deadline = time.monotonic() + timeout_s
             answer = attachment.vote(request, timeout_s)
             if answer is not None:
                 if answer.error:
                     raise error_from_wire(answer.error, answer.reason, ACTION, timeout_s)
-                return answer.decided.should_commit, fate_from_wire(answer.decided.fate)
+                return decision_from_wire(answer.decided)
             timeout = timedelta(seconds=max(0.0, deadline - time.monotonic()))
-        decided = self._send_vote(request, timeout)
-        return decided.should_commit, fate_from_wire(decided.fate)
+        return decision_from_wire(self._send_vote(request, timeout))
 
     def listen(self, timeout: timedelta = timedelta(seconds=1)) -> None:
         """Wait until the news that the manager has for this worker are received; not if there is no
@@ -286,26 +263,3 @@ class ManagerClient(Client):
     def drain(self, reason: str = "", timeout: timedelta = timedelta(seconds=5)) -> None:
         """Let the group finish its step, leave the lighthouse, and end."""
         self._drain(pb.DrainRequest(reason=reason), timeout)
-
-
-def _result(answer: pb.ManagerQuorumResponse, group_rank: int) -> QuorumResult:
-    source = answer.recover_src_replica_rank
-    return QuorumResult(
-        quorum_id=answer.quorum_id,
-        replica_rank=answer.replica_rank,
-        replica_world_size=answer.replica_world_size,
-        recover_src_manager_address=answer.recover_src_manager_address,
-        recover_src_replica_rank=(source if answer.HasField("recover_src_replica_rank") else None),
-        recover_dst_replica_ranks=list(answer.recover_dst_replica_ranks),
-        recover_extra_src_manager_addresses=list(answer.recover_extra_src_manager_addresses),
-        recover_extra_dst_replica_ranks=list(answer.recover_extra_dst_replica_ranks),
-        store_address=answer.store_address,
-        max_step=answer.max_step,
-        max_replica_rank=answer.max_replica_rank if answer.HasField("max_replica_rank") else None,
-        max_world_size=answer.max_world_size,
-        heal=answer.heal,
-        commit_failures=answer.commit_failures,
-        replica_ids=list(answer.replica_ids),
-        steady=answer.steady,
-        store_prefix=f"torchft/{answer.quorum_id}/{group_rank}",
-    )

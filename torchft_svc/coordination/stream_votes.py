@@ -26,7 +26,7 @@ class StreamVotes:
     def __init__(self, send: Callable[[pb.AttachRequest], None]) -> None:
         self._send = send
         self._lock = threading.Lock()
-        self.is_open = False  # the manager takes votes, and the stream has not ended
+        self.is_open = False  # the manager has welcomed this worker, and the stream has not ended
         self._number = 0  # of the last vote
         self._waiting: queue.SimpleQueue[_Answer] | None = None
 

@@ -17,7 +17,6 @@ from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import decision_to_wire, vote_from_wire
 from torchft_svc.rpc.deadline import time_to_wait_s
 from torchft_svc.rpc.outbox import Outbox, first_message
-from torchft_svc.rpc.parsing import is_of_a_newer_kind
 from torchft_svc.rpc.status import error_to_wire
 
 log = logging.getLogger(__name__)
@@ -45,8 +44,7 @@ async def attach(
     group_rank, worker_id = first.hello.rank, first.hello.worker_id
     check_text("worker id", worker_id, MAX_ADDRESS_LENGTH)
     outbox = Outbox()
-    welcome = pb.AttachWelcome(takes_votes=True)
-    outbox.tell(pb.AttachNews(welcome=welcome).SerializeToString())
+    outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
     driver.attach(group_rank, worker_id, outbox)
     said = _Said(driver, group_rank, outbox)
     reason, ends = "its process ended, or does not answer", False
@@ -96,7 +94,7 @@ class _Said:
             check_text("failure", message.detach.failure, MAX_FAILURE_LENGTH)
             self.goodbye = message.detach
             return False
-        elif kind is not None or not is_of_a_newer_kind(message):
+        else:
             raise RequestRefused(f"an attachment does not accept {kind or 'an empty message'}")
         return True
 

@@ -180,8 +180,7 @@ class ManagerDriver:
     # -- news ------------------------------------------------------------------------------------
 
     def receive(self, news: pb.SessionNews) -> None:
-        """News from the lighthouse; the workers receive all of it, also fields that only a newer
-        version knows."""
+        """Act on news from the lighthouse, and forward it to the workers."""
         kind, encoded = news.WhichOneof("kind"), news.SerializeToString()
         if kind == "kill":
             self.kill(news.kill.reason, encoded)

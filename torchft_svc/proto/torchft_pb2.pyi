@@ -26,12 +26,17 @@ class AgentStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     AGENT_WORKING: _ClassVar[AgentStatus]
     AGENT_FINISHED: _ClassVar[AgentStatus]
 
+class Wish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WISH_SOME: _ClassVar[Wish]
+    WISH_NONE: _ClassVar[Wish]
+    WISH_ALONE: _ClassVar[Wish]
+
 class Fate(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    FATE_UNKNOWN: _ClassVar[Fate]
+    FATE_BREAKS_OFF: _ClassVar[Fate]
     FATE_GOES_ON: _ClassVar[Fate]
     FATE_ENDS: _ClassVar[Fate]
-    FATE_BREAKS_OFF: _ClassVar[Fate]
 PHASE_UNKNOWN: Phase
 PHASE_IDLE: Phase
 PHASE_WAITING: Phase
@@ -44,10 +49,12 @@ AGENT_WARMING: AgentStatus
 AGENT_READY: AgentStatus
 AGENT_WORKING: AgentStatus
 AGENT_FINISHED: AgentStatus
-FATE_UNKNOWN: Fate
+WISH_SOME: Wish
+WISH_NONE: Wish
+WISH_ALONE: Wish
+FATE_BREAKS_OFF: Fate
 FATE_GOES_ON: Fate
 FATE_ENDS: Fate
-FATE_BREAKS_OFF: Fate
 
 class QuorumMember(_message.Message):
     __slots__ = ("replica_id", "address", "store_address", "step", "world_size", "shrink_only", "data", "commit_failures", "seen_quorum_id", "joining", "min_replicas", "last_num_groups", "has_history", "layout", "doubted_step", "step_quorum_id", "steady", "sole_lighthouse")
@@ -642,7 +649,7 @@ class LighthouseDrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class ManagerQuorumRequest(_message.Message):
-    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id", "draining", "drain_reason", "unhealed", "last_quorum_id", "last_num_groups", "layout", "step_quorum_id", "steady", "agreed", "last_round", "question")
+    __slots__ = ("rank", "step", "checkpoint_server_addr", "shrink_only", "commit_failures", "init_sync", "worker_id", "drain_reason", "unhealed", "last_quorum_id", "last_num_groups", "layout", "step_quorum_id", "steady", "agreed", "last_round", "question")
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     CHECKPOINT_SERVER_ADDR_FIELD_NUMBER: _ClassVar[int]
@@ -650,7 +657,6 @@ class ManagerQuorumRequest(_message.Message):
     COMMIT_FAILURES_FIELD_NUMBER: _ClassVar[int]
     INIT_SYNC_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    DRAINING_FIELD_NUMBER: _ClassVar[int]
     DRAIN_REASON_FIELD_NUMBER: _ClassVar[int]
     UNHEALED_FIELD_NUMBER: _ClassVar[int]
     LAST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
@@ -668,7 +674,6 @@ class ManagerQuorumRequest(_message.Message):
     commit_failures: int
     init_sync: bool
     worker_id: str
-    draining: bool
     drain_reason: str
     unhealed: bool
     last_quorum_id: int
@@ -679,10 +684,10 @@ class ManagerQuorumRequest(_message.Message):
     agreed: bool
     last_round: int
     question: int
-    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., draining: bool = ..., drain_reason: _Optional[str] = ..., unhealed: bool = ..., last_quorum_id: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., layout: _Optional[str] = ..., step_quorum_id: _Optional[int] = ..., steady: bool = ..., agreed: bool = ..., last_round: _Optional[int] = ..., question: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., checkpoint_server_addr: _Optional[str] = ..., shrink_only: bool = ..., commit_failures: _Optional[int] = ..., init_sync: bool = ..., worker_id: _Optional[str] = ..., drain_reason: _Optional[str] = ..., unhealed: bool = ..., last_quorum_id: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., layout: _Optional[str] = ..., step_quorum_id: _Optional[int] = ..., steady: bool = ..., agreed: bool = ..., last_round: _Optional[int] = ..., question: _Optional[int] = ...) -> None: ...
 
 class ManagerQuorumResponse(_message.Message):
-    __slots__ = ("quorum_id", "recover_src_manager_address", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "recover_src_replica_rank", "recover_dst_replica_ranks", "commit_failures", "replica_ids", "round", "recover_extra_src_manager_addresses", "recover_extra_dst_replica_ranks", "steady")
+    __slots__ = ("quorum_id", "recover_src_manager_address", "store_address", "max_step", "max_replica_rank", "max_world_size", "replica_rank", "replica_world_size", "heal", "recover_src_replica_rank", "recover_dst_replica_ranks", "commit_failures", "replica_ids", "round", "recover_extra_src_manager_addresses", "recover_extra_dst_replica_ranks", "steady", "group_rank")
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     RECOVER_SRC_MANAGER_ADDRESS_FIELD_NUMBER: _ClassVar[int]
     STORE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -700,6 +705,7 @@ class ManagerQuorumResponse(_message.Message):
     RECOVER_EXTRA_SRC_MANAGER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     RECOVER_EXTRA_DST_REPLICA_RANKS_FIELD_NUMBER: _ClassVar[int]
     STEADY_FIELD_NUMBER: _ClassVar[int]
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
     quorum_id: int
     recover_src_manager_address: str
     store_address: str
@@ -717,7 +723,8 @@ class ManagerQuorumResponse(_message.Message):
     recover_extra_src_manager_addresses: _containers.RepeatedScalarFieldContainer[str]
     recover_extra_dst_replica_ranks: _containers.RepeatedScalarFieldContainer[int]
     steady: bool
-    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ..., recover_extra_src_manager_addresses: _Optional[_Iterable[str]] = ..., recover_extra_dst_replica_ranks: _Optional[_Iterable[int]] = ..., steady: bool = ...) -> None: ...
+    group_rank: int
+    def __init__(self, quorum_id: _Optional[int] = ..., recover_src_manager_address: _Optional[str] = ..., store_address: _Optional[str] = ..., max_step: _Optional[int] = ..., max_replica_rank: _Optional[int] = ..., max_world_size: _Optional[int] = ..., replica_rank: _Optional[int] = ..., replica_world_size: _Optional[int] = ..., heal: bool = ..., recover_src_replica_rank: _Optional[int] = ..., recover_dst_replica_ranks: _Optional[_Iterable[int]] = ..., commit_failures: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., round: _Optional[int] = ..., recover_extra_src_manager_addresses: _Optional[_Iterable[str]] = ..., recover_extra_dst_replica_ranks: _Optional[_Iterable[int]] = ..., steady: bool = ..., group_rank: _Optional[int] = ...) -> None: ...
 
 class CheckpointAddressRequest(_message.Message):
     __slots__ = ("rank",)
@@ -732,22 +739,20 @@ class CheckpointAddressResponse(_message.Message):
     def __init__(self, checkpoint_server_address: _Optional[str] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
-    __slots__ = ("should_commit", "rank", "step", "round", "worker_id", "wishes_none", "wishes_alone")
+    __slots__ = ("should_commit", "rank", "step", "round", "worker_id", "wish")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]
     RANK_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     ROUND_FIELD_NUMBER: _ClassVar[int]
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
-    WISHES_NONE_FIELD_NUMBER: _ClassVar[int]
-    WISHES_ALONE_FIELD_NUMBER: _ClassVar[int]
+    WISH_FIELD_NUMBER: _ClassVar[int]
     should_commit: bool
     rank: int
     step: int
     round: int
     worker_id: str
-    wishes_none: bool
-    wishes_alone: bool
-    def __init__(self, should_commit: bool = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., worker_id: _Optional[str] = ..., wishes_none: bool = ..., wishes_alone: bool = ...) -> None: ...
+    wish: Wish
+    def __init__(self, should_commit: bool = ..., rank: _Optional[int] = ..., step: _Optional[int] = ..., round: _Optional[int] = ..., worker_id: _Optional[str] = ..., wish: _Optional[_Union[Wish, str]] = ...) -> None: ...
 
 class ShouldCommitResponse(_message.Message):
     __slots__ = ("should_commit", "fate")
@@ -868,10 +873,8 @@ class AttachNews(_message.Message):
     def __init__(self, welcome: _Optional[_Union[AttachWelcome, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., over: _Optional[_Union[AttachOver, _Mapping]] = ..., term_ends: _Optional[_Union[TermEnds, _Mapping]] = ..., decision: _Optional[_Union[AttachDecision, _Mapping]] = ..., pong: _Optional[_Union[AttachPong, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ...) -> None: ...
 
 class AttachWelcome(_message.Message):
-    __slots__ = ("takes_votes",)
-    TAKES_VOTES_FIELD_NUMBER: _ClassVar[int]
-    takes_votes: bool
-    def __init__(self, takes_votes: bool = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class AttachDecision(_message.Message):
     __slots__ = ("number", "decided", "error", "reason")

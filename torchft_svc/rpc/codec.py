@@ -1,14 +1,14 @@
-"""Between messages on the wire and values of the core. Nothing else touches a message."""
+"""Between messages on the wire and records of the core, for questions, answers and votes."""
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any, TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from torchft_svc.core.limits import MAX_NAME_LENGTH, MAX_REASON_LENGTH, one_line
+from torchft_svc.core.limits import MAX_NAME_LENGTH, one_line
 from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.difference import DifferenceReport
 from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.quorum.phase import Phase
@@ -16,32 +16,18 @@ from torchft_svc.core.quorum.term import Fate, TermEnds, Wish
 from torchft_svc.core.quorum.types import Member, Quorum, Vote, WorkerRequest, check_quorum_id
 from torchft_svc.errors import QuorumFailed, RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.records import Codec, Field, numbered
 
 JOB_KEY = "torchft-job"
 
 
+# `data`, an unknown field and all that a group reports of itself is checked by `Member.check`.
+_MEMBER = Codec(Member, pb.QuorumMember, fields={"unhealed": Field("joining")}, local=("unknown",))
+
+
 def member_from_wire(message: pb.QuorumMember) -> Member:
-    return Member(
-        replica_id=message.replica_id,
-        address=message.address,
-        store_address=message.store_address,
-        step=message.step,
-        world_size=message.world_size,
-        shrink_only=message.shrink_only,
-        data=message.data,
-        commit_failures=message.commit_failures,
-        seen_quorum_id=message.seen_quorum_id,
-        min_replicas=message.min_replicas,
-        last_num_groups=message.last_num_groups,
-        unhealed=message.joining,
-        has_history=message.has_history,
-        layout=message.layout,
-        doubted_step=message.doubted_step,
-        step_quorum_id=message.step_quorum_id,
-        steady=message.steady,
-        sole_lighthouse=message.sole_lighthouse,
-        unknown=_unknown_fields(message),
-    )
+    """The group that the message describes; `Member.check` has not been called."""
+    return _MEMBER.from_wire(message, unknown=_unknown_fields(message))
 
 
 def _unknown_fields(message: pb.QuorumMember) -> bytes:
@@ -56,26 +42,8 @@ def _unknown_fields(message: pb.QuorumMember) -> bytes:
 
 
 def member_to_wire(member: Member) -> pb.QuorumMember:
-    message = pb.QuorumMember(
-        replica_id=member.replica_id,
-        address=member.address,
-        store_address=member.store_address,
-        step=member.step,
-        world_size=member.world_size,
-        shrink_only=member.shrink_only,
-        data=member.data,
-        commit_failures=member.commit_failures,
-        seen_quorum_id=member.seen_quorum_id,
-        min_replicas=member.min_replicas,
-        last_num_groups=member.last_num_groups,
-        joining=member.unhealed,
-        has_history=member.has_history,
-        layout=member.layout,
-        doubted_step=member.doubted_step,
-        step_quorum_id=member.step_quorum_id,
-        steady=member.steady,
-        sole_lighthouse=member.sole_lighthouse,
-    )
+    """The message that describes ``member``, with the fields that this version does not know."""
+    message: pb.QuorumMember = _MEMBER.to_wire(member)
     if member.unknown:
         message.MergeFromString(member.unknown)
     return message
@@ -99,7 +67,7 @@ def quorum_answer(quorum: Quorum, created_s: float) -> bytes:
 
 
 def answers(number: int) -> bytes:
-    """What makes an encoded quorum the answer to question ``number`` of a session.
+    """The bytes that make an encoded quorum the answer to question ``number`` of a session.
 
     Encoded messages that follow each other are one: the long part is shared by all sessions.
     """
@@ -110,15 +78,17 @@ News = TypeVar("News", pb.SessionNews, pb.AttachNews)
 
 
 def fit_for_logs(news: News) -> News:
-    """``news``, of whose texts each is `one_line`: those that hear it log them and raise them. The
-    members of a quorum are looked at by `quorum_from_wire`."""
+    """Make each text of ``news`` `one_line`, because receivers log and raise them.
+
+    The members of a quorum are checked by `quorum_from_wire`.
+    """
     kind = news.WhichOneof("kind")
     if kind in (None, "quorum"):
         return news
-    told: Any = getattr(news, kind)
-    for field, value in told.ListFields():
+    message: Any = getattr(news, kind)
+    for field, value in message.ListFields():
         if isinstance(value, str) and one_line(value) != value:
-            setattr(told, field.name, one_line(value))
+            setattr(message, field.name, one_line(value))
     return news
 
 
@@ -132,49 +102,52 @@ _PHASES: dict[Phase, pb.Phase] = {
 _PHASES_OF_WIRE = {number: phase for phase, number in _PHASES.items()}
 
 
-def phase_to_wire(phase: Phase) -> pb.Phase:
+def phase_to_wire(phase: Phase | None) -> pb.Phase:
+    """The number of ``phase`` (None: not known)."""
+    if phase is None:
+        return pb.PHASE_UNKNOWN
     # An update belongs to what a user's program does between two steps: no others wait for it.
     return _PHASES.get(phase, pb.PHASE_IDLE)
 
 
 def phase_from_wire(number: pb.Phase) -> Phase | None:
-    """None: it was not told. One that a newer version has is none that could be called a hang, and
-    the one before is over."""
-    return _PHASES_OF_WIRE.get(number, Phase.IDLE if number else None)
+    """The phase with this number (None: not reported, or no such phase)."""
+    return _PHASES_OF_WIRE.get(number)
+
+
+PHASE = Field("", phase_to_wire, phase_from_wire)
+
+_REPORT = Codec(PhaseReport, pb.AttachPhase, fields={"phase": PHASE})
+
+
+def report_to_wire(report: PhaseReport) -> pb.AttachPhase:
+    message: pb.AttachPhase = _REPORT.to_wire(report)
+    return message
+
+
+def report_from_wire(message: pb.AttachPhase) -> PhaseReport | None:
+    """The report (None: it names no phase)."""
+    return _REPORT.from_wire(message) if message.phase in _PHASES_OF_WIRE else None
+
+
+_DIFFERENCE = Codec(
+    DifferenceReport,
+    pb.StateDifference,
+    fields={"sentence": Field("", one_line)},
+    checks=True,
+)
 
 
 def difference_to_wire(difference: DifferenceReport) -> pb.StateDifference:
-    return pb.StateDifference(
-        quorum_id=difference.quorum_id,
-        step=difference.step,
-        sentence=one_line(difference.sentence, MAX_REASON_LENGTH),
-    )
+    message: pb.StateDifference = _DIFFERENCE.to_wire(difference)
+    return message
 
 
 def difference_from_wire(message: pb.StateDifference) -> DifferenceReport:
     """Raises:
     RequestRefused: a field is out of bounds.
     """
-    difference = DifferenceReport(message.quorum_id, message.step, message.sentence)
-    difference.check()
-    return difference
-
-
-def report_to_wire(report: PhaseReport) -> pb.AttachPhase:
-    return pb.AttachPhase(
-        phase=phase_to_wire(report.phase),
-        step=report.step,
-        went_on_to=report.went_on_to,
-        round_before=report.round_before,
-    )
-
-
-def report_from_wire(message: pb.AttachPhase) -> PhaseReport | None:
-    """None: as `phase_from_wire`."""
-    phase = phase_from_wire(message.phase)
-    if phase is None:
-        return None
-    return PhaseReport(phase, message.step, message.went_on_to, message.round_before)
+    return _DIFFERENCE.from_wire(message)
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:
@@ -202,74 +175,93 @@ def quorum_from_wire(message: pb.Quorum) -> Quorum:
     )
 
 
+_QUESTION = Codec(
+    WorkerRequest,
+    pb.ManagerQuorumRequest,
+    fields={
+        "group_rank": Field("rank"),
+        "checkpoint_address": Field("checkpoint_server_addr"),
+    },
+)
+
+
+def worker_request_to_wire(request: WorkerRequest) -> pb.ManagerQuorumRequest:
+    message: pb.ManagerQuorumRequest = _QUESTION.to_wire(request)
+    return message
+
+
 def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
-    # Workers of an older version do not tell the reason.
-    drain_reason = message.drain_reason or f"group rank {message.rank} has to end"
-    return WorkerRequest(
-        group_rank=message.rank,
-        step=message.step,
-        checkpoint_address=message.checkpoint_server_addr,
-        shrink_only=message.shrink_only,
-        commit_failures=message.commit_failures,
-        init_sync=message.init_sync if message.HasField("init_sync") else True,
-        worker_id=message.worker_id,
-        drain_reason=drain_reason if message.draining else "",
-        unhealed=message.unhealed,
-        last_quorum_id=message.last_quorum_id,
-        last_num_groups=message.last_num_groups,
-        last_round=message.last_round,
-        layout=message.layout,
-        step_quorum_id=message.step_quorum_id,
-        steady=message.steady,
-        agreed=message.agreed,
-        question=message.question,
-    )
+    """The worker's request; `WorkerRequest.check` has not been called."""
+    return _QUESTION.from_wire(message)
+
+
+_WISHES = {Wish.SOME: pb.WISH_SOME, Wish.NONE: pb.WISH_NONE, Wish.ALONE: pb.WISH_ALONE}
+_VOTE = Codec(
+    Vote,
+    pb.ShouldCommitRequest,
+    fields={"group_rank": Field("rank"), "wish": numbered(_WISHES, default=Wish.SOME)},
+)
+
+
+def vote_to_wire(vote: Vote) -> pb.ShouldCommitRequest:
+    message: pb.ShouldCommitRequest = _VOTE.to_wire(vote)
+    return message
 
 
 def vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
-    return Vote(
-        group_rank=message.rank,
-        step=message.step,
-        should_commit=message.should_commit,
-        round=message.round,
-        worker_id=message.worker_id,
-        wish=_wish_from_wire(message),
-    )
+    """The worker's vote; `Vote.check` has not been called."""
+    return _VOTE.from_wire(message)
 
 
-def _wish_from_wire(message: pb.ShouldCommitRequest) -> Wish:
-    if message.wishes_alone:
-        return Wish.ALONE
-    return Wish.NONE if message.wishes_none else Wish.SOME
-
-
-_FATES: dict[Fate, pb.Fate] = {
+_FATES = {
+    Fate.BREAKS_OFF: pb.FATE_BREAKS_OFF,
     Fate.GOES_ON: pb.FATE_GOES_ON,
     Fate.ENDS: pb.FATE_ENDS,
-    Fate.BREAKS_OFF: pb.FATE_BREAKS_OFF,
 }
-_FATES_OF_WIRE = {number: fate for fate, number in _FATES.items()}
+_DECISION = Codec(
+    AnswerVote,
+    pb.ShouldCommitResponse,
+    fields={"fate": numbered(_FATES, default=Fate.BREAKS_OFF)},
+    local=("caller",),
+)
 
 
 def decision_to_wire(decided: AnswerVote) -> pb.ShouldCommitResponse:
-    return pb.ShouldCommitResponse(should_commit=decided.should_commit, fate=_FATES[decided.fate])
+    message: pb.ShouldCommitResponse = _DECISION.to_wire(decided)
+    return message
 
 
-def fate_from_wire(number: pb.Fate) -> Fate:
-    """A manager of an older version does not tell it, and knows no quorum that goes on."""
-    return _FATES_OF_WIRE.get(number, Fate.BREAKS_OFF)
+def decision_from_wire(message: pb.ShouldCommitResponse) -> tuple[bool, Fate]:
+    """Whether the group commits, and how its next step begins."""
+    decided = _DECISION.from_wire(message, caller=0)
+    return decided.should_commit, decided.fate
+
+
+TERM_ENDS = Codec(TermEnds, pb.TermEnds, fields={"reason": Field("", one_line)})
 
 
 def term_ends_from_wire(message: pb.TermEnds) -> TermEnds:
-    step = message.step if message.HasField("step") else None
-    return TermEnds(message.quorum_id, step, message.reason)
+    return TERM_ENDS.from_wire(message)
+
+
+# `heal` follows from the source to heal from; the design paper's workers read it.
+_RESULT = Codec(QuorumResult, pb.ManagerQuorumResponse, apart=("heal", "round"))
 
 
 def worker_answer(answer: AnswerWorker) -> bytes:
-    """What the worker has to do: the fields of an `Assignment` have the same names on the wire."""
-    part = answer.assignment
-    return pb.ManagerQuorumResponse(
-        heal=part.heal,
-        round=answer.round,
-        **{each.name: getattr(part, each.name) for each in fields(part)},
-    ).SerializeToString()
+    """The encoded answer to a worker: its part in the quorum, and the round to vote in."""
+    message = _RESULT.to_wire(answer.assignment)
+    message.heal, message.round = answer.assignment.heal, answer.round
+    encoded: bytes = message.SerializeToString()
+    return encoded
+
+
+def quorum_result_from_wire(message: pb.ManagerQuorumResponse) -> tuple[QuorumResult, int]:
+    """The worker's part in the quorum, and the round to vote in.
+
+    Raises:
+        QuorumFailed: the answer names no store.
+    """
+    if not message.store_address:
+        raise QuorumFailed("the manager's answer names no store")
+    return _RESULT.from_wire(message), message.round

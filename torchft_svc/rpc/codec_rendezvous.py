@@ -1,12 +1,11 @@
-"""Between the messages of launchers' agents on the wire and their values.
+"""Between the messages of launchers' agents on the wire and their records.
 
-Whatever comes in is checked: `RequestRefused` says what is wrong with it.
+Each record that comes in is checked: `RequestRefused` has the reason.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Literal
 
 from torchft_svc.core.launch.world import (
     FAILURE_WINDOW_S,
@@ -28,15 +27,15 @@ from torchft_svc.core.launch.world import (
     WorldReached,
     check_round,
 )
-from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_DURATION_S, check_name, one_line
+from torchft_svc.core.limits import MAX_DURATION_S, check_name, one_line
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.parsing import checked, is_of_a_newer_kind, parser
+from torchft_svc.rpc.parsing import checked, parser
+from torchft_svc.rpc.records import Codec, Field, HandWritten, OneOf, milliseconds
 
 # A hello has to fit into a request. The world of 2,000 nodes takes about 150 KB; a lighthouse that
 # is new to a larger run begins a new world of it.
 MAX_WORLD_BYTES = 200 * 1024
-
 
 _STATUSES: dict[AgentStatus, pb.AgentStatus] = {
     AgentStatus.JOINING: pb.AGENT_JOINING,
@@ -46,42 +45,58 @@ _STATUSES: dict[AgentStatus, pb.AgentStatus] = {
     AgentStatus.FINISHED: pb.AGENT_FINISHED,
 }
 _STATUSES_OF_WIRE = {number: status for status, number in _STATUSES.items()}
-_parse_world = parser(pb.World)
 
 
-def agent_status_to_wire(status: AgentStatus) -> pb.AgentStatus:
-    return _STATUSES[status]
-
-
-def agent_status_from_wire(number: pb.AgentStatus) -> AgentStatus:
-    """Raises `RequestRefused` if this version does not know it."""
+def _status_from_wire(number: pb.AgentStatus) -> AgentStatus:
     status = _STATUSES_OF_WIRE.get(number)
     if status is None:
         raise RequestRefused(f"an agent's status {number} is not known")
     return status
 
 
-# -- what agents tell ------------------------------------------------------------------------------
+AGENT_STATUS = Field("", _STATUSES.__getitem__, _status_from_wire)
+
+_NODE = Codec(Node, pb.Node)
+_WORLD = Codec(
+    World,
+    pb.World,
+    fields={
+        "nodes": Field(
+            "",
+            lambda nodes: map(_NODE.to_wire, nodes),
+            lambda messages: tuple(map(_NODE.from_wire, messages)),
+        )
+    },
+    checks=True,
+)
+_STATE = Codec(AgentState, pb.AgentState, fields={"status": AGENT_STATUS}, checks=True)
+_SETTINGS = Codec(
+    RunSettings,
+    pb.RunSettings,
+    fields={
+        "join_timeout_s": milliseconds("join_timeout_ms"),
+        "join_window_s": milliseconds("join_window_ms"),
+        "failure_window_s": Field(
+            "failure_window_ms",
+            lambda seconds: max(1, round(seconds * 1000)),
+            lambda number: number / 1000 or FAILURE_WINDOW_S,
+        ),
+    },
+    checks=True,
+)
+_MOVE = Codec(RunMove, pb.RunMove, checks=True)
+_parse_world = parser(pb.World)
+
+# -- from an agent ---------------------------------------------------------------------------------
 
 
 def agent_hello_to_wire(run_id: str, hello: AgentHello) -> pb.AgentRequest:
-    settings = hello.settings
-    world = b"" if hello.world is None else world_to_wire(hello.world).SerializeToString()
+    world = b"" if hello.world is None else _WORLD.to_wire(hello.world).SerializeToString()
     message = pb.AgentHello(
         run_id=run_id,
-        node=_node_to_wire(hello.node),
-        settings=pb.RunSettings(
-            min_nodes=settings.min_nodes,
-            max_nodes=settings.max_nodes,
-            join_timeout_ms=round(settings.join_timeout_s * 1000),
-            join_window_ms=round(settings.join_window_s * 1000),
-            max_run_failures=settings.max_run_failures,
-            max_node_failures=settings.max_node_failures,
-            failure_window_ms=max(1, round(settings.failure_window_s * 1000)),
-            waits_for_lost=settings.waits_for_lost,
-            is_soft=settings.is_soft,
-        ),
-        state=_state_to_wire(hello.state),
+        node=_NODE.to_wire(hello.node),
+        settings=_SETTINGS.to_wire(hello.settings),
+        state=_STATE.to_wire(hello.state),
         world=world if len(world) <= MAX_WORLD_BYTES else b"",
     )
     return pb.AgentRequest(hello=message)
@@ -98,187 +113,96 @@ def agent_hello_from_wire(request: pb.AgentRequest | None) -> tuple[str, AgentHe
         raise RequestRefused(f"an agent's stream begins with a hello{found}")
     message = request.hello
     check_name("run_id", message.run_id)
-    settings = _settings_from_wire(message.settings)
-    settings.check()
-    node = _node_from_wire(message.node)
+    settings = _SETTINGS.from_wire(message.settings)
+    node = _NODE.from_wire(message.node)
     node.check()
     world = world_from_bytes(message.world) if message.world else None
-    return message.run_id, AgentHello(node, settings, _state_from_wire(message.state), world)
+    return message.run_id, AgentHello(node, settings, _STATE.from_wire(message.state), world)
 
 
-def _settings_from_wire(message: pb.RunSettings) -> RunSettings:
-    def limit(field: Literal["max_run_failures", "max_node_failures"]) -> int | None:
-        return getattr(message, field) if message.HasField(field) else None
-
-    return RunSettings(
-        min_nodes=message.min_nodes,
-        max_nodes=message.max_nodes,
-        join_timeout_s=message.join_timeout_ms / 1000,
-        join_window_s=message.join_window_ms / 1000,
-        max_run_failures=limit("max_run_failures"),
-        max_node_failures=limit("max_node_failures"),
-        failure_window_s=message.failure_window_ms / 1000 or FAILURE_WINDOW_S,
-        waits_for_lost=message.waits_for_lost,
-        is_soft=message.is_soft,
-    )
+_MESSAGES = OneOf(
+    pb.AgentRequest,
+    "an agent's stream",
+    {
+        "state": _STATE,
+        "leave": Codec(
+            AgentLeave, pb.AgentLeave, fields={"reason": Field("", one_line)}, checks=True
+        ),
+        "move": _MOVE,
+    },
+)
 
 
 def agent_message_to_wire(message: AgentMessage) -> pb.AgentRequest:
-    if isinstance(message, AgentState):
-        return pb.AgentRequest(state=_state_to_wire(message))
-    if isinstance(message, RunMove):
-        return pb.AgentRequest(move=pb.RunMove(address=message.address))
-    leave = pb.AgentLeave(
-        reason=one_line(message.reason), failed=message.failed, closes=message.closes
-    )
-    return pb.AgentRequest(leave=leave)
+    request: pb.AgentRequest = _MESSAGES.to_wire(message)
+    return request
 
 
-def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage | None:
-    """None: only a newer version knows what it is, and does not need it here.
+def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage:
+    """A message behind the first one.
 
     Raises:
-        RequestRefused: it has no place behind the first message, or is out of bounds.
+        RequestRefused: it has no place there, or is out of bounds.
     """
-    kind = request.WhichOneof("kind")
-    if kind == "state":
-        return _state_from_wire(request.state)
-    if kind == "leave":
-        message = request.leave
-        leave = AgentLeave(message.reason, failed=message.failed, closes=message.closes)
-        leave.check()
-        return leave
-    if kind == "move":
-        move = RunMove(request.move.address)
-        move.check()
-        return move
-    if kind is None and is_of_a_newer_kind(request):
-        return None
-    raise RequestRefused(f"an agent's stream does not accept {kind or 'an empty message'}")
+    message: AgentMessage = _MESSAGES.from_wire(request)
+    return message
 
 
-def _state_to_wire(state: AgentState) -> pb.AgentState:
-    return pb.AgentState(
-        status=agent_status_to_wire(state.status),
-        round=state.round,
-        reached=state.reached,
-        store_port=state.store_port,
-        can_warm_up=state.can_warm_up,
-        num_restarts=state.num_restarts,
-        num_failures=state.num_failures,
-        trained_since=state.trained_since,
-        trained_until=state.trained_until,
-        paused=state.paused,
-    )
+# -- from the lighthouse ---------------------------------------------------------------------------
 
 
-def _state_from_wire(message: pb.AgentState) -> AgentState:
-    state = AgentState(
-        status=agent_status_from_wire(message.status),
-        round=message.round,
-        reached=message.reached,
-        store_port=message.store_port,
-        can_warm_up=message.can_warm_up,
-        num_restarts=message.num_restarts,
-        num_failures=message.num_failures,
-        trained_since=message.trained_since,
-        trained_until=message.trained_until,
-        paused=message.paused,
-    )
-    state.check()
-    return state
+def _reached_from_wire(message: pb.WorldReached) -> WorldReached:
+    check_round(message.round)
+    return WorldReached(message.round)
 
 
-# -- what the lighthouse tells ---------------------------------------------------------------------
+_NEWS = OneOf(
+    pb.AgentNews,
+    "an agent",
+    {
+        "world": _WORLD,
+        "welcome": Codec(
+            AgentWelcome,
+            pb.AgentWelcome,
+            fields={
+                "beat_interval_s": Field(
+                    "beat_interval_ms",
+                    lambda seconds: round(seconds * 1000),
+                    lambda number: min(max(number / 1000, 0.0), MAX_DURATION_S),
+                )
+            },
+        ),
+        "warm_up": Codec(
+            WarmUp, pb.WarmUp, fields={"expected": Field("", _WORLD.to_wire, _WORLD.from_wire)}
+        ),
+        "paused": Codec(WorldPaused, pb.WorldPaused, texts=one_line),
+        "waiting": Codec(RunWaiting, pb.RunWaiting, texts=one_line),
+        "closed": Codec(RunClosed, pb.RunClosed, texts=one_line),
+        "reached": HandWritten(
+            WorldReached, lambda news: pb.WorldReached(round=news.round), _reached_from_wire
+        ),
+        "move": _MOVE,
+    },
+)
 
 
 def world_news_to_wire(news: WorldNews) -> bytes:
-    """Encoded, for all streams that are told the same."""
-    if isinstance(news, World):
-        message = pb.AgentNews(world=world_to_wire(news))
-    elif isinstance(news, AgentWelcome):
-        interval_ms = round(news.beat_interval_s * 1000)
-        message = pb.AgentNews(welcome=pb.AgentWelcome(beat_interval_ms=interval_ms))
-    elif isinstance(news, WarmUp):
-        message = pb.AgentNews(warm_up=pb.WarmUp(expected=world_to_wire(news.expected)))
-    elif isinstance(news, WorldPaused):
-        message = pb.AgentNews(paused=pb.WorldPaused(reason=one_line(news.reason)))
-    elif isinstance(news, WorldReached):
-        message = pb.AgentNews(reached=pb.WorldReached(round=news.round))
-    elif isinstance(news, RunMove):
-        message = pb.AgentNews(move=pb.RunMove(address=news.address))
-    elif isinstance(news, RunWaiting):
-        waiting = pb.RunWaiting(reason=one_line(news.reason), num_failures=news.num_failures)
-        message = pb.AgentNews(waiting=waiting)
-    else:
-        reason = one_line(news.reason)
-        closed = pb.RunClosed(reason=reason, failed=news.failed, drained=news.drained)
-        message = pb.AgentNews(closed=closed)
-    return message.SerializeToString()
+    """The encoded news, the same for all streams that receive it."""
+    encoded: bytes = _NEWS.to_wire(news).SerializeToString()
+    return encoded
 
 
-def world_news_from_wire(message: pb.AgentNews) -> WorldNews | None:
-    """None: only a newer version knows what it is.
+def world_news_from_wire(message: pb.AgentNews) -> WorldNews:
+    """News of a lighthouse.
 
     Raises:
-        RequestRefused: no lighthouse would say that.
+        RequestRefused: no lighthouse would send that.
     """
-    kind = message.WhichOneof("kind")
-    if kind == "world":
-        return _world_from_wire(message.world)
-    if kind == "warm_up":
-        return WarmUp(_world_from_wire(message.warm_up.expected))
-    if kind == "welcome":
-        interval_s = message.welcome.beat_interval_ms / 1000
-        return AgentWelcome(min(max(interval_s, 0.0), MAX_DURATION_S))
-    if kind == "paused":
-        return WorldPaused(one_line(message.paused.reason))
-    if kind == "waiting":
-        return RunWaiting(one_line(message.waiting.reason), message.waiting.num_failures)
-    if kind == "closed":
-        closed = message.closed
-        return RunClosed(one_line(closed.reason), closed.failed, closed.drained)
-    if kind == "reached":
-        check_round(message.reached.round)
-        return WorldReached(message.reached.round)
-    if kind == "move":
-        return RunMove(one_line(message.move.address, MAX_ADDRESS_LENGTH))
-    return None
-
-
-def world_to_wire(world: World) -> pb.World:
-    nodes = map(_node_to_wire, world.nodes)
-    return pb.World(round=world.round, nodes=nodes, master_port=world.master_port)
+    news: WorldNews = _NEWS.from_wire(message)
+    return news
 
 
 @functools.lru_cache(maxsize=8)
 def world_from_bytes(encoded: bytes) -> World:
-    """All nodes of a run tell a new lighthouse the same world: it is looked at once."""
-    return _world_from_wire(checked(_parse_world(encoded), "the world"))
-
-
-def _world_from_wire(message: pb.World) -> World:
-    nodes = tuple(map(_node_from_wire, message.nodes))
-    world = World(message.round, nodes, message.master_port)
-    world.check()
-    return world
-
-
-def _node_to_wire(node: Node) -> pb.Node:
-    return pb.Node(
-        node_id=node.node_id,
-        host=node.host,
-        num_workers=node.num_workers,
-        role=node.role,
-        rank=node.rank,
-    )
-
-
-def _node_from_wire(message: pb.Node) -> Node:
-    return Node(
-        node_id=message.node_id,
-        host=message.host,
-        num_workers=message.num_workers,
-        role=message.role,
-        rank=message.rank if message.HasField("rank") else None,
-    )
+    """The world that a hello has; all nodes of a run send the same one, which is parsed once."""
+    return _WORLD.from_wire(checked(_parse_world(encoded), "the world"))

@@ -1,4 +1,4 @@
-"""Between the messages of a lighthouse session on the wire and their values."""
+"""Between the messages of a lighthouse session on the wire and their records."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from torchft_svc.core.quorum.session_messages import (
     News,
     NoQuorumYet,
     Question,
+    Refusal,
     SessionMessage,
     Welcome,
     Withdrawal,
 )
-from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import LastQuorum, check_step
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
+    TERM_ENDS,
     difference_from_wire,
     difference_to_wire,
     member_from_wire,
@@ -32,8 +33,10 @@ from torchft_svc.rpc.codec import (
     phase_to_wire,
 )
 from torchft_svc.rpc.deadline import MAX_WAIT_S
-from torchft_svc.rpc.parsing import is_of_a_newer_kind
+from torchft_svc.rpc.records import Codec, Field, HandWritten, OneOf, milliseconds
 from torchft_svc.rpc.status import error_to_wire
+
+# -- from the manager ------------------------------------------------------------------------------
 
 
 def hello_from_wire(request: pb.SessionRequest | None) -> Hello:
@@ -51,98 +54,105 @@ def hello_from_wire(request: pb.SessionRequest | None) -> Hello:
     return Hello(hello.replica_id, last, hello.last_num_groups)
 
 
-def session_message_to_wire(message: Hello | SessionMessage) -> pb.SessionRequest:
-    if isinstance(message, Beat):
-        beat = pb.SessionBeat()
-        if message.phase is not None:
-            beat.phase, beat.step = phase_to_wire(message.phase), message.step
-            beat.phase_ms = max(0, int(message.lasts_s * 1000))
-        beat.differences.extend(map(difference_to_wire, message.differences))
-        return pb.SessionRequest(beat=beat)
-    if isinstance(message, Question):
-        question = pb.SessionQuestion(
-            requester=member_to_wire(message.member),
-            number=message.number,
-            timeout_ms=max(1, int(message.timeout_s * 1000)),
-            agreed=message.agreed,
-        )
-        return pb.SessionRequest(question=question)
-    if isinstance(message, Withdrawal):
-        return pb.SessionRequest(withdrawal=pb.SessionWithdrawal(number=message.number))
-    if isinstance(message, Hello):
-        last = message.last
-        hello = pb.SessionHello(
-            replica_id=message.replica_id,
-            last_quorum_id=last.quorum_id,
-            last_max_step=last.max_step,
-            last_num_groups=message.num_groups,
-        )
-        return pb.SessionRequest(hello=hello)
-    leave = pb.SessionLeave(
-        reason=message.reason, between_steps=message.between_steps, ends=message.ends
+def _hello_to_wire(hello: Hello) -> pb.SessionHello:
+    return pb.SessionHello(
+        replica_id=hello.replica_id,
+        last_quorum_id=hello.last.quorum_id,
+        last_max_step=hello.last.max_step,
+        last_num_groups=hello.num_groups,
     )
-    return pb.SessionRequest(leave=leave)
-
-
-def session_message_from_wire(request: pb.SessionRequest) -> SessionMessage | None:
-    """None: only a newer version knows what it is, and does not need it here.
-
-    Raises:
-        RequestRefused: it has no place behind the first message, or is out of bounds.
-    """
-    kind = request.WhichOneof("kind")
-    if kind == "beat":
-        return beat_from_wire(request.beat)
-    if kind == "question":
-        question = request.question
-        timeout_s = min(max(question.timeout_ms, 0) / 1000, MAX_WAIT_S)
-        member = member_from_wire(question.requester)
-        return Question(question.number, member, timeout_s, question.agreed)
-    if kind == "withdrawal":
-        return Withdrawal(request.withdrawal.number)
-    if kind == "leave":
-        leave = request.leave
-        return Leave(leave.reason, leave.between_steps, leave.ends)
-    if kind is None and is_of_a_newer_kind(request):
-        return None
-    raise RequestRefused(f"a session does not accept {kind or 'an empty message'}")
 
 
 def beat_from_wire(message: pb.SessionBeat) -> Beat:
+    """The heartbeat; its step and duration count only with a phase.
+
+    Raises:
+        RequestRefused: a field is out of bounds.
+    """
     phase = phase_from_wire(message.phase)
     last = message.differences[-MAX_DIFFERENCES:]
     differences = tuple(map(difference_from_wire, last))
     if phase is None:
         return Beat(differences=differences)
     check_step(message.step)
-    phase_ms = min(max(0, message.phase_ms), MAX_DURATION_MS)  # it is told on
+    phase_ms = min(max(0, message.phase_ms), MAX_DURATION_MS)  # it is passed on
     return Beat(phase, message.step, phase_ms / 1000, differences)
 
 
+def _beat_to_wire(beat: Beat) -> pb.SessionBeat:
+    message = pb.SessionBeat(differences=map(difference_to_wire, beat.differences))
+    if beat.phase is not None:
+        message.phase, message.step = phase_to_wire(beat.phase), beat.step
+        message.phase_ms = max(0, int(beat.lasts_s * 1000))
+    return message
+
+
+_MESSAGES = OneOf(
+    pb.SessionRequest,
+    "a session",
+    {
+        "beat": HandWritten(Beat, _beat_to_wire, beat_from_wire),
+        "question": Codec(
+            Question,
+            pb.SessionQuestion,
+            fields={
+                "member": Field("requester", member_to_wire, member_from_wire),
+                "timeout_s": Field(
+                    "timeout_ms",
+                    lambda seconds: max(1, int(seconds * 1000)),
+                    lambda number: min(max(number, 0) / 1000, MAX_WAIT_S),
+                ),
+            },
+        ),
+        "withdrawal": Codec(Withdrawal, pb.SessionWithdrawal),
+        "leave": Codec(Leave, pb.SessionLeave),
+    },
+)
+
+
+def session_message_to_wire(message: Hello | SessionMessage) -> pb.SessionRequest:
+    if isinstance(message, Hello):
+        return pb.SessionRequest(hello=_hello_to_wire(message))
+    request: pb.SessionRequest = _MESSAGES.to_wire(message)
+    return request
+
+
+def session_message_from_wire(request: pb.SessionRequest) -> SessionMessage:
+    """A message behind the first one.
+
+    Raises:
+        RequestRefused: it has no place there, or is out of bounds.
+    """
+    message: SessionMessage = _MESSAGES.from_wire(request)
+    return message
+
+
+# -- from the lighthouse, besides the quorum -------------------------------------------------------
+
+_NEWS = OneOf(
+    pb.SessionNews,
+    "a manager",
+    {
+        "welcome": Codec(
+            Welcome,
+            pb.SessionWelcome,
+            fields={"min_interval_s": milliseconds("min_interval_ms")},
+        ),
+        "lost": Codec(Lost, pb.MemberLost),
+        "kill": Codec(Kill, pb.Kill),
+        "drain": Codec(Drain, pb.Drain),
+        "waiting": Codec(NewcomerWaits, pb.MemberWaiting),
+        "term_ends": TERM_ENDS,
+        "no_quorum_yet": Codec(NoQuorumYet, pb.NoQuorumYet, texts=one_line),
+    },
+)
+
+
 def session_news_to_wire(news: News) -> bytes:
-    """Encoded, for all sessions that are told the same; what a worker is told, too, has the same
-    bytes for it."""
-    if isinstance(news, Lost):
-        lost = pb.MemberLost(
-            replica_id=news.replica_id, reason=news.reason, quorum_id=news.quorum_id
-        )
-        message = pb.SessionNews(lost=lost)
-    elif isinstance(news, NoQuorumYet):
-        message = pb.SessionNews(no_quorum_yet=pb.NoQuorumYet(reason=one_line(news.reason)))
-    elif isinstance(news, Kill):
-        message = pb.SessionNews(kill=pb.Kill(reason=news.reason))
-    elif isinstance(news, Drain):
-        message = pb.SessionNews(drain=pb.Drain(reason=news.reason))
-    elif isinstance(news, Welcome):
-        interval_ms = int(news.min_interval_s * 1000)
-        message = pb.SessionNews(welcome=pb.SessionWelcome(min_interval_ms=interval_ms))
-    elif isinstance(news, NewcomerWaits):
-        message = pb.SessionNews(waiting=pb.MemberWaiting(replica_id=news.replica_id))
-    elif isinstance(news, TermEnds):
-        ends = pb.TermEnds(quorum_id=news.quorum_id, step=news.step, reason=one_line(news.reason))
-        message = pb.SessionNews(term_ends=ends)
-    else:
+    """The encoded news, the same for all sessions; a worker's stream has the same bytes for it."""
+    if isinstance(news, Refusal):
         name, text = error_to_wire(news.error)
         refusal = pb.SessionRefusal(number=news.number, error=name, reason=text)
-        message = pb.SessionNews(refusal=refusal)
-    return message.SerializeToString()
+        return pb.SessionNews(refusal=refusal).SerializeToString()
+    encoded: bytes = _NEWS.to_wire(news).SerializeToString()
+    return encoded

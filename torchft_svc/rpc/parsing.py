@@ -7,7 +7,6 @@ from typing import Any
 
 import grpc
 from google.protobuf.message import DecodeError
-from google.protobuf.unknown_fields import UnknownFieldSet
 
 from torchft_svc.errors import RequestRefused
 from torchft_svc.rpc.status import Handler
@@ -54,12 +53,6 @@ class _CheckedStream:
 
     async def __anext__(self) -> Any:
         return checked(await anext(self._requests))
-
-
-def is_of_a_newer_kind(message: Any) -> bool:
-    """Whether a stream's ``message`` says only what this version does not know, to be passed over:
-    a newer client may say more than is needed here, and must not lose its stream for that."""
-    return bool(len(UnknownFieldSet(message)))
 
 
 def checked(message: Any, what: str = "the request") -> Any:

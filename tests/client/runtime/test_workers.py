@@ -135,7 +135,7 @@ def test_a_group_votes_without_a_call(address: str, monkeypatch: pytest.MonkeyPa
     with workers(address, "a", 2) as group:
         for worker in group:
             client = worker.manager._runtime.deps.client
-            eventually(lambda client=client: client._attachment.takes_votes)
+            eventually(lambda client=client: client._attachment.is_open)
             monkeypatch.setattr(client, "_send_vote", lambda *_: pytest.fail("a call"))
         for _ in range(3):
             assert together(*(worker.step for worker in group)) == [True] * 2

@@ -36,21 +36,20 @@ from torchft_svc.rpc.security import PLAIN
 
 A_QUORUM = QuorumResult(
     quorum_id=7,
+    group_rank=0,
     replica_rank=0,
     replica_world_size=2,
     recover_src_manager_address="",
     recover_src_replica_rank=1,
-    recover_dst_replica_ranks=[],
-    recover_extra_src_manager_addresses=[],
-    recover_extra_dst_replica_ranks=[],
+    recover_dst_replica_ranks=(),
+    recover_extra_src_manager_addresses=(),
+    recover_extra_dst_replica_ranks=(),
     store_address="",
     max_step=5,
     max_replica_rank=None,
     max_world_size=1,
-    heal=True,
     commit_failures=0,
-    replica_ids=["a:1", "b:1"],
-    store_prefix="",
+    replica_ids=("a:1", "b:1"),
 )
 
 
@@ -484,7 +483,7 @@ def test_a_group_that_puts_its_heal_off_commits_nothing(address: str) -> None:
 @pytest.mark.parametrize("answers", [False, True], ids=["dead", "frozen"])
 def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> None:
     """Its manager cannot be reached, or takes connections and says nothing."""
-    peers: Peers[QuorumResult] = Peers()
+    peers = Peers()
     with socket.create_server(("127.0.0.1", 0)) as listener, HTTPTransport[Any](TIMEOUT) as mine:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
         if not answers:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from support.core.scenes import member, quorum
-from torchft_svc.core.quorum.manager.assignment import assign
+from torchft_svc.core.quorum.assignment import assign
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.manager.group_orders import AnswerWorker, AskLighthouse
 from torchft_svc.core.quorum.types import Vote, WorkerRequest

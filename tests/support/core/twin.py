@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, Heal, JobView
-from torchft_svc.core.quorum.manager.assignment import Assignment
 from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
 
 
@@ -134,7 +134,7 @@ def not_believed(view: JobView, config: QuorumConfig, asking: list[Member]) -> l
     return [each for each in wrong if not 0 < each.seen_quorum_id < view.begun_anew]
 
 
-def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) -> Assignment:
+def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) -> QuorumResult:
     """The assignment rules, section 4, for one worker."""
     ordered = sorted(quorum.participants, key=lambda member: member.replica_id)
     ids = [member.replica_id for member in ordered]
@@ -166,8 +166,9 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) ->
     for _ in range(1, max(member.commit_failures for member in ordered)):
         turn += 1  # the stores before did not help
     host = ordered[up_to_date[turn % len(up_to_date)]]
-    return Assignment(
+    return QuorumResult(
         quorum_id=quorum.quorum_id,
+        group_rank=group_rank,
         replica_rank=me,
         replica_world_size=len(ordered),
         max_step=top,

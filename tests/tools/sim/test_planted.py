@@ -12,12 +12,12 @@ import pytest
 from tools.sim.fleet import Fleet
 from tools.sim.scenario import draw_asking
 from torchft_svc.core.pausable_clock import PausableClock
-from torchft_svc.core.quorum import activity, names
+from torchft_svc.core.quorum import activity, assignment, names
 from torchft_svc.core.quorum.lighthouse import lighthouse, overview, quorum
 from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, JobView, Membership
 from torchft_svc.core.quorum.lighthouse.sessions import LighthouseSessions
-from torchft_svc.core.quorum.manager import assignment, commit_barrier
+from torchft_svc.core.quorum.manager import commit_barrier
 from torchft_svc.core.quorum.manager.commit_barrier import CommitBarrier
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AskLighthouse

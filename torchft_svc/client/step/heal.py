@@ -68,7 +68,7 @@ def fetch_state(
 
     metadata = look_up(quorum.recover_src_manager_address, timeout)
     source = quorum.recover_src_replica_rank
-    addresses = quorum.recover_extra_src_manager_addresses if transport.can_stripe else []
+    addresses = quorum.recover_extra_src_manager_addresses if transport.can_stripe else ()
     extra_timeout = min(timeout, _EXTRA_TIMEOUT)
     extras = [partial(look_up, address, extra_timeout) for address in addresses]
     with _watching(check_source, transport.lose_source):

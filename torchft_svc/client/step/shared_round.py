@@ -40,13 +40,13 @@ class SharedRound:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.on_phase: Callable[[PhaseReport], None] = lambda *_: None
-        self.round: Round[QuorumResult] = Round(rules, step)
+        self.round: Round = Round(rules, step)
         self._pg = pg
         self._clock = clock
         self._lock = threading.RLock()
 
     @contextmanager
-    def changing(self) -> Iterator[Round[QuorumResult]]:
+    def changing(self) -> Iterator[Round]:
         """Give this thread exclusive access to the round, and report a change of its phase."""
         with self._lock:
             before = self.round.step.state.phase

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
+from torchft_svc.core.quorum.assignment import assign
 from torchft_svc.core.quorum.lighthouse.gathering import GATHER_S
 from torchft_svc.core.quorum.lighthouse.ids import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import AnswerQuorum
 from torchft_svc.core.quorum.lighthouse.quorum import joining
-from torchft_svc.core.quorum.manager.assignment import assign
 from torchft_svc.core.quorum.types import Member, Quorum
 from torchft_svc.errors import RequestRefused
 

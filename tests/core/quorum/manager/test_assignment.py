@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from support.core import twin
 from support.core.scenes import member, quorum
 
-from torchft_svc.core.quorum.manager.assignment import (
+from torchft_svc.core.quorum.assignment import (
     MAX_HEAL_SOURCES,
-    Assignment,
+    QuorumResult,
     assign,
     check_answer,
     heal_plan,
@@ -35,8 +35,9 @@ AT_START = quorum(1, member("a"), member("b"), member("c"))
 
 
 def test_the_part_of_a_member_that_is_up_to_date() -> None:
-    assert assign(MIXED, "c", group_rank=0) == Assignment(
+    assert assign(MIXED, "c", group_rank=0) == QuorumResult(
         quorum_id=7,
+        group_rank=0,
         replica_rank=2,
         replica_world_size=5,
         max_step=5,
@@ -54,8 +55,9 @@ def test_the_part_of_a_member_that_is_up_to_date() -> None:
 
 
 def test_the_part_of_a_member_that_is_behind() -> None:
-    assert assign(MIXED, "d", group_rank=1) == Assignment(
+    assert assign(MIXED, "d", group_rank=1) == QuorumResult(
         quorum_id=7,
+        group_rank=1,
         replica_rank=3,
         replica_world_size=5,
         max_step=5,
@@ -239,7 +241,7 @@ def test_i2_agreement(seen: Quorum, group_rank: int, init_sync: bool, data: st.D
     check_healing(seen, parts, init_sync)
 
 
-def check_healing(seen: Quorum, parts: list[Assignment], init_sync: bool) -> None:
+def check_healing(seen: Quorum, parts: list[QuorumResult], init_sync: bool) -> None:
     """Sources and targets are inverse; every member that is behind has one source; fair loads."""
     members = sorted(seen.participants, key=lambda each: each.replica_id)
     top = max(each.step for each in members)

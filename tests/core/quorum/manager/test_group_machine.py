@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from support.core.scenes import member, quorum
 
-from torchft_svc.core.quorum.manager.assignment import assign
+from torchft_svc.core.quorum.assignment import assign
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.manager.group_orders import (
     AnswerVote,

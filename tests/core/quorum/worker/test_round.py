@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.term import Fate
 from torchft_svc.core.quorum.types import Resumed, Vote, WorkerRequest
@@ -50,36 +51,36 @@ FAILED = QuorumFailed("nobody else is there")
 BROKEN = QuorumFailed("connection reset")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Part:
-    """A worker's part in a quorum of groups a and b, as group a's."""
+QUORUM = QuorumResult(
+    quorum_id=7,
+    group_rank=0,
+    replica_rank=0,
+    replica_world_size=2,
+    max_step=3,
+    max_replica_rank=0,
+    max_world_size=2,
+    store_address="a.example:2",
+    recover_src_replica_rank=None,
+    recover_src_manager_address="",
+    recover_dst_replica_ranks=(),
+    recover_extra_src_manager_addresses=(),
+    recover_extra_dst_replica_ranks=(),
+    commit_failures=0,
+    replica_ids=("a:1", "b:1"),
+)
+BEHIND = dataclasses.replace(
+    QUORUM, max_replica_rank=None, max_world_size=1, recover_src_replica_rank=1
+)
+FIRST = dataclasses.replace(QUORUM, max_step=0, max_replica_rank=0)
 
-    quorum_id: int = 7
-    steady: bool = False
-    replica_ids: tuple[str, ...] = ("a:1", "b:1")
-    replica_rank: int = 0
-    replica_world_size: int = 2
-    max_step: int = 3
-    max_replica_rank: int | None = 0
-    max_world_size: int = 2
-    heal: bool = False
-    recover_src_replica_rank: int | None = None
-    recover_dst_replica_ranks: tuple[int, ...] = ()
-    recover_extra_dst_replica_ranks: tuple[int, ...] = ()
 
-
-QUORUM = Part()
-BEHIND = Part(max_replica_rank=None, max_world_size=1, heal=True, recover_src_replica_rank=1)
-FIRST = Part(max_step=0, max_replica_rank=0)
-
-
-def worker(step: int = 3, **rules: object) -> Round[Part]:
+def worker(step: int = 3, **rules: object) -> Round:
     machine = StepMachine()
     machine.restore(step, step)
     return Round(WorkerRules(**rules), machine)  # type: ignore[arg-type]
 
 
-def asking(round_: Round[Part], **request: object) -> Round[Part]:
+def asking(round_: Round, **request: object) -> Round:
     """A step begins at 100 s, and its quorum is asked for."""
     round_.begin(RoundRequest(timeout_s=60.0, **request))  # type: ignore[arg-type]
     assert round_.ask(100.0) == (AskManager(0.0, 160.0),)
@@ -88,7 +89,7 @@ def asking(round_: Round[Part], **request: object) -> Round[Part]:
 
 
 def meeting(
-    round_: Round[Part], quorum: Part = QUORUM, problem: Exception | None = None
+    round_: Round, quorum: QuorumResult = QUORUM, problem: Exception | None = None
 ) -> list[Order]:
     """What follows from the quorum on."""
     assert round_.answered(quorum) == (EnterQuorum(),)
@@ -96,7 +97,7 @@ def meeting(
     return list(round_.met(problem))
 
 
-def training(round_: Round[Part] | None = None, quorum: Part = QUORUM) -> Round[Part]:
+def training(round_: Round | None = None, quorum: QuorumResult = QUORUM) -> Round:
     """Its members are met."""
     round_ = asking(round_ or worker())
     meeting(round_, quorum)
@@ -292,7 +293,7 @@ STEADY = dataclasses.replace(QUORUM, steady=True)
     ("quorum", "goes_on"), [(STEADY, True), (QUORUM, False)], ids=["in a term", "each step asks"]
 )
 def test_e7_a_group_survives_its_manager_in_a_term_only(
-    quorum: Part, group_world_size: int, goes_on: bool
+    quorum: QuorumResult, group_world_size: int, goes_on: bool
 ) -> None:
     round_ = training(worker(group_world_size=group_world_size), quorum)
     assert (round_.line_broke() is None) == goes_on
@@ -324,7 +325,7 @@ def test_e7_who_asks_is_not_resumed() -> None:
 
 
 def test_only_the_group_that_was_assigned_counts_as_a_lost_source() -> None:
-    peers: Peers[Part] = Peers()
+    peers = Peers()
     quorum = dataclasses.replace(BEHIND, replica_ids=("a:1", "b:1", "c:1"))
     peers.lost("c:1", "its session ended", 7)
     peers.lost("b:1", "its session ended", 6)  # it came back for this quorum
@@ -336,7 +337,7 @@ def test_only_the_group_that_was_assigned_counts_as_a_lost_source() -> None:
 
 
 def test_a_group_may_be_out_itself_until_a_later_quorum() -> None:
-    peers: Peers[Part] = Peers()
+    peers = Peers()
     peers.lost("a:1", "it hangs: training in step 1 for 9.0 s", 7)
     with pytest.raises(QuorumFailed, match="a:1 is out: it hangs"):
         peers.check_losses(QUORUM)
@@ -344,7 +345,7 @@ def test_a_group_may_be_out_itself_until_a_later_quorum() -> None:
 
 
 def test_why_there_is_no_quorum_is_said_once_until_it_changes() -> None:
-    peers: Peers[Part] = Peers()
+    peers = Peers()
     assert peers.no_quorum_yet("late news", 100) == "", "nobody has asked"
     peers.asks(100)
     assert peers.no_quorum_yet("b is slow", 104.9) == "", "as in many a step"
@@ -365,7 +366,7 @@ def test_why_there_is_no_quorum_is_said_once_until_it_changes() -> None:
 
 
 def test_who_waits_to_join_is_counted_until_it_is_in() -> None:
-    peers: Peers[Part] = Peers()
+    peers = Peers()
     peers.waits("b:1")
     peers.waits("c:1")
     peers.waits("c:1")
@@ -396,7 +397,9 @@ def test_who_is_behind_fetches_while_it_trains_and_contributes_nothing() -> None
         (1, {"use_async_quorum": False}, BEHIND),
     ],
 )
-def test_who_heals_first_contributes(step: int, rules: dict[str, object], quorum: Part) -> None:
+def test_who_heals_first_contributes(
+    step: int, rules: dict[str, object], quorum: QuorumResult
+) -> None:
     round_ = asking(worker(step, **rules))
     assert round_.waits_for_heal
     assert meeting(round_, quorum) == [BeginTraining(), FetchState()]
@@ -571,7 +574,7 @@ def test_a_worker_that_is_alone_decides() -> None:
     assert failed.vote(100.0, 10.0) == (Decide(False),)
 
 
-def voting(*, well: bool, timeout_s: float = 10.0) -> Round[Part]:
+def voting(*, well: bool, timeout_s: float = 10.0) -> Round:
     round_ = training(worker(group_world_size=2, group_rank=1))
     if not well:
         round_.failed(BROKEN)

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from core.quorum.worker.test_round import BEHIND, QUORUM, Part, meeting, training, worker
+from core.quorum.worker.test_round import BEHIND, QUORUM, meeting, training, worker
 from torchft_svc.core.quorum.activity import PhaseReport
 from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish
@@ -27,7 +27,7 @@ REQUEST = RoundRequest(timeout_s=60.0)
 BROKEN = QuorumFailed("connection reset")
 
 
-def in_term(size: int = 1, wishes: float | None = 0.0, at: float = 100.0) -> Round[Part]:
+def in_term(size: int = 1, wishes: float | None = 0.0, at: float = 100.0) -> Round:
     """The first step of a term, step 3, is committed, and its update applied."""
     round_ = training(worker(is_steady=True, group_world_size=size), STEADY)
     end_step(round_, wishes, at=at)
@@ -35,7 +35,7 @@ def in_term(size: int = 1, wishes: float | None = 0.0, at: float = 100.0) -> Rou
 
 
 def end_step(
-    round_: Round[Part],
+    round_: Round,
     wishes: float | None = 0.0,
     *,
     told: Fate | None = None,
@@ -68,7 +68,7 @@ def test_steps_of_a_steady_quorum_ask_nobody() -> None:
     assert round_.step.state.batches_committed == 3 + 4 * 2
 
 
-def lose_a_peer(round_: Round[Part]) -> None:
+def lose_a_peer(round_: Round) -> None:
     round_.peers.lost("b:1", "it has left", STEADY.quorum_id)
 
 
@@ -190,7 +190,7 @@ def test_a_question_after_a_first_one_without_a_quorum_is_not_agreed_on() -> Non
 # -- what ends it --------------------------------------------------------------------------------
 
 
-def lose_update(round_: Round[Part]) -> None:
+def lose_update(round_: Round) -> None:
     round_.step.lose_update("it raised")
 
 
@@ -298,7 +298,7 @@ OTHER_NEWS = {
 }
 
 
-def long_step(size: int = 1, lasts_s: float = LISTEN_AFTER_S) -> Round[Part]:
+def long_step(size: int = 1, lasts_s: float = LISTEN_AFTER_S) -> Round:
     """Step 4, which is about to be voted on at 100 s; all sums are complete. ``lasts_s``: with the
     pause before it, in which the others may have waited already."""
     round_ = in_term(size, at=100.0 - lasts_s)

@@ -17,8 +17,8 @@ owner is gone, which makes the other its successor, or gives a sign of life.
 from __future__ import annotations
 
 from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.assignment import assign
 from torchft_svc.core.quorum.layout import group_layout
-from torchft_svc.core.quorum.manager.assignment import assign
 from torchft_svc.core.quorum.manager.commit_barrier import CommitBarrier, newer_call
 from torchft_svc.core.quorum.manager.ended import EndedBarriers
 from torchft_svc.core.quorum.manager.group_orders import (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.quorum.manager.assignment import Assignment
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.core.quorum.term import Fate
 from torchft_svc.core.quorum.types import WorkerRequest
@@ -47,7 +47,7 @@ class AnswerWorker:
 
     caller: int
     request: WorkerRequest
-    assignment: Assignment
+    assignment: QuorumResult
     round: int
 
 

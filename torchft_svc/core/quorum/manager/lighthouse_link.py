@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torchft_svc.core.limits import one_line
-from torchft_svc.core.quorum.manager.assignment import check_answer
+from torchft_svc.core.quorum.assignment import check_answer
 from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
 from torchft_svc.core.quorum.manager.link_types import (
     AnswerAsker,

@@ -6,8 +6,8 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
 
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.errors import QuorumFailed
 
@@ -20,38 +20,6 @@ _SAY_AGAIN_S = 30.0
 _MAX_LOSSES = 256
 # A line in a log is read by people.
 _MAX_NAMES = 8
-
-
-class QuorumPart(Protocol):
-    """One worker's part in a quorum, as the manager answers it; see `QuorumResult`."""
-
-    @property
-    def quorum_id(self) -> int: ...
-    @property
-    def replica_ids(self) -> Sequence[str]: ...
-    @property
-    def replica_rank(self) -> int: ...
-    @property
-    def replica_world_size(self) -> int: ...
-    @property
-    def max_step(self) -> int: ...
-    @property
-    def max_replica_rank(self) -> int | None: ...
-    @property
-    def max_world_size(self) -> int: ...
-    @property
-    def heal(self) -> bool: ...
-    @property
-    def recover_src_replica_rank(self) -> int | None: ...
-    @property
-    def recover_dst_replica_ranks(self) -> Sequence[int]: ...
-    @property
-    def recover_extra_dst_replica_ranks(self) -> Sequence[int]: ...
-    @property
-    def steady(self) -> bool: ...
-
-
-Part = TypeVar("Part", bound=QuorumPart)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +39,7 @@ class _Loss:
     reason: str
     quorum_id: int
 
-    def concerns(self, quorum: QuorumPart) -> bool:
+    def concerns(self, quorum: QuorumResult) -> bool:
         """Whether a group of ``quorum`` is gone; the news may come before the quorum itself.
 
         It may be this group: it stood still for too long, and the others continue without it.
@@ -85,14 +53,14 @@ class _Loss:
         return f"lost group {stable_name(self.replica_id)}: {self.reason}"
 
 
-class Peers(Generic[Part]):
+class Peers:
     """The groups of the quorum that the process group was last built for, and which of them are
     gone."""
 
     def __init__(self) -> None:
-        self.quorum: Part | None = None
+        self.quorum: QuorumResult | None = None
         self._reasons: dict[str, str] = {}  # why groups are gone that no quorum has left out yet
-        self._last: Part | None = None  # the quorum before
+        self._last: QuorumResult | None = None  # the quorum before
         self._last_reasons: dict[str, str] = {}  # why groups of it are gone
         self._losses: deque[_Loss] = deque(maxlen=_MAX_LOSSES)
         self._newcomers: frozenset[str] = frozenset()
@@ -113,11 +81,11 @@ class Peers(Generic[Part]):
         if self._asked_at is None:  # else the question before had no answer
             self._asked_at = now
 
-    def answered(self, quorum: QuorumPart) -> None:
+    def answered(self, quorum: QuorumResult) -> None:
         self._asked_at = None
         self._newcomers = self._newcomers.difference(quorum.replica_ids)
 
-    def enter(self, quorum: Part) -> None:
+    def enter(self, quorum: QuorumResult) -> None:
         """The process group is built for ``quorum`` from now on."""
         self._last, self.quorum = self.quorum, quorum
         self._last_reasons, self._reasons = self._reasons, {}
@@ -127,7 +95,7 @@ class Peers(Generic[Part]):
         empty: none."""
         return _change(self._last, self.quorum, self._last_reasons) if self.quorum else ""
 
-    def fits(self, quorum: QuorumPart) -> bool:
+    def fits(self, quorum: QuorumResult) -> bool:
         """Whether the process group was built for ``quorum``."""
         return self.quorum is not None and self.quorum.quorum_id == quorum.quorum_id
 
@@ -173,27 +141,24 @@ class Peers(Generic[Part]):
 
     # -- losses ----------------------------------------------------------------------------------
 
-    def check_losses(self, quorum: QuorumPart) -> None:
+    def check_losses(self, quorum: QuorumResult) -> None:
         """Raise `QuorumFailed` if a group of ``quorum`` is gone."""
         for loss in self._losses:
             if loss.concerns(quorum):
                 raise QuorumFailed(str(loss))
 
-    def check_source(self, quorum: QuorumPart) -> None:
-        """Raise `QuorumFailed` if the group from which this one heals is gone.
-
-        An older manager does not name that group: then it does not count as gone.
-        """
+    def check_source(self, quorum: QuorumResult) -> None:
+        """Raise `QuorumFailed` if the group from which this one heals is gone."""
         source = quorum.recover_src_replica_rank
         if source is not None and source < len(quorum.replica_ids):
             self._check(quorum, quorum.replica_ids[source])
 
-    def check_own(self, quorum: QuorumPart) -> None:
+    def check_own(self, quorum: QuorumResult) -> None:
         """Raise `QuorumFailed` if this group itself is out: the others go on without it."""
         if quorum.replica_rank < len(quorum.replica_ids):
             self._check(quorum, quorum.replica_ids[quorum.replica_rank])
 
-    def _check(self, quorum: QuorumPart, replica_id: str) -> None:
+    def _check(self, quorum: QuorumResult, replica_id: str) -> None:
         for loss in self._losses:
             if loss.concerns(quorum) and loss.replica_id == replica_id:
                 raise QuorumFailed(str(loss))
@@ -207,7 +172,7 @@ class Peers(Generic[Part]):
         return _listed([loss.for_people() for loss in losses.values()], "; ")
 
 
-def _change(last: QuorumPart | None, quorum: QuorumPart, reasons: dict[str, str]) -> str:
+def _change(last: QuorumResult | None, quorum: QuorumResult, reasons: dict[str, str]) -> str:
     before = () if last is None else last.replica_ids
     members_before, members_now = frozenset(before), frozenset(quorum.replica_ids)
     came = [each for each in quorum.replica_ids if each not in members_before]

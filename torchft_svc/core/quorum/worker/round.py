@@ -11,13 +11,13 @@ there is no quorum, no heal, or no step that can be committed. Client and simula
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic
 
 from torchft_svc.core.quorum.activity import Activity, PhaseReport
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish, fate
 from torchft_svc.core.quorum.types import Resumed, Vote, WorkerRequest
-from torchft_svc.core.quorum.worker.peers import LoseMember, Part, Peers
+from torchft_svc.core.quorum.worker.peers import LoseMember, Peers
 from torchft_svc.core.quorum.worker.round_orders import (
     AskDecision,
     AskManager,
@@ -86,7 +86,7 @@ class RoundRequest:
     layout: str = ""
 
 
-class Round(Generic[Part]):
+class Round:
     """A worker's rounds, one after the other, with its ``step`` and its ``peers``.
 
     ``quorum``, ``error`` (why there is no quorum), ``has_connected`` (the members are not those of
@@ -97,8 +97,8 @@ class Round(Generic[Part]):
 
     def __init__(self, rules: WorkerRules, step: StepMachine) -> None:
         self.step = step
-        self.peers: Peers[Part] = Peers()
-        self.quorum: Part | None = None
+        self.peers: Peers = Peers()
+        self.quorum: QuorumResult | None = None
         self.error: Exception | None = None
         self.has_connected = False
         self.waits_for_heal = False
@@ -205,7 +205,7 @@ class Round(Generic[Part]):
             broken = QuorumFailed("what this worker sums has changed")
         return broken
 
-    def _why_in_vain(self, quorum: Part) -> QuorumFailed | None:
+    def _why_in_vain(self, quorum: QuorumResult) -> QuorumFailed | None:
         """Why the present step of ``quorum`` cannot be committed, if that is known."""
         try:
             self.peers.check_losses(quorum)
@@ -214,12 +214,12 @@ class Round(Generic[Part]):
             return error
         return None
 
-    def _check_term(self, quorum: Part) -> None:
+    def _check_term(self, quorum: QuorumResult) -> None:
         """Raise `QuorumFailed` if the term of ``quorum`` is over."""
         if self._term_ends is not None and self._is_over(self._term_ends, quorum):
             raise QuorumFailed(self._term_ends.reason)
 
-    def _is_over(self, ends: TermEnds, quorum: Part) -> bool:
+    def _is_over(self, ends: TermEnds, quorum: QuorumResult) -> bool:
         """Whether the present step of ``quorum`` is in vain; until its members are met, this worker
         may show the step of before."""
         state = self.step.state
@@ -314,7 +314,7 @@ class Round(Generic[Part]):
             return self.failed(error)
         return (AskManager(pause_s, self._retries.deadline),)
 
-    def answered(self, quorum: Part) -> tuple[Order, ...]:
+    def answered(self, quorum: QuorumResult) -> tuple[Order, ...]:
         self.quorum = quorum
         self.peers.answered(quorum)
         if self.peers.fits(quorum):
@@ -369,7 +369,7 @@ class Round(Generic[Part]):
             orders.append(FetchState())
         return tuple(orders)
 
-    def _began_too_early(self, quorum: Part) -> QuorumFailed | None:
+    def _began_too_early(self, quorum: QuorumResult) -> QuorumFailed | None:
         """Whether this worker may have begun its forward pass with weights that are not the job's,
         although the others count on its gradients.
 
@@ -380,9 +380,9 @@ class Round(Generic[Part]):
         step = self.step.state.step
         return QuorumFailed(f"the step began with the weights of step {step}, the job is at step 0")
 
-    def _offer(self, quorum: Part) -> tuple[Order, ...]:
-        receivers = tuple(quorum.recover_dst_replica_ranks)
-        extras = tuple(quorum.recover_extra_dst_replica_ranks)
+    def _offer(self, quorum: QuorumResult) -> tuple[Order, ...]:
+        receivers = quorum.recover_dst_replica_ranks
+        extras = quorum.recover_extra_dst_replica_ranks
         if not receivers and not extras:
             return ()
         try:

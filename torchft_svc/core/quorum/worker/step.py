@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torchft_svc.core.limits import MAX_INT64
+from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.phase import Phase
-from torchft_svc.core.quorum.worker.peers import QuorumPart
 from torchft_svc.errors import (
     CommitFailed,
     ConfigError,
@@ -91,7 +91,7 @@ class Participation:
 
 
 def participation(
-    quorum: QuorumPart, *, heals_first: bool, num_wanted: int | None = None
+    quorum: QuorumResult, *, heals_first: bool, num_wanted: int | None = None
 ) -> Participation:
     """Which groups contribute in a quorum.
 

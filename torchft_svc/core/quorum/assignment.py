@@ -16,21 +16,22 @@ MAX_HEAL_SOURCES = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """One worker's part in a quorum.
+class QuorumResult:
+    """The part of one worker in a quorum, as its manager computes and sends it.
 
-    ``max_replica_rank`` (None: the group is behind) and ``max_world_size``: the group's index, and
-    the number of groups, at ``max_step``. ``recover_src_*``: the group to fetch the state from
-    (None and empty: no heal); ``recover_dst_replica_ranks`` fetch it from here. All groups that are
-    up to date have the same state, so parts may come from more of them:
-    ``recover_extra_src_manager_addresses`` in the order of preference;
-    ``recover_extra_dst_replica_ranks`` may fetch a part from here. ``steady``: see `Quorum`.
+    ``group_rank``: of this worker. ``max_replica_rank`` (None: the group is behind) and
+    ``max_world_size``: the group's index, and the number of groups, at ``max_step``.
+    ``recover_src_*``: the group to fetch the state from (None and empty: no heal);
+    ``recover_dst_replica_ranks`` fetch it from here. All groups that are up to date have the same
+    state, so parts may come from more of them: ``recover_extra_src_manager_addresses`` in the order
+    of preference; ``recover_extra_dst_replica_ranks`` may fetch a part from here.
+    ``steady``: the next steps may belong to this quorum, and ask nobody (rule E1).
 
-    The fields have these names on the wire (`ManagerQuorumResponse`) and in the client's
-    `QuorumResult`, too.
+    The codec copies all fields to and from `ManagerQuorumResponse`, where they have these names.
     """
 
     quorum_id: int
+    group_rank: int
     replica_rank: int
     replica_world_size: int
     max_step: int
@@ -48,7 +49,13 @@ class Assignment:
 
     @property
     def heal(self) -> bool:
+        """Whether this worker has to load the state of another group."""
         return self.recover_src_replica_rank is not None
+
+    @property
+    def store_prefix(self) -> str:
+        """Where in the store the workers with this group rank meet: new for every quorum id."""
+        return f"torchft/{self.quorum_id}/{self.group_rank}"
 
 
 def check_answer(asked: Member, answer: Quorum, *, ids_grow: bool) -> None:
@@ -68,7 +75,9 @@ def check_answer(asked: Member, answer: Quorum, *, ids_grow: bool) -> None:
         )
 
 
-def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = True) -> Assignment:
+def assign(
+    quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = True
+) -> QuorumResult:
     """The part of worker ``group_rank`` of group ``replica_id`` in ``quorum``.
 
     Raises:
@@ -87,8 +96,9 @@ def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool = T
     source = sources.get(replica_rank)
     commit_failures = max(member.commit_failures for member in members)
     store = members[store_host(current, group_rank, commit_failures)].store_address
-    return Assignment(
+    return QuorumResult(
         quorum_id=quorum.quorum_id,
+        group_rank=group_rank,
         replica_rank=replica_rank,
         replica_world_size=len(members),
         max_step=max_step,
