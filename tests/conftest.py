@@ -121,6 +121,15 @@ def _environment_and_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@pytest.fixture(autouse=True)
+def _no_active_ddp_module() -> Iterator[None]:
+    """torch restores the active wrapper after each forward pass, but those of two threads, which
+    overlap, restore each other's, and then torch.compile splits the graphs of every later test."""
+    yield
+    if torch_ddp := sys.modules.get("torch.nn.parallel.distributed"):
+        torch_ddp.DistributedDataParallel._active_ddp_module = None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that last longest come first, then those that start processes, then the simulator's, so
     that several processes that run the tests end at about the same time."""

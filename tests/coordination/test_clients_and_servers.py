@@ -150,24 +150,21 @@ def test_closing_a_client_ends_a_call_under_way(lighthouse: LighthouseServer) ->
 
 
 def test_servers_start_and_stop_many_times_without_leaking_threads() -> None:
-    def services_threads() -> list[str]:
-        names = [each.name for each in threading.enumerate() if each.name.startswith("torchft")]
-        other_tests = (
-            "torchft-fork-server",
-            "torchft-abandoned",
-        )  # of collectives
-        return [name for name in names if name not in other_tests]
+    before = set(threading.enumerate())  # earlier tests may have left some, which end later
 
-    before = threading.active_count()
+    def started_threads() -> list[str]:
+        started = set(threading.enumerate()) - before
+        return [thread.name for thread in started if thread.name.startswith("torchft")]
+
     for _ in range(15):
         with (
             LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
             start_manager(lighthouse.address()) as manager,
         ):
-            assert services_threads() == ["torchft-services"], "both share one loop"
+            assert started_threads() == ["torchft-services"], "both share one loop"
             assert manager.address().startswith("http://127.0.0.1:")
-        assert services_threads() == []
-    assert threading.active_count() < before + 10
+        assert started_threads() == []
+    assert threading.active_count() < len(before) + 10
 
 
 def test_shutting_down_twice_is_allowed_and_frees_the_port() -> None:
