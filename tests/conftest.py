@@ -17,7 +17,6 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
@@ -54,31 +53,6 @@ _SESSION_WIDE = (
 _OWNERLESS = ("torchft-fork-server", "torchft-abandoned", "torchft-world-destroyer")
 
 _LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
-
-# These take longest, so they start first: one that runs at the end keeps the others waiting. Those
-# that compute stand beside those that mostly wait.
-_LONGEST = (
-    "test_ray.py",
-    "elastic/test_contract.py",
-    "demo/test_example.py",
-    "test_endings.py",
-    "test_programs.py",
-    "test_digits_example.py",
-    "test_run.py",
-    "elastic/test_agent.py",
-    "test_demo.py",
-    "test_warm_start.py",
-    "test_ray_namespaces.py",
-    "test_trainer_log.py",
-    "test_hsdp.py",
-    "test_torchrun.py",
-    "test_surviving_workers.py",
-    "test_soft_restarts.py",
-    "test_planted.py",
-)
-
-# While tests are imported and collected, next to nothing becomes garbage.
-gc.disable()
 
 _STARTED_BEFORE = pytest.StashKey[int]()
 # What has started a process so far: audit events of this process, and its fork servers.
@@ -130,31 +104,10 @@ def _no_active_ddp_module() -> Iterator[None]:
         torch_ddp.DistributedDataParallel._active_ddp_module = None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files that last longest come first, then those that start processes, then the simulator's, so
-    that several processes that run the tests end at about the same time."""
-    slow = {item.path for item in items if item.get_closest_marker("processes")}
-    places = {file: _place(file) for file in {item.path for item in items}}
-    items.sort(
-        key=lambda item: (
-            places[item.path],
-            item.path not in slow,
-            item.path.parent.name != "sim",
-        )
-    )
-
-
-def _place(file: Path) -> int:
-    """Among the longest."""
-    names = (number for number, name in enumerate(_LONGEST) if file.match(name))
-    return next(names, len(_LONGEST))
-
-
 def pytest_collection_finish() -> None:
-    """What has been imported stays: no collection of garbage has to look through it again."""
+    """Exempt what has been imported from collections of garbage: it stays."""
     gc.collect()
     gc.freeze()
-    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -205,7 +158,7 @@ def _marked_if_it_starts_processes(request: pytest.FixtureRequest) -> Iterator[N
 def _nothing_is_left(_mark_processes: str) -> Iterator[None]:
     """Processes are looked at only where one was started: most tests pay microseconds."""
     threads, children, reaped = set(threading.enumerate()), _children(), _reaped()
-    known = _marked(_mark_processes) if children else set()
+    known = set(psutil.pids()) if children else set()
     num_started = len(_started)
     yield
     if len(_started) > num_started or _children() - children or _reaped() != reaped:
@@ -229,8 +182,8 @@ def _check_threads(before: set[threading.Thread]) -> None:
         pytest.fail(f"threads left behind: {[thread.name for thread in left]}")
 
 
-def _check_processes(mark: str, known: set[psutil.Process]) -> None:
-    left = _marked(mark) - known
+def _check_processes(mark: str, known: set[int]) -> None:
+    left = _marked(mark, known)
     deadline = time.monotonic() + ENDING_S
     while left and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -244,14 +197,15 @@ def _check_processes(mark: str, known: set[psutil.Process]) -> None:
         pytest.fail("processes left behind (now killed):\n" + "\n".join(told))
 
 
-def _marked(mark: str) -> set[psutil.Process]:
-    """The living processes, other than this one, that were started in this session."""
+def _marked(mark: str, known: set[int]) -> set[psutil.Process]:
+    """The living processes that were started in this session, but for those with ``known`` ids."""
     found = set(psutil.Process().children(recursive=True))  # also those with a fresh environment
-    for process in psutil.process_iter():
+    for pid in set(psutil.pids()) - known - {os.getpid()}:
         with contextlib.suppress(psutil.Error, OSError):
-            if process.pid != os.getpid() and process.environ().get(_MARK) == mark:
+            process = psutil.Process(pid)
+            if process.environ().get(_MARK) == mark:
                 found.add(process)
-    return {process for process in found if _counts(process)}
+    return {process for process in found if process.pid not in known and _counts(process)}
 
 
 def _counts(process: psutil.Process) -> bool:
