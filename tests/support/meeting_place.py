@@ -20,7 +20,7 @@ _ISOLATED = ("baby", "isolated")
 def marked(kinds: Iterable[str]) -> list[Any]:
     """Kinds of groups as parameters of a fixture; `processes` where they start some."""
     return [
-        pytest.param(kind, marks=pytest.mark.processes) if kind in _ISOLATED else kind
+        pytest.param(kind, marks=[pytest.mark.processes] if kind in _ISOLATED else [])
         for kind in kinds
     ]
 
