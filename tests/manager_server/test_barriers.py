@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import queue
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -22,7 +21,6 @@ from torchft_svc.coordination import (
     ManagerLocator,
     QuorumResult,
 )
-from torchft_svc.core.route import RETRY_S
 from torchft_svc.errors import RequestRefused, Unreachable
 
 LONG = timedelta(seconds=10)
@@ -324,14 +322,16 @@ def test_i3_a_new_manager_tells_the_last_quorum_of_its_workers() -> None:
 
 def ask_alone(client: ManagerClient, step: int) -> QuorumResult:
     """As the only worker of its group, and again if its manager is another one by now."""
-    deadline = time.monotonic() + LONG.total_seconds()
-    while True:
+
+    def ask() -> QuorumResult | None:
         try:
             return client._quorum(0, step, "here", shrink_only=False, timeout=LONG)
         except Unreachable as error:
-            if client.why_over(error) or time.monotonic() > deadline:
+            if client.why_over(error):
                 raise
-            time.sleep(RETRY_S)
+            return None
+
+    return cast(QuorumResult, eventually(ask))
 
 
 @pytest.mark.usefixtures("early_news")

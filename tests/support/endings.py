@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from support.running import SCRIPTS, lives
+from support.running import SCRIPTS, eventually, lives
 from support.training import DEADLINE_S
 from support.warm import Warm
 
@@ -69,10 +69,7 @@ class Program:
     def check_children(self) -> None:
         """No manager is left."""
         assert self.children, "no manager was started"
-        deadline = time.monotonic() + DEADLINE_S
-        while alive := [child for child in self.children if lives(child)]:
-            assert time.monotonic() < deadline, alive
-            time.sleep(0.01)
+        eventually(lambda: not any(map(lives, self.children)), DEADLINE_S, str(self.children))
 
     def ends(self) -> int:
         """The exit status of a program that ends by itself."""

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
@@ -42,6 +42,8 @@ SCRIPTS = TESTS / "support" / "scripts"
 START_S = 30.0
 END_S = 20.0
 CALL_S = 20.0
+# Who waits asks this often, and more rarely the longer it lasts: asking must not slow down others.
+_ASK_EVERY_S, _ASK_AT_LEAST_EVERY_S, _ASK_AFTER = 0.005, 0.05, 0.05
 _LINES = {
     "lighthouse_server": "lighthouse listening on ",
     "manager_server": "manager listening on ",
@@ -55,13 +57,14 @@ def environment(**changes: str) -> dict[str, str]:
 
 def eventually(holds: Callable[[], Any], within_s: float = 20.0, what: str = "") -> Any:
     """Ask until ``holds`` returns something true, and return that."""
-    deadline = time.monotonic() + within_s
+    began_at = time.monotonic()
     while True:
         found = holds()
         if found:
             return found
-        assert time.monotonic() < deadline, what or f"not within {within_s} s: {holds}"
-        time.sleep(0.005)
+        waited_s = time.monotonic() - began_at
+        assert waited_s < within_s, what or f"not within {within_s} s: {holds}"
+        time.sleep(min(max(_ASK_EVERY_S, _ASK_AFTER * waited_s), _ASK_AT_LEAST_EVERY_S))
 
 
 def freeze(pid: int) -> None:
@@ -263,6 +266,13 @@ def sidecar_of(name: str) -> psutil.Process:
 def command(module: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Run a command of ours that ends by itself; forked, as a `Process` is."""
     words = [sys.executable, "-m", f"torchft_svc.{module}", *flags]
+    return run_forked(words, SERVICES, START_S, **variables)
+
+
+def run_forked(
+    words: Sequence[str], loaded: str, timeout_s: float, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a program that ends by itself, forked from a process that has imported ``loaded``."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         process = Warm(
             words,
@@ -270,10 +280,10 @@ def command(module: str, *flags: str, **variables: str) -> subprocess.CompletedP
             stderr=errors.fileno(),
             cwd=ROOT,
             env=environment(**variables),
-            loaded=SERVICES,
+            loaded=loaded,
         )
         try:
-            status = process.wait(START_S)
+            status = process.wait(timeout_s)
         finally:
             process.kill()
         told = []
@@ -281,6 +291,22 @@ def command(module: str, *flags: str, **variables: str) -> subprocess.CompletedP
             file.seek(0)
             told.append(file.read().decode())
     return subprocess.CompletedProcess(words, status, *told)
+
+
+def run_fresh(
+    command: Sequence[str], timeout_s: float, folder: Path = ROOT, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command that ends by itself in processes of its own, as users do, without an input."""
+    return subprocess.run(
+        command,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment(**variables),
+        timeout=timeout_s,
+        check=False,
+    )
 
 
 class Line:

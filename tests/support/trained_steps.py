@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 from collections import defaultdict
@@ -27,13 +28,16 @@ class Step:
 
 
 def trained(lines: Iterable[str]) -> list[Step]:
-    found = []
-    for line in lines:
-        match = _LINE.search(line)
-        if match:
-            pid, rank, size, round_, step = map(int, match.groups()[:5])
-            found.append(Step(pid, rank, size, round_, step, float(match[6]), match[7]))
-    return found
+    return [step for step in map(_step, lines) if step is not None]
+
+
+@functools.cache  # who waits for a step asks for all of them again and again
+def _step(line: str) -> Step | None:
+    match = _LINE.search(line)
+    if match is None:
+        return None
+    pid, rank, size, round_, step = map(int, match.groups()[:5])
+    return Step(pid, rank, size, round_, step, float(match[6]), match[7])
 
 
 def check_all(steps: list[Step]) -> None:

@@ -299,9 +299,12 @@ def test_a_source_that_is_out_of_the_quorum_and_frozen_is_not_waited_for(
         receiver.lose_source("not yet")  # what it has sent may still come
         pair[1].lose_member(pair[1]._quorum_id, "a:1 is out: no sign of life for 5 s")
         began_at = time.monotonic()
-        while not receiving.done():
+
+        def is_over() -> bool:
             receiver.lose_source("a:1 is out: no sign of life for 5 s")
-            time.sleep(0.02)
+            return receiving.done()
+
+        eventually(is_over)
         check("a frozen source", time.monotonic() - began_at, SOON_S)
         with pytest.raises(CheckpointError, match="replica rank 0: a:1 is out: no sign of life"):
             receiving.result()

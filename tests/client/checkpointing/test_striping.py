@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 from support.bounds import Late
-from support.running import SCRIPTS
+from support.running import SCRIPTS, eventually
 from support.warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport
@@ -113,14 +113,6 @@ def site() -> Iterator[Site]:
         yield Site(stack)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread does, without an event to wait for."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
-
-
 def test_all_sources_send_at_once(site: Site) -> None:
     gates = [site.add_gated(NUM_BYTES // 16) for _ in range(4)]
     fetched = site.fetch()
@@ -160,7 +152,7 @@ def test_an_extra_source_keeps_nothing_for_long_for_who_did_not_come(
     if copied == [NUM_BYTES, 0]:
         raise Late("it has let go already")
     assert copied == [NUM_BYTES, NUM_BYTES]
-    until(lambda: extra.copied_bytes == 0)
+    eventually(lambda: extra.copied_bytes == 0)
     assert first.copied_bytes == NUM_BYTES
     site.heal()
     assert site.shares[1] < 0.01
@@ -212,7 +204,7 @@ def test_a_source_that_is_killed_half_way_is_replaced_by_the_others(site: Site, 
                 else:
                     site.add()
             fetched = site.fetch()
-            until(lambda: site.shares[dead] > 0.1)
+            eventually(lambda: site.shares[dead] > 0.1)
             process.send_signal(signal.SIGKILL)
             process.wait()
             site.expect(fetched)
@@ -344,7 +336,7 @@ def test_a_lost_source_that_still_sends_is_heard_to_the_end(
     monkeypatch.setattr(fetch, "SILENCE_S", 0.3)
     site.add(hook=Throttle(LINK_BYTES_PER_S))
     fetched = site.fetch()
-    until(lambda: site.shares[0] > 0.1)
+    eventually(lambda: site.shares[0] > 0.1)
     num_told = 0
     while not fetched.done():
         site.receiver.lose_source("a:1 is out: it hangs")
@@ -361,10 +353,12 @@ def test_a_lost_source_that_stops_sending_is_not_waited_for(site: Site, start: i
     site.add(hook=gate)
     fetched = site.fetch()
     gate.wait_until_reached()
-    deadline = time.monotonic() + DEADLINE_S
-    while not fetched.done() and time.monotonic() < deadline:
+
+    def is_over() -> bool:
         site.receiver.lose_source("a:1 is out: no sign of life for 5 s")
-        time.sleep(0.05)
+        return fetched.done()
+
+    eventually(is_over, DEADLINE_S)
     try:
         with pytest.raises(CheckpointError, match="a:1 is out: no sign of life for 5 s"):
             fetched.result(0)
@@ -399,7 +393,11 @@ def test_a_source_that_is_lost_after_the_last_chunk_is_not_missed(
     for hook in (slow, later)[:num_sources]:
         site.add(state, hook)
     assert torch.equal(site.fetch().result(DEADLINE_S)["w"], state["w"])
-    until(lambda: not any(each.name.startswith("torchft-fetch") for each in threading.enumerate()))
+
+    def is_fetching() -> bool:
+        return any(each.name.startswith("torchft-fetch") for each in threading.enumerate())
+
+    eventually(lambda: not is_fetching())
 
 
 def test_a_slow_source_gives_less(site: Site) -> None:

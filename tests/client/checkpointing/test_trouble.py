@@ -9,8 +9,7 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 from support.bounds import Late, raises_in_time
-from support.running import SCRIPTS
+from support.running import SCRIPTS, eventually
 from support.warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport
@@ -59,14 +58,6 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 
 def weights() -> dict[str, torch.Tensor]:
     return {"w": torch.arange(float(NUM_FLOATS))}
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread does, without an event to wait for."""
-    deadline = time.monotonic() + DEADLINE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it never happened"
-        time.sleep(0.01)
 
 
 def fetch(pool: ThreadPoolExecutor, receiver: Transport, url: str, step: int = 1) -> Future[Any]:
@@ -140,7 +131,7 @@ def test_a_receiver_that_stands_still_loses_its_copies_at_the_timeout(
         source.disallow_checkpoint()
         if not source.copied_bytes:
             raise Late("it was not asked for so long that it has let go already")
-        until(lambda: source.copied_bytes == 0)
+        eventually(lambda: source.copied_bytes == 0)
         gate.open()
         with pytest.raises(CheckpointError, match=r"no receiver fetched from it for 0\.5 s"):
             asked.result(DEADLINE_S)
@@ -219,7 +210,7 @@ def test_a_source_that_is_frozen_is_noticed_at_the_timeout(
     gate = Gate(HALF_WAY)
     with running_source() as (process, url, _), Proxy(url, gate) as proxy:
         asked = pool.submit(receiver.recv_checkpoint, 0, proxy.url, 1, SOON * 4)
-        until(lambda: gate._reached.is_set() or asked.done())
+        eventually(lambda: gate._reached.is_set() or asked.done())
         process.send_signal(signal.SIGSTOP)
         gate.open()
         with raises_in_time(PeerError, r"receiving a chunk from .* after 2 s"):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 from support.bounds import check
-from support.running import ROOT, SCRIPTS, TESTS, eventually
+from support.running import ROOT, SCRIPTS, TESTS, eventually, is_alive
 from support.scripts.clockwork_trainer import STEP_S
 
 from tools.demo import cluster as cluster_module
@@ -62,19 +62,13 @@ def cluster(tmp_path: Path) -> Iterator[Cluster]:
 def read_until(cluster: Cluster, wanted: Callable[[Event], bool]) -> list[Event]:
     """The events up to the first that is ``wanted``, which must come."""
     events: list[Event] = []
-    deadline = time.monotonic() + DEADLINE_S
-    while not any(wanted(event) for event in events):
-        assert time.monotonic() < deadline, f"not seen in {events}"
-        events += cluster.read_events()
-        time.sleep(0.01)
+
+    def is_there() -> bool:
+        events.extend(new := cluster.read_events())
+        return any(map(wanted, new))
+
+    eventually(is_there, DEADLINE_S)
     return events
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
-        return False
 
 
 class TestCluster:
@@ -150,10 +144,7 @@ class TestCluster:
         demo.kill()
         demo.wait()
         demo.stdout.close()
-        deadline = time.monotonic() + DEADLINE_S
-        while is_alive(pid):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        eventually(lambda: not is_alive(pid), DEADLINE_S)
 
 
 def script(**changes: object) -> Script:
