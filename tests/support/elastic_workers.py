@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import time
 from typing import Any
 
 import torch
@@ -20,6 +21,9 @@ from torchft_svc.elastic import (
     world_changed,
 )
 from torchft_svc.elastic.world_group import WorldGroup
+
+# Leaves the processors to others.
+PACE_S = 0.005
 
 
 def say(*words: object) -> None:
@@ -40,6 +44,7 @@ def reduce_for_ever(style: str = "plain") -> None:
                 info = init_world("gloo")
             say("in", info.round, "size", dist.get_world_size(), "rank", dist.get_rank())
             while True:
+                time.sleep(PACE_S)
                 leaves = torch.tensor([float(world_changed())])
                 dist.all_reduce(leaves)
                 if leaves.item():
@@ -137,6 +142,7 @@ def train_with_ddp() -> None:
             step = int(steps)
             wrapped = DistributedDataParallel(model)  # all get the parameters of rank 0
             while True:
+                time.sleep(PACE_S)
                 optimizer.zero_grad()
                 wrapped(torch.randn(16, 4)).square().sum().backward()
                 leaves = torch.tensor([float(world_changed())])

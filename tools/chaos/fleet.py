@@ -15,8 +15,8 @@ from tools.chaos.options import WorkerOptions
 from tools.demo.events import Committed, Event, EventTail, Exited, Killed, PhaseBegan, Started
 from torchft_svc.host.fork_server import ForkServer
 
-_LOOK_S = 0.003
-_STEP_S = 0.02
+_LOOK_S = 0.01
+_STEP_S = 0.04
 # Of killed processes, on a machine that is busy with other work.
 _END_S = 10.0
 

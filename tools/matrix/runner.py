@@ -21,8 +21,8 @@ from tools.matrix.verdicts import Run
 # Longer than any of it takes; far less than a trainer's timeouts, which nothing should wait for.
 _JOIN_TIMEOUT_S = 3.0
 _HEARTBEAT_TIMEOUT_S = 3.0
-_STEP_S = 0.01
-_LOOK_S = 0.01
+_STEP_S = 0.03
+_LOOK_S = 0.05
 # From the start to the last kill, from there until all train, from there to the last end.
 _PART_S = 40.0
 # So many steps all groups do together after everybody is back, and so many more to the end.
@@ -30,7 +30,8 @@ _TOGETHER = 4
 _AHEAD = 15
 # Commits that were just written, or are just being made, are read by then.
 _SURELY_LOST_S = 3.0
-_LOSS_LOOK_S = 0.5
+# How often all events are gone through for a job that cannot go on.
+_STUCK_LOOK_S = 0.5
 # Steps that a worker discards without a commit in between; each takes a few hundredths of a second.
 _TOO_MANY = 100
 
@@ -132,21 +133,21 @@ class _Execution:
     def _wait(self, is_over: Callable[[], bool]) -> bool:
         deadline = time.monotonic() + _PART_S + 10 * allowance_s()
         while not is_over() and not self._dead and not self.is_lost:
-            if time.monotonic() > deadline or self._discards_for_ever():
+            if time.monotonic() > deadline:
                 return False
             for event in self.fleet.read():
                 if isinstance(event, Exited):
                     self._handle_end(event)
-            self._look_for_loss()
+            if time.monotonic() >= self._look_at:
+                self._look_at = time.monotonic() + _STUCK_LOOK_S
+                if self._discards_for_ever():
+                    return False
+                self._look_for_loss()
             time.sleep(_LOOK_S)
         return True
 
     def _look_for_loss(self) -> None:
         """Whether no group that lives has the newest step: the job waits for an operator then."""
-        now = time.monotonic()
-        if now < self._look_at:
-            return
-        self._look_at = now + _LOSS_LOOK_S
         commits = [each for each in self.fleet.events if isinstance(each, Committed)]
         newest = max((each.step for each in commits), default=0)
         holders = {
@@ -162,8 +163,8 @@ class _Execution:
         if not newest or holders & living:
             self._lost_since = None
         elif self._lost_since is None:
-            self._lost_since = now
-        elif living and now - self._lost_since > _SURELY_LOST_S:
+            self._lost_since = time.monotonic()
+        elif living and time.monotonic() - self._lost_since > _SURELY_LOST_S:
             self.is_lost = True
 
     def _handle_end(self, end: Exited) -> None:
