@@ -634,7 +634,7 @@ PLANTS: dict[Plant, int] = {
     a_manager_that_is_restarted_is_not_asked_again: 2,
     a_lost_decision_counts_as_no: 2,
     a_step_that_began_too_early_counts: 252,
-    a_stream_to_the_manager_is_not_opened_again: 10,
+    a_stream_to_the_manager_is_not_opened_again: 12,
     an_old_session_s_end_takes_its_group_out: 116,
     an_answer_has_another_question_s_number: 0,
     questions_never_expire: 1,
@@ -646,7 +646,7 @@ PLANTS: dict[Plant, int] = {
     who_leaves_is_out_when_his_stream_has_ended: 15,
     who_gives_up_still_asks: 4,
     a_worker_that_is_gone_is_not_missed: 2,
-    who_has_no_answer_waits_for_those_that_have_one: 440,
+    who_has_no_answer_waits_for_those_that_have_one: 457,
 }
 
 

@@ -367,10 +367,10 @@ def draw_long_terms_of_four(seed: int, _: int | None = None) -> Scenario:
 # Each with the scenarios to search, and the first seed of the search: near the first one that
 # finds it.
 PLANTS: dict[Plant, tuple[Draw, int]] = {
-    a_lone_member_goes_on: (draw_steady, 0),
+    a_lone_member_goes_on: (draw_steady, 10),
     who_has_lost_its_connections_goes_on: (draw_long_terms, 33),
     who_has_lost_its_update_goes_on: (draw_long_terms, 0),
-    one_of_several_workers_asks_alone: (draw_long_terms, 20),
+    one_of_several_workers_asks_alone: (draw_long_terms, 25),
     a_wish_is_lost: (draw_long_terms, 1),
     what_the_sum_of_the_wishes_says_is_ignored: (draw_long_terms, 1),
     each_worker_goes_by_its_own_wish: (draw_long_terms, 9),
@@ -402,7 +402,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     the_end_of_a_session_is_a_loss: (draw_steady, 15),
     another_manager_is_another_incarnation: (draw_steady, 15),
     nobody_misses_who_has_not_come_back: (draw_long_terms_of_four, 90),
-    what_a_worker_has_begun_is_not_heeded: (draw_long_terms, 34),
+    what_a_worker_has_begun_is_not_heeded: (draw_long_terms, 59),
     a_sum_that_is_made_again_is_divided_by_the_old_number: (draw_long_terms, 0),
     one_of_several_workers_sums_again: (draw_long_terms, 0),
 }
