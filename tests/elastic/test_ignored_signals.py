@@ -12,10 +12,11 @@ from support.programs import Program
 
 pytestmark = pytest.mark.processes
 
-IGNORES = """
-import os, signal, sys
-signal.signal(signal.Signals[sys.argv[1]], signal.SIG_IGN)
-os.execv(sys.argv[2], sys.argv[2:])
+# In a fork of a process that has imported torch, before anything of the launcher runs.
+IGNORES = f"""
+import runpy, signal, sys
+signal.signal(signal.Signals[sys.argv.pop(1)], signal.SIG_IGN)
+runpy.run_module("{OURS}", run_name="__main__", alter_sys=True)
 """
 DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
 WAITS = (
@@ -30,9 +31,11 @@ WAITS = (
 
 def launcher(ignored: str, policy: str, script: Path, *arguments: str) -> Program:
     """A launcher of one worker, whose parent has had ``ignored`` ignored."""
-    line = [sys.executable, "-m", OURS, "--standalone", f"--restart-policy={policy}"]
-    parent = [sys.executable, "-I", "-S", "-c", IGNORES, f"SIG{ignored}"]
-    return Program([*parent, *line, "--monitor-interval=0.05", str(script), *arguments])
+    begin = script.with_name("ignores.py")
+    begin.write_text(IGNORES)
+    line = ["--standalone", f"--restart-policy={policy}", "--monitor-interval=0.05"]
+    command = [sys.executable, str(begin), f"SIG{ignored}", *line, str(script), *arguments]
+    return Program(command, warm=True)
 
 
 @pytest.mark.parametrize("policy", ["hard", "soft"])

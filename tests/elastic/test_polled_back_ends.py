@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.etcd_server import EtcdServer, etcd_server, needs_etcd
-from support.launched import OURS, TORCHS, are_gone, launch
+from support.launched import OURS, TORCHS, Launch, are_gone, launch
 from support.running import steady_address
 from support.torchrun import Nodes
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
@@ -40,6 +40,14 @@ def rendezvous(folder: Path, back_end: str) -> Iterator[list[str]]:
         if back_end != "c10d":
             address = servers.enter_context(begin_etcd(folder)).address
         yield [f"--rdzv-backend={back_end}", f"--rdzv-endpoint={address}"]
+
+
+@contextlib.contextmanager
+def launch_on(server: EtcdServer, folder: Path, back_end: str, policy: str) -> Iterator[Launch]:
+    """A run of one node that meets at ``server``."""
+    flags = [f"--rdzv-backend={back_end}", f"--rdzv-endpoint={server.address}"]
+    with launch(folder, *flags, nnodes="1", policy=policy) as run:
+        yield run
 
 
 class ClosedRendezvous:
@@ -155,13 +163,7 @@ def test_a_node_that_has_finished_ends_well_when_the_store_is_gone(tmp_path: Pat
 def test_without_its_etcd_a_run_ends(tmp_path: Path, back_end: str, policy: str) -> None:
     with (
         begin_etcd(tmp_path) as server,
-        launch(
-            tmp_path,
-            f"--rdzv-backend={back_end}",
-            f"--rdzv-endpoint={server.address}",
-            nnodes="1",
-            policy=policy,
-        ) as run,
+        launch_on(server, tmp_path, back_end, policy) as run,
     ):
         run.start("a")
         pids = run.until(run.pids, "a worker")
@@ -180,13 +182,7 @@ def test_an_etcd_without_its_older_interface_is_named(
     pytest.importorskip("etcd", reason="needs python-etcd")
     with (
         etcd_server(tmp_path / "etcd") as server,
-        launch(
-            tmp_path,
-            f"--rdzv-backend={back_end}",
-            f"--rdzv-endpoint={server.address}",
-            nnodes="1",
-            policy=policy,
-        ) as run,
+        launch_on(server, tmp_path, back_end, policy) as run,
     ):
         assert run.start("a").wait() == 1
         assert "--enable-v2" in run.nodes["a"].lines[-1], run.output()

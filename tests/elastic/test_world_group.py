@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,7 +15,8 @@ from support.elastic_workers import (
     train_with_ddp,
 )
 from support.fake_agents import FakeAgents, FakeWorker
-from support.running import eventually
+from support.running import eventually, freeze
+from support.stores import store_process
 from torch.distributed import distributed_c10d
 
 from torchft_svc.elastic import WorldChangeEvent, world_group
@@ -139,29 +137,13 @@ def test_ddp_is_built_again_in_each_world(agents: FakeAgents) -> None:
         assert worker.says(*last) == " ".join(last), "the same step has the same bits"
 
 
-_STORE = """
-import sys, time
-from torch._C._distributed_c10d import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-time.sleep(600)
-"""
-
-
 def test_a_frozen_store_holds_nobody(agents: FakeAgents) -> None:
     one, two = (agents.start(reduce_for_ever) for _ in range(2))
-    with subprocess.Popen(
-        [sys.executable, "-c", _STORE], stdout=subprocess.PIPE, text=True
-    ) as store:
-        assert store.stdout is not None
-        port = int(store.stdout.readline())
-        try:
-            store.send_signal(signal.SIGSTOP)
-            agents.world(one, two, port=port)
-            eventually(lambda: one.reached(1) and two.reached(1))
-            is_in(agents.world(one, two, change=DOWN), one, two)
-        finally:
-            store.kill()
+    with store_process() as (store, port):
+        freeze(store.pid)
+        agents.world(one, two, port=port)
+        eventually(lambda: one.reached(1) and two.reached(1))
+        is_in(agents.world(one, two, change=DOWN), one, two)
 
 
 def test_three_worlds_in_quick_succession(agents: FakeAgents) -> None:

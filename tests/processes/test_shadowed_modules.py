@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.running import Process, environment, lighthouse_process
+from support.running import Process, lighthouse_process, run_fresh
 
 from torchft_svc.client.process_groups.isolated import process as isolated
 from torchft_svc.client.process_groups.isolated.messages import Forget
@@ -45,9 +45,8 @@ print("trained", flush=True)
 """
 MANAGER = "manager = Manager(state_dict=dict, load_state_dict=print, replica_id='a'{more})\n"
 PROGRAMS = {
-    "manager": BEGIN + MANAGER.format(more="") + LOOP,
     "early manager": BEGIN + "start_manager_early()\n" + MANAGER.format(more="") + LOOP,
-    "isolated collectives": BEGIN
+    "manager and isolated collectives": BEGIN
     + "pg = ProcessGroupBabyGloo(timedelta(seconds=20))\n"
     + MANAGER.format(more=", pg=pg")
     + LOOP,
@@ -95,16 +94,7 @@ def start_folder(tmp_path: Path) -> Path:
 
 
 def run_in(folder: Path, script: Path, **variables: str) -> str:
-    done = subprocess.run(
-        [sys.executable, str(script)],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment(**variables),
-        timeout=RUN_S,
-        check=False,
-    )
+    done = run_fresh([sys.executable, str(script)], RUN_S, folder, **variables)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -123,7 +113,7 @@ def test_a_variable_that_makes_python_safe_changes_nothing(
     lighthouse: Process, tmp_path: Path, start_folder: Path
 ) -> None:
     script = tmp_path / "train.py"
-    script.write_text(PROGRAMS["manager"])
+    script.write_text(PROGRAMS["manager and isolated collectives"])
     variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": "safe"}
     assert run_in(start_folder, script, PYTHONSAFEPATH="1", **variables) == "trained\n"
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import grpc
 import pytest
-from support.running import ROOT, Process, environment, lighthouse_process
+from support.fork_server import TORCH
+from support.running import Process, lighthouse_process, run_forked, run_fresh
 
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.errors import ConfigError
@@ -61,24 +62,34 @@ def lighthouse() -> Iterator[Process]:
 def run_with(limit: int, *command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """The command where at most ``limit`` files may be open."""
     shell = ["/bin/sh", "-c", f'ulimit -n {limit}; exec "$@"', "sh", sys.executable, *command]
-    return subprocess.run(
-        shell,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment(**variables),
-        timeout=RUN_S,
-        check=False,
-    )
+    return run_fresh(shell, RUN_S, **variables)
 
 
-@pytest.mark.parametrize("limit", [12, 24])
-def test_a_trainer_with_few_files_ends_at_its_start(
-    lighthouse: Process, tmp_path: Path, limit: int
-) -> None:
+def train_with(
+    limit: int, folder: Path, *arguments: str, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The trainer where at most ``limit`` files may be open, which has imported torch before."""
+    program = folder / "train.py"
+    limits = f"resource.setrlimit(resource.RLIMIT_NOFILE, ({limit}, {limit}))"
+    program.write_text(f"import resource; {limits}\n{TRAINER}")
+    return run_forked([sys.executable, str(program), *arguments], TORCH, RUN_S, **variables)
+
+
+def test_a_trainer_with_few_files_ends_at_its_start(lighthouse: Process, tmp_path: Path) -> None:
+    """Of which torch, as it is imported, needs some as well."""
     (tmp_path / "train.py").write_text(TRAINER)
-    done = run_with(limit, str(tmp_path / "train.py"), TORCHFT_LIGHTHOUSE=lighthouse.address)
+    variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
+    check_refusal(12, run_with(12, str(tmp_path / "train.py"), **variables))
+
+
+def test_a_trainer_with_too_few_files_ends_at_its_start(
+    lighthouse: Process, tmp_path: Path
+) -> None:
+    variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
+    check_refusal(24, train_with(24, tmp_path, **variables))
+
+
+def check_refusal(limit: int, done: subprocess.CompletedProcess[str]) -> None:
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1
     assert last.startswith(f"torchft_svc.errors.ConfigError: ulimit -n={limit} cannot work: a trai")
@@ -91,9 +102,8 @@ def test_a_trainer_that_can_start_but_not_connect_ends(
     lighthouse: Process, tmp_path: Path, limit: int
 ) -> None:
     """Or it trains, where these files are enough; it must not discard the same step for ever."""
-    (tmp_path / "train.py").write_text(TRAINER)
     variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": f"few{limit}"}
-    done = run_with(limit, str(tmp_path / "train.py"), "ends", **variables)
+    done = train_with(limit, tmp_path, "ends", **variables)
     if done.returncode:
         assert f"ConfigError: ulimit -n={limit} cannot work: " in done.stderr
         assert "too many open files (EMFILE)" in done.stderr
@@ -109,9 +119,8 @@ def test_a_service_with_few_files_ends_at_its_start(module: str, limit: int) -> 
 
 
 def test_a_trainer_whose_files_run_out_ends_with_that(lighthouse: Process, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINER)
     variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": "leaks"}
-    done = run_with(100, str(tmp_path / "train.py"), "leaks", **variables)
+    done = train_with(100, tmp_path, "leaks", **variables)
     assert done.returncode == 1
     assert "ConfigError: ulimit -n=100 cannot work: too many open files" in done.stderr
 

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
+from support.fork_server import SERVICES, TORCH
 from support.running import (
     ROOT,
     Line,
@@ -19,11 +21,14 @@ from support.running import (
     steady_address,
 )
 from support.stuck import StuckPipe, stuck_pipe
+from support.warm import Warm
 
 pytestmark = pytest.mark.processes
 
 # A program that imports torch, or some of them one after the other.
 RUN_S = 60.0
+# Both groups come when the test lets them.
+AT_ONCE = "--startup-wait-ms=0"
 TRAINER = """
 import logging, os, sys, torch
 from torchft_svc import Manager
@@ -48,19 +53,23 @@ sys.exit(attempt == 0)
 """
 
 
-def run(pipe: StuckPipe, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(
+def run(pipe: StuckPipe, *arguments: str, loaded: str = TORCH, **variables: str) -> Warm:
+    """A process that was forked from one which has imported torch, or the services."""
+    return Warm(
         [sys.executable, *arguments],
-        stdin=subprocess.DEVNULL,
         stdout=pipe.writing,
         stderr=pipe.writing,
         cwd=ROOT,
         env=environment(**variables),
+        loaded=loaded,
     )
 
 
+Started = TypeVar("Started", Warm, subprocess.Popen[bytes])
+
+
 @contextlib.contextmanager
-def ended(process: subprocess.Popen[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+def ended(process: Started) -> Iterator[Started]:
     try:
         yield process
     finally:
@@ -77,9 +86,10 @@ def both_join(line: Line, step: int) -> None:
 @pytest.mark.parametrize("tick", [[], ["--quorum-tick-ms=100"]])
 def test_a_lighthouse_whose_log_nobody_reads_forms_quorums(tick: list[str]) -> None:
     address = steady_address()
-    flags = [f"--bind={address}", "--min-replicas=2", "--log-level=info", *tick]
+    flags = [f"--bind={address}", "--min-replicas=2", "--log-level=info", *tick, AT_ONCE]
     with stuck_pipe() as pipe:
-        with ended(run(pipe, "-m", "torchft_svc.lighthouse_server", *flags)) as lighthouse:
+        command = ["-m", "torchft_svc.lighthouse_server", *flags]
+        with ended(run(pipe, *command, loaded=SERVICES)) as lighthouse:
             with line_to(address) as line:
                 both_join(line, 0)
                 for number in range(300):
@@ -94,8 +104,9 @@ def test_a_lighthouse_whose_log_nobody_reads_forms_quorums(tick: list[str]) -> N
 def test_the_log_of_a_lighthouse_goes_on_when_it_is_read_again() -> None:
     address = steady_address()
     with stuck_pipe() as pipe:
-        command = ["-m", "torchft_svc.lighthouse_server", f"--bind={address}"]
-        with ended(run(pipe, *command, "--min-replicas=2")), line_to(address) as line:
+        command = ["-m", "torchft_svc.lighthouse_server", f"--bind={address}", AT_ONCE]
+        lighthouse = run(pipe, *command, "--min-replicas=2", loaded=SERVICES)
+        with ended(lighthouse), line_to(address) as line:
             both_join(line, 0)
             text = pipe.read("quorum")
             assert "lighthouse listening on" in text + pipe.read("\n")
@@ -140,15 +151,11 @@ def test_a_trainer_without_standard_error_trains(tmp_path: Path) -> None:
 def test_a_trainer_whose_reader_is_gone_trains(tmp_path: Path) -> None:
     (tmp_path / "trainer.py").write_text(TRAINER)
     with lighthouse_process() as lighthouse:
-        trainer = subprocess.Popen(
+        trainer = Warm(
             [sys.executable, str(tmp_path / "trainer.py")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             env=environment(TORCHFT_LIGHTHOUSE=lighthouse.address, TORCHFT_LOG="debug"),
         )
         with ended(trainer):
-            assert trainer.stderr is not None
-            assert trainer.stdout is not None
             trainer.stderr.close()
             assert trainer.stdout.read() == b"trained\n"
             assert trainer.wait(RUN_S) == 0
@@ -163,7 +170,16 @@ def test_a_launcher_whose_output_nobody_reads_restarts_its_workers(
     flags = [f"--restart-policy={policy}", "--max-restarts=1", "--standalone", "--tee=3"]
     command = ["-m", "torchft_svc.elastic.run", *flags, f"--log-dir={tmp_path / 'logs'}"]
     with stuck_pipe() as pipe:
-        with ended(run(pipe, *command, str(tmp_path / "worker.py"))) as agent:
+        # Started as users do: it replaces the streams of its start, which a fork has as well.
+        launcher = subprocess.Popen(
+            [sys.executable, *command, str(tmp_path / "worker.py")],
+            stdin=subprocess.DEVNULL,
+            stdout=pipe.writing,
+            stderr=pipe.writing,
+            cwd=ROOT,
+            env=environment(),
+        )
+        with ended(launcher) as agent:
             assert agent.wait(RUN_S) == 0
         logs = sorted((tmp_path / "logs").rglob("stdout.log"))
         assert [len(log.read_text().splitlines()) for log in logs] == [2500, 2500]

@@ -8,8 +8,6 @@ import re
 import signal
 import socket
 import struct
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -19,7 +17,8 @@ import pytest
 import torch.distributed as dist
 from support.bounds import check
 from support.meeting_place import MeetingPlace
-from support.running import END_S, START_S, environment, eventually, freeze, silent
+from support.running import END_S, START_S, eventually, freeze, silent
+from support.stores import store_process
 from support.training import lighthouse, together
 
 from torchft_svc.client import Manager, ProcessGroupGloo
@@ -34,33 +33,6 @@ CALL_S = 0.5
 ENOUGH_S = 1.0
 # Of one process, which may have 1024 descriptors.
 NUM_IDLE = 600
-
-# Prints its port, and hosts a store until its standard input ends.
-_HOST = """
-import sys
-from torch.distributed import TCPStore
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-print(store.port, flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def store_process() -> Iterator[tuple[subprocess.Popen[str], int]]:
-    """A store in a process of its own, and its port."""
-    with subprocess.Popen(
-        [sys.executable, "-c", _HOST],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment(),
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield process, int(process.stdout.readline())
-        finally:
-            process.send_signal(signal.SIGCONT)
-            process.kill()
 
 
 @pytest.fixture

@@ -144,23 +144,31 @@ def test_recovery(run: Run) -> None:
     assert row["rejoin_s"] > row["built_s"] > 0
 
 
+@pytest.fixture
+def two_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fewest of a launched run that loses one: the workers of each import torch."""
+    monkeypatch.setattr(launcher, "NUM_NODES", 2)
+
+
+@pytest.mark.usefixtures("two_nodes")
 def test_launcher(run: Run) -> None:
-    tiny = ("--kills=1", "--init-kills=0", "--killed=worker")
+    tiny = ("--kills=1", "--init-kills=0", "--killed=worker", "--idle")
     output, result = run(launcher.main, *tiny, "--side=torchft-run, soft")
     assert "ended by a kill" in output
     (row,) = result["rows"]
     assert (row["killed"], row["kills"], row["ended"]) == ("a worker", 1, 0)
+    assert row["launcher"] == "torchft-run, soft, idle"
     assert row["back_s"] > row["pause_s"] > 0
 
 
-@pytest.mark.parametrize("idle", [[], ["--idle"]], ids=["training", "idle"])
-def test_launcher_of_a_frozen_node(run: Run, idle: list[str]) -> None:
-    tiny = ("--kills=1", "--init-kills=0", "--killed=frozen", "--heartbeat-timeout-s=2", *idle)
+@pytest.mark.usefixtures("two_nodes")
+def test_launcher_of_a_frozen_node(run: Run) -> None:
+    tiny = ("--kills=1", "--init-kills=0", "--killed=frozen", "--heartbeat-timeout-s=2")
     output, result = run(launcher.main, *tiny, "--side=torchft-run, soft", "--side=torchrun")
     assert "heartbeat timeout, 2 s" in output
     (row,) = result["rows"]
     assert (row["killed"], row["ended"]) == ("a node, frozen", 0)
-    assert row["launcher"] == "torchft-run, soft" + (", idle" if idle else "")
+    assert row["launcher"] == "torchft-run, soft"
     # Nobody misses it earlier, and it is in that world only after it was woken.
     assert row["back_s"] > row["pause_s"] > 1
     assert row["intake_s"] > 0

@@ -33,6 +33,8 @@ FIRST_STEPS_S = 110.0
 SHARDED_S = 180.0
 # A step of those that wait for processes which import torch: these need the processors.
 PACE_S = 0.5
+# A step of those that wait for forked processes.
+LITTLE_S = 0.02
 
 
 @pytest.fixture
@@ -44,22 +46,6 @@ def environment() -> Iterator[dict[str, str]]:
 
 def losses(lines: list[str]) -> list[float]:
     return [float(line.split()[3]) for line in lines if line.startswith("step")]
-
-
-def test_groups_train_together(environment: dict[str, str]) -> None:
-    with ExitStack() as stack:
-        groups = [
-            stack.enter_context(
-                Program(
-                    [sys.executable, EXAMPLE, "--steps", "100000"],
-                    environment | {"REPLICA_GROUP_ID": str(number)},
-                    warm=True,
-                )
-            )
-            for number in range(2)
-        ]
-        for group in groups:
-            group.wait_for("groups 2")
 
 
 def test_the_loss_falls_and_a_checkpoint_is_resumed(
@@ -217,7 +203,9 @@ def test_a_training_with_mutual_tls_and_a_token_heals(tmp_path: Path) -> None:
     with ExitStack() as stack:
 
         def start(*command: str, **more: str) -> Program:
-            program = Program([sys.executable, *command], settings | more, warm=True)
+            program = Program(
+                [sys.executable, *command], settings | more, warm=True, pace_s=LITTLE_S
+            )
             return stack.enter_context(program)
 
         lighthouse = start("-m", "torchft_svc.lighthouse_server", "--bind", "127.0.0.1:0")
