@@ -27,7 +27,7 @@ from support.running import lives
 
 from torchft_svc.core.quorum.lighthouse import sessions
 from torchft_svc.core.quorum.manager import manager
-from torchft_svc.host.fork_server import ForkServer
+from torchft_svc.host.fork_server import FORK_EVENT, replace_spawner
 from torchft_svc.rpc import deadline
 
 # What a test has asked to end gets so long to be gone, on a machine that may stall.
@@ -55,23 +55,17 @@ _OWNERLESS = ("torchft-fork-server", "torchft-abandoned", "torchft-world-destroy
 _LAUNCHER_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 _STARTED_BEFORE = pytest.StashKey[int]()
-# What has started a process so far: audit events of this process, and its fork servers.
+# The audit events so far by which this process has started others.
 _started: list[str] = []
 
 
-def _note_start(event: str, _: object = None) -> None:
-    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn"):
+def _record_start(event: str, _: object = None) -> None:
+    if event in ("subprocess.Popen", "os.fork", "os.posix_spawn", FORK_EVENT):
         _started.append(event)
 
 
-def _noted_fork(fork_server: ForkServer, request: bytes, *descriptors: int) -> int:
-    _started.append("a fork server")
-    return _fork(fork_server, request, *descriptors)
-
-
-sys.addaudithook(_note_start)
-_fork, ForkServer.fork = ForkServer.fork, _noted_fork  # type: ignore[method-assign]
-ForkServer._spawn = spawn_adopted  # type: ignore[method-assign]
+sys.addaudithook(_record_start)
+replace_spawner(spawn_adopted)
 
 # `--hypothesis-profile=explore` draws others, and remembers those that fail.
 settings.register_profile("explore", deadline=None)

@@ -7,12 +7,10 @@ import ctypes
 import os
 import pickle
 import sys
-from collections.abc import Callable
-from typing import Any
 
 from support.fork_server import LOCAL_PROCESS, TORCH, Program, server
 from tools.chaos.forked import ForkedChild
-from torchft_svc.host.fork_server import ForkServer
+from torchft_svc.host.fork_server import ServerProcess, ServerProgram, spawn_server
 
 # What imports little more than torch; others are started as users start them.
 MODULES = (LOCAL_PROCESS, "tools.chaos.fork_server")
@@ -23,28 +21,24 @@ _SOCKET = "3"
 ADOPTED: set[int] = set()
 
 
-def spawn_adopted(fork_server: ForkServer, descriptor: int) -> Any:
-    """What replaces `ForkServer._spawn` in tests."""
-    module = fork_server._module
-    environment = dict(fork_server._environment or os.environ)
+def spawn_adopted(program: ServerProgram, descriptor: int) -> ServerProcess:
+    """Start a fork server by the tests' own one, if that has imported what it needs."""
+    environment = dict(program.environment or os.environ)
     is_special = "LD_PRELOAD" in environment  # only the start of a program looks at it
-    if module not in MODULES or is_special or sys.platform != "linux":
-        return _spawn(fork_server, descriptor)
-    words = ["-m", module, _SOCKET, str(os.getpid()), *fork_server._arguments]
+    if program.module not in MODULES or is_special or sys.platform != "linux":
+        return spawn_server(program, descriptor)
+    words = ["-m", program.module, _SOCKET, str(os.getpid()), *program.arguments]
     asked = Program(words, environment, os.getcwd(), False, parent_pid=os.getpid())
-    told, tell = os.pipe()
+    reading, writing = os.pipe()
     libc = ctypes.CDLL(None)
     # The process between the two ends at once: its child becomes ours, not the system's.
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
-        with os.fdopen(told) as answer:
-            with os.fdopen(tell, "w"):
-                server(TORCH).fork(pickle.dumps(asked), tell, 1, 2, descriptor)
+        with os.fdopen(reading) as answer:
+            with os.fdopen(writing, "w"):
+                server(TORCH).fork(pickle.dumps(asked), writing, 1, 2, descriptor)
             pid = int(answer.read())
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
     ADOPTED.add(pid)
     return ForkedChild(pid)
-
-
-_spawn: Callable[[ForkServer, int], Any] = ForkServer._spawn

@@ -131,14 +131,14 @@ if __name__ == "__main__":
     LOADS[sys.argv[3]]()
     _fork = serve(*map(int, sys.argv[1:3]))
     if _fork is not None:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        for _number, _handler in _fork.handlers.items():
+            signal.signal(_number, _handler)
         random.seed()
-        _asked = pickle.loads(_fork[0])  # noqa: S301 - from the tests themselves
+        _asked = pickle.loads(_fork.request)  # noqa: S301 - from the tests themselves
         if isinstance(_asked, Call):
             call(_asked)
         else:
-            _arguments = become(_asked, _fork[1])
+            _arguments = become(_asked, _fork.descriptors)
             if _asked.serves:
                 fork_first(_asked.serves)
             if _asked.pace_s:

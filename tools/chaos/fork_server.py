@@ -13,7 +13,6 @@ from pathlib import Path
 
 from tools.chaos.hosts import move_to
 from tools.chaos.options import WorkerOptions, decode
-from tools.demo.orphans import die_with_parent
 from torchft_svc.host.fork_server import ForkServer, serve
 
 ROOT = Path(__file__).parents[2]
@@ -23,7 +22,7 @@ Run = Callable[[WorkerOptions], None]
 
 @contextlib.contextmanager
 def worker_server(trainer: str = "tools.chaos.trainer", **variables: str) -> Iterator[ForkServer]:
-    """A server that takes `WorkerOptions`; all its workers are killed with the block.
+    """A server of workers, by their `WorkerOptions`; all of them are killed with the block.
 
     ``trainer`` is the module whose ``run`` is a worker's life, and whose ``warm_up`` is called once
     before the first fork. ``variables`` are added to the environment that its workers inherit.
@@ -48,7 +47,7 @@ def worker_server(trainer: str = "tools.chaos.trainer", **variables: str) -> Ite
 
 
 def main(descriptor: str, owner_pid: str, module: str) -> None:
-    """The server; and each worker, whose options it is sent."""
+    """Run the server, and in its forks the workers."""
     trainer = importlib.import_module(module)
     trainer.warm_up()
     fork = serve(int(descriptor), int(owner_pid))
@@ -56,17 +55,14 @@ def main(descriptor: str, owner_pid: str, module: str) -> None:
         return
     status = 1
     try:
-        status = _live(trainer.run, decode(fork[0].decode()))
+        fork.lead_session(signal.SIGINT, signal.SIGTERM)
+        status = _run_worker(trainer.run, decode(fork.request.decode()))
     finally:
         os._exit(status)
 
 
-def _live(run: Run, options: WorkerOptions) -> int:
-    """Be a process like one that was started by itself; the exit status."""
-    die_with_parent()
-    os.setsid()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+def _run_worker(run: Run, options: WorkerOptions) -> int:
+    """Run a worker as a process like one that was started by itself; return its exit status."""
     output = os.open(options.output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for target in (1, 2):
         os.dup2(output, target)

@@ -11,9 +11,8 @@ import sys
 import time
 import traceback
 from subprocess import TimeoutExpired
-from typing import Any
 
-from torchft_svc.host.fork_server import ForkServer
+from torchft_svc.host.fork_server import ServerProcess, ServerProgram, replace_spawner
 
 _LOOK_S = 0.005
 # An environment, and some words.
@@ -48,35 +47,37 @@ class ForkedChild:
 
 
 def fork_first(module: str) -> None:
-    """Fork a child that becomes the first fork server of this process that runs ``module``, once it
-    is asked for. To be called while this process has no other thread."""
+    """Fork a child that becomes the first fork server of this process with ``module``.
+
+    To be called while this process has no other thread.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     owner_pid, pid = os.getpid(), os.fork()
     if pid == 0:
         ours.close()
         _be_server(module, owner_pid, theirs)
     theirs.close()
-    spawn = ForkServer._spawn
 
-    def hand_over(server: ForkServer, descriptor: int) -> Any:
-        if server._module != module:
-            return spawn(server, descriptor)
-        ForkServer._spawn = spawn  # type: ignore[method-assign]
-        told = pickle.dumps((server._arguments, dict(server._environment or os.environ)))
+    def hand_over(program: ServerProgram, descriptor: int) -> ServerProcess:
+        if program.module != module:
+            return spawn_before(program, descriptor)
+        replace_spawner(spawn_before)
+        environment = dict(program.environment or os.environ)
         with ours:
-            socket.send_fds(ours, [told], [descriptor])
+            request = pickle.dumps((program.arguments, environment))
+            socket.send_fds(ours, [request], [descriptor])
         return ForkedChild(pid)
 
-    ForkServer._spawn = hand_over  # type: ignore[method-assign]
+    spawn_before = replace_spawner(hand_over)
 
 
 def _be_server(module: str, owner_pid: int, asked: socket.socket) -> None:
     status = 1
     try:
         with asked:
-            told, descriptors, _, _ = socket.recv_fds(asked, _MAX_MESSAGE, 1)
+            request, descriptors, _, _ = socket.recv_fds(asked, _MAX_MESSAGE, 1)
         if descriptors:  # else the owner has ended without a question
-            arguments, environment = pickle.loads(told)  # noqa: S301 - from the owner
+            arguments, environment = pickle.loads(request)  # noqa: S301 - from the owner
             os.environ.clear()
             os.environ.update(environment)
             sys.argv[:] = [module, str(descriptors[0]), str(owner_pid), *arguments]

@@ -25,8 +25,8 @@ from typing import Any
 
 from torchft_svc import env
 from torchft_svc.errors import ConfigError, PeerError
-from torchft_svc.host import process_end
 from torchft_svc.host.fork_server import MAX_REQUEST, ForkServer, serve
+from torchft_svc.host.process_end import end_with
 from torchft_svc.host.worker_process import ForkedProcess
 
 log = logging.getLogger(__name__)
@@ -141,8 +141,7 @@ def _first_path(is_module: bool, name: str) -> str:
 
 def main(descriptor: str, owner_pid: str, told: str) -> None:
     """Import, and fork; in a fork, return when its program has ended."""
-    process_end.end_with(int(owner_pid))
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    end_with(int(owner_pid))
     first_path, *preload = json.loads(told)
     if not _IS_PATH_SAFE:
         sys.path.insert(0, first_path)
@@ -150,17 +149,12 @@ def main(descriptor: str, owner_pid: str, told: str) -> None:
         _load(name)
     if not _may_fork():
         return
-    server_pid = os.getpid()
     fork = serve(int(descriptor), int(owner_pid))
     if fork is None:
         return
-    process_end.end_with(server_pid)
-    request, descriptors = fork
-    asked = json.loads(request)
-    os.setsid()
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    for target, source in enumerate(descriptors):
+    fork.lead_session(signal.SIGINT, signal.SIGTERM)
+    asked = json.loads(fork.request)
+    for target, source in enumerate(fork.descriptors):
         os.dup2(source, target)
         os.close(source)
     env.replace(asked["environment"])

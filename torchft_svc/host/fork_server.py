@@ -1,7 +1,8 @@
 """A process that has imported torch and forks: importing takes seconds, forking milliseconds.
 
 `ForkServer` is the owner's side. The server's side is a module that imports what the program needs
-and calls `serve`. It never starts a thread and never looks at a device, so its forks may do both.
+and calls `serve`, which returns a `Fork` in each fork. The server never starts a thread and never
+uses a device, so its forks may do both.
 """
 
 from __future__ import annotations
@@ -13,37 +14,95 @@ import select
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed
 from torchft_svc.host.clean_start import FAILED, module_command
-from torchft_svc.host.process_end import POLL_S, ProcessEnd
+from torchft_svc.host.process_end import POLL_S, ProcessEnd, end_with
 
 # Importing torch takes two seconds, and much longer on a machine that starts many processes.
 START_S = 60.0
 # One that is ready forks within milliseconds.
 FORK_S = 20.0
-# A server that was told to end only has to leave its loop.
+# A server that was asked to end only has to leave its loop.
 _END_S = 5.0
-# Exit statuses that were not asked for, of processes whose end was not noticed: keep a few.
+# How many exit statuses are kept that nobody has asked for yet.
 MAX_STATUSES = 64
 # A request may hold a whole environment; a number goes before it.
 _MAX_MESSAGE = 1 << 17
 MAX_REQUEST = _MAX_MESSAGE - 64
 _MAX_DESCRIPTORS = 4
+# The audit event of each fork (see `sys.addaudithook`), with the module of the server.
+FORK_EVENT = "torchft_svc.fork"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerProgram:
+    """The program of a fork server, as a `Spawner` starts it.
+
+    Args:
+        module: calls `serve` with the first two of its arguments.
+        arguments: of the module, after a descriptor and the process id of the owner.
+        environment: of the server, and so of its forks (None: that of the owner).
+    """
+
+    module: str
+    arguments: tuple[str, ...]
+    environment: Mapping[str, str] | None
+
+
+class ServerProcess(Protocol):
+    """The process of a fork server, for its owner."""
+
+    pid: int
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit status; raises `subprocess.TimeoutExpired`."""
+
+    def kill(self) -> None:
+        """End the process at once."""
+
+
+# Starts a program, which inherits a descriptor.
+Spawner = Callable[[ServerProgram, int], ServerProcess]
+
+
+def spawn_server(program: ServerProgram, descriptor: int) -> ServerProcess:
+    """Start a new interpreter for ``program``."""
+    arguments = str(descriptor), str(os.getpid()), *program.arguments
+    return subprocess.Popen(
+        module_command(program.module, descriptor, *arguments),
+        pass_fds=[descriptor],
+        stdin=subprocess.DEVNULL,
+        env=program.environment,
+    )
+
+
+_spawner: Spawner = spawn_server
+
+
+def replace_spawner(spawner: Spawner) -> Spawner:
+    """Start all fork servers of this process by ``spawner`` from now on; return the one before.
+
+    For a process that can fork its servers from one that has imported what they need.
+    """
+    global _spawner
+    before, _spawner = _spawner, spawner
+    return before
 
 
 class ForkServer:
     """Starts ``python -m module`` when it is first needed, and again after it was lost.
 
     Args:
-        module: what calls `serve`.
+        module, arguments, environment: see `ServerProgram`.
         purpose: what the forked processes are for, in error messages.
-        arguments: of the module, behind those that `serve` reads.
-        environment: of the server, and so of its forks (default: that of this process).
     """
 
     def __init__(
@@ -53,15 +112,13 @@ class ForkServer:
         *arguments: str,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        self._module = module
-        self._arguments = arguments
-        self._environment = environment
+        self._program = ServerProgram(module=module, arguments=arguments, environment=environment)
         self._action = f"starting a process for {purpose}"
         self._lost = f"the process that starts those for {purpose} has ended"
         self._why_lost = ""
         self._changed = threading.Condition()
         self._forking = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ServerProcess | None = None
         self._socket: socket.socket | None = None
         self._owner = 0
         self._started_at = 0.0
@@ -69,7 +126,7 @@ class ForkServer:
         self._num_requests = 0
         self._forked: dict[int, int] = {}  # process ids, by the number of the request
         self._ends: OrderedDict[int, tuple[int, float]] = OrderedDict()
-        self._watched: set[int] = set()  # process ids whose ends the server will tell
+        self._watched: set[int] = set()  # process ids whose ends the server will report
 
     def start(self) -> None:
         """Start the server unless it runs; returns before it is ready."""
@@ -81,7 +138,7 @@ class ForkServer:
                 self._process.wait()  # it closed its socket, as its last action
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
-                self._process = self._spawn(theirs.fileno())
+                self._process = _spawner(self._program, theirs.fileno())
             self._socket, self._owner = ours, os.getpid()
             self._started_at = time.monotonic()
             self._ready, self._forked, self._why_lost = False, {}, "; see stderr"
@@ -89,24 +146,15 @@ class ForkServer:
             target=self._read, args=(ours,), name="torchft-fork-server", daemon=True
         ).start()
 
-    def _spawn(self, descriptor: int) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            module_command(
-                self._module, descriptor, str(descriptor), str(os.getpid()), *self._arguments
-            ),
-            pass_fds=[descriptor],
-            stdin=subprocess.DEVNULL,
-            env=self._environment,
-        )
-
     def fork(self, request: bytes, *descriptors: int) -> int:
-        """The id of a new process, to which `serve` gives ``request`` and the ``descriptors``.
+        """Fork a process, where `serve` returns ``request`` and ``descriptors``; return its id.
 
         Raises:
             DeadlineExceeded: the server is not ready within `START_S`, or does not fork within
                 `FORK_S`: then it is frozen, so it is killed, and the next call starts another.
             QuorumFailed: the server has exited.
         """
+        sys.audit(FORK_EVENT, self._program.module)
         with self._forking:
             self.start()
             with self._changed:
@@ -131,7 +179,7 @@ class ForkServer:
         return pid
 
     def is_ready(self, within_s: float) -> bool:
-        """Whether the server has imported its program; waits up to ``within_s`` for that.
+        """Wait up to ``within_s`` until the server has imported its program; return whether it has.
 
         Raises:
             DeadlineExceeded: it has not done so within `START_S` of its start.
@@ -148,15 +196,17 @@ class ForkServer:
     def end_of(self, pid: int, timeout_s: float | None = 0.0) -> tuple[int, float] | None:
         """Exit status (negative: the signal) and instant of the end of a forked process.
 
-        None if it is not known in time, or the server was lost before. It is told once.
+        None if it is not known in time, or the server was lost before, or it was returned already.
         """
         with self._changed:
             self._changed.wait_for(lambda: pid not in self._watched, timeout_s)
             return self._ends.pop(pid, None)
 
     def close(self, within_s: float = _END_S) -> None:
-        """End the server; what it has forked lives on. It is killed after ``within_s``, for
-        instance while it imports. May be called twice."""
+        """End the server, but not its forks; idempotent.
+
+        It is killed after ``within_s``, for instance while it imports.
+        """
         with self._changed:
             server, process = self._socket, self._process
             if server is not None:
@@ -211,15 +261,36 @@ class ForkServer:
 # -- the server's side ---------------------------------------------------------------------------
 
 
-def serve(descriptor: int, owner_pid: int) -> tuple[bytes, list[int]] | None:
+@dataclass(frozen=True, slots=True)
+class Fork:
+    """What a forked process knows of its server: the request with its descriptors.
+
+    ``handlers``: those of SIGINT and SIGTERM before the server ignored these signals.
+    """
+
+    request: bytes
+    descriptors: list[int]
+    server_pid: int
+    handlers: Mapping[signal.Signals, Any]
+
+    def lead_session(self, *handled: signal.Signals) -> None:
+        """Lead a session that ends with the server, and handle these signals as it once did."""
+        end_with(self.server_pid)
+        os.setsid()
+        for number in handled:
+            signal.signal(number, self.handlers[number])
+
+
+def serve(descriptor: int, owner_pid: int) -> Fork | None:
     """Fork a process for each request of ``owner_pid``; report its id, and later its exit status.
 
-    Returns in each fork, with the request and its descriptors, and in the server with None, once
-    the owner has closed the socket or is gone. Forks ignore SIGINT and SIGTERM, as the server does.
+    Returns in each fork, and in the server with None, once the owner has closed the socket or is
+    gone. Forks ignore SIGINT and SIGTERM, as the server does, until they call `lead_session`.
     """
     # A terminal or a service manager signals all processes; this one exits with its owner.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    numbers = signal.SIGINT, signal.SIGTERM
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    server_pid = os.getpid()
     gc.collect()
     gc.freeze()  # a collection in a fork would otherwise copy these pages
     server = socket.socket(fileno=descriptor)
@@ -250,7 +321,7 @@ def serve(descriptor: int, owner_pid: int) -> tuple[bytes, list[int]] | None:
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for end in (server, wake, woken, owner):
                     end.close()
-                return request, descriptors
+                return Fork(request, descriptors, server_pid, handlers)
             for each in descriptors:
                 os.close(each)
             with contextlib.suppress(ConnectionError):  # noticed with the next message
@@ -260,7 +331,7 @@ def serve(descriptor: int, owner_pid: int) -> tuple[bytes, list[int]] | None:
 
 
 def _receive(server: socket.socket) -> tuple[bytes, list[int]]:
-    """A request with its descriptors; empty: the owner is gone."""
+    """Receive a request with its descriptors; an empty one if the owner is gone."""
     try:
         message, descriptors, _, _ = socket.recv_fds(server, _MAX_MESSAGE, _MAX_DESCRIPTORS)
     except ConnectionError:  # it had not read all
@@ -272,5 +343,5 @@ def _reap(server: socket.socket) -> None:
     with contextlib.suppress(ChildProcessError, ConnectionError):  # nothing to reap, or no owner
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             pid, status = ended
-            told = pid, os.waitstatus_to_exitcode(status), time.monotonic()
-            server.send(b"ended %d %d %r" % told)
+            exit_code = os.waitstatus_to_exitcode(status)
+            server.send(b"ended %d %d %r" % (pid, exit_code, time.monotonic()))

@@ -27,7 +27,6 @@ import cloudpickle
 from torchft_svc import env
 from torchft_svc.client.process.forks import drop_after_fork
 from torchft_svc.errors import ChannelClosed, CheckpointError
-from torchft_svc.host import process_end
 from torchft_svc.host.fork_server import serve
 from torchft_svc.host.line_writer import flush_lines
 from torchft_svc.trainer.messages import Answer, Command, Position, StateHandle
@@ -231,17 +230,13 @@ def main(descriptor: str, owner_pid: str, *scratch: str) -> None:
     for name in ("per_step", "checkpoint_tensors"):  # so that no fork has to do it
         importlib.import_module(f"torchft_svc.trainer.{name}")
     load()
-    server_pid = os.getpid()
-    term = signal.getsignal(signal.SIGTERM)
     fork = serve(int(descriptor), int(owner_pid))
     if fork is None:
         for folder in scratch:  # the trainer may have been killed
             shutil.rmtree(folder, ignore_errors=True)
         return
-    process_end.end_with(server_pid)
-    os.setsid()
-    signal.signal(signal.SIGTERM, term)
-    _, (connection,) = fork
+    fork.lead_session(signal.SIGTERM)
+    (connection,) = fork.descriptors
     link = LocalLink(socket.socket(fileno=connection))
     start = link.begin(_BEGIN_S)
     env.replace(start.environment)

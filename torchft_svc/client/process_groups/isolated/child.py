@@ -233,7 +233,7 @@ def main() -> None:
         return
     status = 1
     try:
-        connection = Connection(fork[1][0])
+        connection = Connection(fork.descriptors[0])
         Child(connection).run(trainer_pid)
         status = 0
     except Exception as error:  # noqa: BLE001 - the process exits and prints why
