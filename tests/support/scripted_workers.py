@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import cloudpickle
 
-from torchft_svc.trainer.backend import Backend, Heard, Link, Lost
+from torchft_svc.trainer.backend import Backend, Link, Lost, Received
 from torchft_svc.trainer.messages import (
     Answer,
     End,
@@ -137,7 +137,7 @@ class Listener:
 
     def _look(self) -> None:
         for event in self.backend.wait(0.1):
-            if isinstance(event, Heard):
+            if isinstance(event, Received):
                 assert event.worker not in self.lost, f"{event} after it was lost"
                 self.heard.setdefault(event.worker, []).append(event.answer)
             else:

@@ -98,7 +98,7 @@ class Workers:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.processes: dict[int, Forked] = {}
-        self.heard: dict[int, list[Answer]] = {}
+        self.answers: dict[int, list[Answer]] = {}
         self._connections: dict[int, Connection] = {}
         self._listener = Listener(("127.0.0.1", 0), authkey=_KEY)
         self._num_worlds = self._num_commands = 0
@@ -120,7 +120,7 @@ class Workers:
             arguments = (self._listener.address, number, pickled, self.folder)
             log = self.folder / "log"
             self.processes[number] = Forked(Call(be_worker, arguments, {}, log))
-            self.heard[number] = []
+            self.answers[number] = []
         for _ in numbers:
             connection = self._listener.accept()
             self._connections[connection.recv()] = connection
@@ -219,21 +219,21 @@ class Workers:
         self._connections[worker].close()
 
     def position(self, worker: int) -> Position:
-        """What it told last."""
-        told = [each.position for each in self.heard[worker] if isinstance(each, Progress)]
-        return told[-1] if told else Position()
+        """The position that ``worker`` reported last."""
+        reported = [each.position for each in self.answers[worker] if isinstance(each, Progress)]
+        return reported[-1] if reported else Position()
 
     def end(self, workers: Sequence[int]) -> None:
         for worker in workers:
             self.send(worker, End())
         for worker in workers:
-            assert self.processes[worker].wait(DEADLINE_S) == 0, self.told()
+            assert self.processes[worker].wait(DEADLINE_S) == 0, self.log_tails()
 
     def wait_for_ends(self, workers: Sequence[int]) -> None:
         """Of workers that have abandoned their step: gloo may hold one, which a trainer kills."""
         for worker in workers:
             try:
-                assert self.processes[worker].wait(_GRACE_S) == 0, self.told()
+                assert self.processes[worker].wait(_GRACE_S) == 0, self.log_tails()
             except TimeoutExpired:
                 self.kill(worker)
 
@@ -249,12 +249,12 @@ class Workers:
         found: list[A] = []
 
         def has_come() -> bool:
-            mine = self.heard[worker]
+            mine = self.answers[worker]
             index = next((i for i, each in enumerate(mine) if isinstance(each, kind)), None)
             if index is not None:
                 found.append(mine.pop(index))  # type: ignore[arg-type]
             own = [each for each in mine if isinstance(each, Failed) and not each.is_peers]
-            assert found or not own, self.told()
+            assert found or not own, self.log_tails()
             return bool(found)
 
         self.until(has_come, f"{kind.__name__} of worker {worker}")
@@ -264,7 +264,7 @@ class Workers:
         """Take what the workers say until ``holds``."""
         deadline = time.monotonic() + DEADLINE_S
         while not holds():
-            assert time.monotonic() < deadline, f"{what} did not come; {self.told()}"
+            assert time.monotonic() < deadline, f"{what} did not come; {self.log_tails()}"
             self._hear(0.5)
 
     def _hear(self, timeout_s: float) -> None:
@@ -280,13 +280,13 @@ class Workers:
             except (EOFError, OSError):
                 ready.close()
                 continue
-            self.heard[open_[ready]].append(answer)
+            self.answers[open_[ready]].append(answer)
 
-    def told(self) -> str:
+    def log_tails(self) -> str:
         """Errors of the workers, and their output."""
         errors = [
             each.traceback
-            for mine in self.heard.values()
+            for mine in self.answers.values()
             for each in mine
             if isinstance(each, Failed)
         ]

@@ -8,35 +8,35 @@ from typing import Any
 import pytest
 
 from torchft_svc.errors import ConfigError
-from torchft_svc.trainer.retry.budget import UNLIMITED, Retries, RetryBudget
-from torchft_svc.trainer.retry.incident import MAX_FORMINGS
-from torchft_svc.trainer.retry.machine import RetryMachine
-from torchft_svc.trainer.retry.orders import (
+from torchft_svc.trainer.retry.budget import UNLIMITED, ProgramError, Retries, RetryBudget
+from torchft_svc.trainer.retry.incident import MAX_FORMINGS, IncidentCause, Remedy, ReportBroken
+from torchft_svc.trainer.retry.initial_state import (
     DropHandle,
-    EndCommand,
     FindCheckpoint,
-    IncidentCause,
-    KillWorker,
     KnownState,
+    RejectState,
+    StateSource,
+)
+from torchft_svc.trainer.retry.machine import (
+    RUN_TRANSITIONS,
+    EndCommand,
+    KillWorker,
     LetAbandon,
     LetEnd,
     LetJoin,
     LookForResources,
-    ProgramError,
-    RejectState,
-    Remedy,
-    ReportBroken,
     ReportFormed,
     ReportLeftAlone,
     ReportNoResources,
     RequestWorkers,
+    RetryMachine,
     RetryOrder,
     RetryRules,
+    RunChange,
+    RunPhase,
     SendCommand,
     StartWorker,
-    StateSource,
 )
-from torchft_svc.trainer.retry.states import RUN_TRANSITIONS, RunChange, RunPhase
 
 RULES = RetryRules(num_workers=3)
 PER_STEP = replace(RULES, keeps_others=True)
@@ -63,7 +63,7 @@ class Story:
             self.orders.append(order)
             if isinstance(order, LookForResources):
                 num = self.num_startable - len(self.running)
-                left += self.machine.found(max(0, num), self.now, 0.0)
+                left += self.machine.resources_found(max(0, num), self.now, 0.0)
             elif isinstance(order, FindCheckpoint):
                 left += self.machine.checkpoint_found(self.checkpoint, self.now)
             elif isinstance(order, StartWorker):
@@ -75,7 +75,9 @@ class Story:
         return [order for order in self.orders if isinstance(order, kind)]
 
     def begin(self, max_retries: int = 3, reset_after: int | None = None, **kind: Any) -> None:
-        self.do("begin", RetryBudget(max_retries=max_retries, reset_after=reset_after), **kind)
+        self.do(
+            "begin_command", RetryBudget(max_retries=max_retries, reset_after=reset_after), **kind
+        )
 
     def form(self, step: int = 0) -> list[int]:
         """All workers that were started join; returns them."""
@@ -138,12 +140,12 @@ class Story:
     def wait(self, seconds: float) -> None:
         """Time passes, and the machine looks as often as it wants."""
         until = self.now + seconds
-        told: list[RetryOrder] = []
+        given: list[RetryOrder] = []
         while (deadline := self.machine.next_deadline()) is not None and deadline <= until:
             self.now = max(self.now, deadline)
-            told += self.do("tick")
+            given += self.do("tick")
         self.now = until
-        self.orders = told
+        self.orders = given
 
 
 def trained(story: Story, step: int, **budget: Any) -> list[int]:
@@ -262,8 +264,8 @@ def test_nobody_is_left_and_the_newest_state_is_taken() -> None:
 def test_without_a_checkpoint_the_held_state_is_taken() -> None:
     story = Story()
     trained(story, 7)
-    story.do("hold", KnownState(source=StateSource.HELD, step=6, handle="h"))
-    story.do("hold", KnownState(source=StateSource.HELD, step=3, handle="old"))
+    story.do("hold_state", KnownState(source=StateSource.HELD, step=6, handle="h"))
+    story.do("hold_state", KnownState(source=StateSource.HELD, step=3, handle="old"))
     assert story.orders == [DropHandle("old")]
     story.end_all()
     story.do("started", story.of(StartWorker)[0].worker)
@@ -283,7 +285,7 @@ def test_a_late_report_does_not_replace_what_a_worker_has_offered() -> None:
     trained(story, 7)
     story.lose(2)
     story.do("offered", 0, known(StateSource.PEER, AT_THE_END, "offered"))
-    story.do("hold", known(StateSource.HELD, AT_THE_END, "late"))
+    story.do("hold_state", known(StateSource.HELD, AT_THE_END, "late"))
     assert story.orders == [DropHandle("late")]
     story.end_all()
     story.form(step=7)
@@ -328,7 +330,7 @@ def why_not_peer(story: Story) -> str:
 def held_story() -> Story:
     story = Story()
     trained(story, 7)
-    story.do("hold", KnownState(source=StateSource.HELD, step=5, handle="held"))
+    story.do("hold_state", KnownState(source=StateSource.HELD, step=5, handle="held"))
     story.lose(2)
     return story
 
@@ -367,7 +369,7 @@ def test_a_state_that_is_further_at_the_same_step_is_taken(is_offered_first: boo
     trained(story, 7)
     story.lose(2)
     offer = "offered", 0, known(StateSource.PEER, BEFORE_THE_END, "offered")
-    report = "hold", known(StateSource.HELD, AT_THE_END, "reported")
+    report = "hold_state", known(StateSource.HELD, AT_THE_END, "reported")
     for what in (offer, report) if is_offered_first else (report, offer):
         story.do(*what)
     assert DropHandle("offered") in story.orders
@@ -515,9 +517,9 @@ def test_another_error_is_tried_again(kind: str, step: int) -> None:
 def test_progress_makes_retries_count_anew() -> None:
     retries = Retries(RetryBudget(max_retries=1, reset_after=10), step=0)
     assert retries.spend(5)
-    retries.reach(14)
+    retries.record_step(14)
     assert not retries.spend(14)
-    retries.reach(15)
+    retries.record_step(15)
     assert retries.spend(15)
 
 
@@ -594,7 +596,7 @@ def test_a_state_in_memory_that_was_deleted_gives_way_to_a_checkpoint_or_the_sta
     story.end_all()
     workers = story.form(step=4)
     assert (story.machine.held, story.machine.best_step) == (older, 4)
-    story.do("hold", KnownState(source=StateSource.HELD, step=5, handle="held"))
+    story.do("hold_state", KnownState(source=StateSource.HELD, step=5, handle="held"))
     story.checkpoint = None
     story.end_all()
     worker = story.of(StartWorker)[0].worker
@@ -660,8 +662,10 @@ def test_pauses_double_up_to_the_longest_and_jitter_shortens_them() -> None:
         story.wait(pauses[-1])
     assert pauses == [0.5, 1.0, 2.0, 2.0, 2.0]
     machine = RetryMachine(RULES, 0.0)
-    machine.begin(RetryBudget(), 0.0)
-    shorter = [each for each in machine.found(0, 0.0, 1.0) if isinstance(each, ReportNoResources)]
+    machine.begin_command(RetryBudget(), 0.0)
+    shorter = [
+        each for each in machine.resources_found(0, 0.0, 1.0) if isinstance(each, ReportNoResources)
+    ]
     assert shorter == [ReportNoResources(0, 1, 0.25)]
 
 

@@ -33,7 +33,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchft_svc.errors import ConfigError, TrainingFailed, WorkerFailed
 from torchft_svc.trainer import TrainContext, Trainer
-from torchft_svc.trainer.backend import Heard, Lost
+from torchft_svc.trainer.backend import Lost, Received
 from torchft_svc.trainer.messages import Position, Reported
 
 pytestmark = pytest.mark.processes
@@ -277,12 +277,12 @@ class LateReports(Sharing):
 
     def __init__(self) -> None:
         super().__init__()
-        self._late: list[Heard | Lost] = []
+        self._late: list[Received | Lost] = []
 
-    def wait(self, timeout_s: float) -> list[Heard | Lost]:
-        passed: list[Heard | Lost] = []
+    def wait(self, timeout_s: float) -> list[Received | Lost]:
+        passed: list[Received | Lost] = []
         for event in super().wait(timeout_s):
-            is_report = isinstance(event, Heard) and isinstance(event.answer, Reported)
+            is_report = isinstance(event, Received) and isinstance(event.answer, Reported)
             (self._late if is_report and event.worker == 1 else passed).append(event)
             if isinstance(event, Lost) and event.worker == 0:
                 passed += self._late

@@ -161,4 +161,4 @@ def test_a_worker_that_waits_for_others_can_be_ended(team: Workers) -> None:
         team.form([one], address=address)
         team.train([one])
         team.end([one])
-        assert not any(isinstance(each, Failed | StateOffered) for each in team.heard[one])
+        assert not any(isinstance(each, Failed | StateOffered) for each in team.answers[one])

@@ -230,7 +230,7 @@ def test_a_world_that_is_not_complete_can_be_abandoned(team: Workers) -> None:
     team.join(both[0], world=1, rank=0, world_size=2)
     team.send(both[0], Abandon(reason="the other one is lost"))
     team.wait_for_ends(both[:1])
-    assert not any(isinstance(each, Failed | StateOffered) for each in team.heard[both[0]])
+    assert not any(isinstance(each, Failed | StateOffered) for each in team.answers[both[0]])
 
 
 def test_train_until_a_step(team: Workers) -> None:
@@ -259,7 +259,7 @@ def test_checkpoints_are_written_by_one_worker_and_can_be_resumed_from(team: Wor
     assert written.position == Position(step=4, num_samples=32)
     wanted = digest(team.state(both[0]))
     team.end(both)
-    assert not any(isinstance(each, CheckpointWritten) for each in team.heard[both[1]])
+    assert not any(isinstance(each, CheckpointWritten) for each in team.answers[both[1]])
     again = team.start(made, 2)
     joined = team.form(again, checkpoint=written.path)
     assert joined[0].position == written.position

@@ -10,7 +10,7 @@ from torchft_svc.trainer.messages import Answer, Command, Position, StateHandle
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Heard:
+class Received:
     """Worker ``worker`` said something."""
 
     worker: int
@@ -45,7 +45,7 @@ class Backend(Protocol):
     def send(self, worker: int, command: Command) -> None:
         """Tell a worker something; does not wait, and does nothing if it has ended."""
 
-    def wait(self, timeout_s: float) -> list[Heard | Lost]:
+    def wait(self, timeout_s: float) -> list[Received | Lost]:
         """What has happened since the last call; at once if there is something."""
 
     def kill(self, worker: int) -> None:

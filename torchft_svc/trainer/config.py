@@ -16,7 +16,7 @@ import cloudpickle
 from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.job import TrainingProgram, WorkerJob
 from torchft_svc.trainer.retry.budget import RetryBudget
-from torchft_svc.trainer.retry.orders import RetryRules
+from torchft_svc.trainer.retry.machine import RetryRules
 
 # Where checkpoints go if they are wanted and nobody said where.
 DEFAULT_CHECKPOINT_DIR = "torchft-checkpoints"

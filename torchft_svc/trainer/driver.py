@@ -1,4 +1,4 @@
-"""Carries out a trainer's commands: between `RetryMachine`, which decides, and the backend."""
+"""Executes a trainer's commands: between `RetryMachine`, which decides, and the backend."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.errors import CheckpointError, TrainingFailed, WorkerFailed
-from torchft_svc.trainer.backend import Backend, Heard, Lost
+from torchft_svc.trainer.backend import Backend, Lost, Received
 from torchft_svc.trainer.checkpoint import Checkpoint, CheckpointStore
 from torchft_svc.trainer.history import Rung, RunHistory, Source
 from torchft_svc.trainer.messages import (
@@ -33,28 +33,42 @@ from torchft_svc.trainer.messages import (
     StateOffered,
     StoreOpened,
 )
-from torchft_svc.trainer.retry import orders
-from torchft_svc.trainer.retry.budget import RetryBudget
-from torchft_svc.trainer.retry.machine import RetryMachine
-from torchft_svc.trainer.retry.members import RetryOrders
-from torchft_svc.trainer.retry.orders import (
-    IncidentCause,
+from torchft_svc.trainer.retry.budget import ProgramError, RetryBudget
+from torchft_svc.trainer.retry.incident import IncidentCause, Remedy, ReportBroken
+from torchft_svc.trainer.retry.initial_state import (
+    DropHandle,
+    FindCheckpoint,
     KnownState,
-    ProgramError,
-    Remedy,
-    RetryRules,
+    RejectState,
     StateSource,
 )
-from torchft_svc.trainer.retry.states import RunPhase
+from torchft_svc.trainer.retry.machine import (
+    EndCommand,
+    KillWorker,
+    LetAbandon,
+    LetEnd,
+    LetJoin,
+    LookForResources,
+    ReportFormed,
+    ReportLeftAlone,
+    ReportNoResources,
+    RequestWorkers,
+    RetryMachine,
+    RetryOrders,
+    RetryRules,
+    RunPhase,
+    SendCommand,
+    StartWorker,
+)
 
 log = logging.getLogger(__name__)
 
 # Longest wait for messages without a look at the time.
 _WAIT_S = 1.0
-# Workers that are told to end leave their world and write their last checkpoint.
+# Workers that are asked to end leave their world and write their last checkpoint.
 _END_S = 30.0
 _INTERRUPT_S = 5.0
-# Who has told which report last.
+# The worker that sent the last report, and the position of that.
 _NO_REPORT = -1, (-1, -1, -1)
 _SOURCES: dict[StateSource, Source] = {
     StateSource.START: "start",
@@ -71,26 +85,27 @@ _RUNGS: dict[Remedy, Rung] = {
 
 
 class TrainerTask(Protocol):
-    """What all workers, or one of them, are to do."""
+    """A task for all workers, or for one of them."""
 
     leader_only: bool
     trains: bool
 
     def message(self, number: int, worker: int, position: Position) -> Command | None:
-        """For ``worker``, at the beginning or again after it was replaced; ``number`` has to be
-        in it. None: nothing is left to do for it."""
+        """The command for ``worker``, at the beginning or again after it was replaced.
+
+        ``number`` has to be in it. None: nothing is left to do for this worker.
+        """
 
     def finished(self, worker: int, result: Any) -> None:
-        """This worker has done its part."""
+        """Record the ``result`` of a worker that has done its part."""
 
     def restarted(self) -> None:
-        """All workers are new ones, and begin again."""
+        """Forget all results: all workers are new ones, and begin again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunParts:
-    """What a `TrainerDriver` works with; ``store``: of the checkpoints of this run, if it has
-    any."""
+    """The backend, rules, job and resources that a `TrainerDriver` works with."""
 
     backend: Backend
     rules: RetryRules
@@ -100,7 +115,7 @@ class RunParts:
 
 
 class RunObserver:
-    """Hears what happens while a command is carried out; a subclass overrides what it wants."""
+    """Receives what happens while a task runs; a subclass overrides what it wants."""
 
     def moved(self, position: Position, num_workers: int) -> None:
         """Training has come to ``position``."""
@@ -108,12 +123,12 @@ class RunObserver:
     def reported(self, position: Position, metrics: Mapping[str, Any]) -> None:
         """The program has reported something."""
 
-    def told(self, sentence: str) -> None:
-        """Something that a user wants to know."""
+    def warned(self, sentence: str) -> None:
+        """A user wants to know this."""
 
 
 class TrainerDriver:
-    """Carries out one task after another. All calls come from one thread at a time."""
+    """Runs one task after another. All calls come from one thread at a time."""
 
     def __init__(self, parts: RunParts, observer: RunObserver) -> None:
         now = time.monotonic()
@@ -126,47 +141,47 @@ class TrainerDriver:
         self.position = Position()
         self._foreign: set[str] = set()  # checkpoints in the store that are not this run's
         self._is_continued = False  # all of them are
-        self._riddle = ""  # a collective has failed, and it is not known yet why
+        self._unexplained = ""  # a collective has failed, and it is not known yet why
         self._lighthouse: LighthouseServer | None = None
         self._task: TrainerTask | None = None
         self._num_tasks = 0
         self._last_report = _NO_REPORT
-        self._ended: orders.EndCommand | None = None
+        self._ended: EndCommand | None = None
         self._stop_reason = ""
-        self._unheard: deque[Heard | Lost] = deque()
+        self._unhandled: deque[Received | Lost] = deque()
         self._living: set[int] = set()
-        self._heard_at: dict[int, float] = {}  # when each worker said something last
+        self._received_at: dict[int, float] = {}  # when each worker said something last
         # By rank; replaced as a whole, because other threads may read it.
         self.pids: dict[int, int] = {}
         self._rank_by_worker: dict[int, int] = {}
-        self._take_by_type: dict[type[Any], Callable[[int, Any, float], RetryOrders]] = {
-            Progress: self._take_progress,
-            Started: self._take_started,
-            StoreOpened: self._take_store_opened,
-            Joined: self._take_joined,
-            Reported: self._take_reported,
-            CheckpointWritten: self._take_checkpoint,
-            StateOffered: self._take_offer,
-            Finished: self._take_finished,
-            Failed: self._take_failed,
+        self._handlers: dict[type[Any], Callable[[int, Any, float], RetryOrders]] = {
+            Progress: self._handle_progress,
+            Started: self._handle_started,
+            StoreOpened: self._handle_store_opened,
+            Joined: self._handle_joined,
+            Reported: self._handle_reported,
+            CheckpointWritten: self._handle_checkpoint,
+            StateOffered: self._handle_offer,
+            Finished: self._handle_finished,
+            Failed: self._handle_failed,
         }
-        self._carry_out_by_type: dict[type[Any], Callable[[Any], RetryOrders | None]] = {
-            orders.LookForResources: self._look,
-            orders.RequestWorkers: self._request,
-            orders.FindCheckpoint: self._find_checkpoint,
-            orders.RejectState: self._reject,
-            orders.StartWorker: self._start,
-            orders.LetJoin: self._let_join,
-            orders.SendCommand: self._send_command,
-            orders.LetAbandon: lambda o: self._backend.send(o.worker, Abandon(reason=o.reason)),
-            orders.LetEnd: lambda o: self._backend.send(o.worker, End()),
-            orders.KillWorker: lambda o: self._backend.kill(o.worker),
-            orders.DropHandle: lambda o: self._backend.drop_state(o.handle),
-            orders.ReportBroken: self._report_broken,
-            orders.ReportFormed: self._report_formed,
-            orders.ReportNoResources: self._report_no_resources,
-            orders.ReportLeftAlone: self._report_left_alone,
-            orders.EndCommand: self._end_command,
+        self._executors: dict[type[Any], Callable[[Any], RetryOrders | None]] = {
+            LookForResources: self._look_for_resources,
+            RequestWorkers: self._request_workers,
+            FindCheckpoint: self._find_checkpoint,
+            RejectState: self._reject_state,
+            StartWorker: self._start_worker,
+            LetJoin: self._join_worker,
+            SendCommand: self._send_command,
+            LetAbandon: lambda o: self._backend.send(o.worker, Abandon(reason=o.reason)),
+            LetEnd: lambda o: self._backend.send(o.worker, End()),
+            KillWorker: lambda o: self._backend.kill(o.worker),
+            DropHandle: lambda o: self._backend.drop_state(o.handle),
+            ReportBroken: self._report_broken,
+            ReportFormed: self._report_formed,
+            ReportNoResources: self._report_no_resources,
+            ReportLeftAlone: self._report_left_alone,
+            EndCommand: self._end_command,
         }
 
     # -- what the trainer wants ------------------------------------------------------------------
@@ -178,7 +193,7 @@ class TrainerDriver:
 
     @property
     def num_retries(self) -> int:
-        """How many were spent in this task, and count."""
+        """The number of retries that were spent in this task, and count."""
         return self._machine.retries.num
 
     @property
@@ -186,7 +201,7 @@ class TrainerDriver:
         """The last state that the trainer knows of."""
         return self._machine.held
 
-    def carry_out(self, task: TrainerTask, budget: RetryBudget) -> None:
+    def run_task(self, task: TrainerTask, budget: RetryBudget) -> None:
         """Have workers do ``task``, whatever happens to them.
 
         Raises:
@@ -196,15 +211,17 @@ class TrainerDriver:
         self._task, self._ended, self._last_report = task, None, _NO_REPORT
         self._num_tasks += 1
         try:
-            self._hear(0.0)  # what has happened meanwhile
+            self._receive_events(0.0)  # what has happened meanwhile
             now = time.monotonic()
             leader_only, trains = task.leader_only, task.trains
-            self._follow(self._machine.begin(budget, now, leader_only=leader_only, trains=trains))
+            self._execute(
+                self._machine.begin_command(budget, now, leader_only=leader_only, trains=trains)
+            )
             while self._ended is None:
                 if self._stop_reason:
                     self._interrupt(self._stop_reason)
                 else:
-                    self._turn()
+                    self._run_once()
         except BaseException as error:
             if self._ended is None:
                 self._interrupt(f"{type(error).__name__} in the trainer")
@@ -212,44 +229,44 @@ class TrainerDriver:
         finally:
             self._task = None
         if self._ended.reason:
-            self._raise(self._ended)
+            self._raise_failure(self._ended)
 
     def stop(self, reason: str) -> None:
         """End the task that is under way, within a second or a few; any thread may call it."""
         self._stop_reason = reason
 
-    def hold(self, position: Position, handle: StateHandle) -> None:
-        """Go on from this state if all workers are lost."""
+    def hold_state(self, position: Position, handle: StateHandle) -> None:
+        """Continue from this state if all workers are lost."""
         held = known_state(StateSource.HELD, position, handle=handle)
-        self._follow(self._machine.hold(held, time.monotonic()))
+        self._execute(self._machine.hold_state(held, time.monotonic()))
 
     def begin_with(
         self, state: KnownState, position: Position, *, is_continued: bool = False
     ) -> None:
-        """Workers begin with ``state``; those that run are ended.
+        """Begin with ``state``; workers that run are ended.
 
-        ``is_continued``: this goes on with the run whose checkpoints are in the store.
+        ``is_continued``: this continues the run whose checkpoints are in the store.
         """
         self._is_continued = is_continued
-        self._follow(self._machine.replace_state(state, time.monotonic()))
+        self._execute(self._machine.replace_state(state, time.monotonic()))
         self.position = position
         self._await_ends(_END_S)
-        self._leave_checkpoints()
+        self._find_foreign_checkpoints()
 
     def use_store(self, store: CheckpointStore) -> None:
-        """Checkpoints are written there from now on."""
+        """Write checkpoints to ``store`` from now on."""
         if store is not self.store:
             self.store = store
-            self._leave_checkpoints()
+            self._find_foreign_checkpoints()
             if self._foreign:
                 log.warning(
                     "%s has checkpoints of another run, which are deleted as this one writes its"
-                    " own (resume='auto' goes on from them)",
+                    " own (resume='auto' continues from them)",
                     store.directory,
                 )
 
-    def _leave_checkpoints(self) -> None:
-        """What lies in the store does not belong to this run, but for what it begins with."""
+    def _find_foreign_checkpoints(self) -> None:
+        """Find the checkpoints in the store that do not belong to this run."""
         if self.store is not None:
             listed = {each.path for each in self.store.checkpoints()}
             own = listed if self._is_continued else {self._machine.held.checkpoint}
@@ -257,45 +274,45 @@ class TrainerDriver:
 
     def dismiss(self) -> None:
         """End all workers in good order."""
-        self._follow(self._machine.dismiss(time.monotonic()))
+        self._execute(self._machine.dismiss(time.monotonic()))
         self._await_ends(_END_S)
 
     def close(self) -> None:
-        """Free what the driver has; not the backend."""
+        """Free the resources of the driver, but not the backend."""
         if self._lighthouse is not None:
             self._lighthouse.shutdown()
             self._lighthouse = None
 
     # -- inputs ----------------------------------------------------------------------------------
 
-    def _turn(self) -> None:
+    def _run_once(self) -> None:
         deadline = self._machine.next_deadline()
         left_s = _WAIT_S if deadline is None else deadline - time.monotonic()
-        self._hear(min(max(0.0, left_s), _WAIT_S))
-        self._follow(self._machine.tick(time.monotonic()))
+        self._receive_events(min(max(0.0, left_s), _WAIT_S))
+        self._execute(self._machine.tick(time.monotonic()))
 
-    def _hear(self, timeout_s: float) -> None:
-        self._unheard.extend(self._backend.wait(timeout_s))
-        while self._unheard:
-            event = self._unheard.popleft()
+    def _receive_events(self, timeout_s: float) -> None:
+        self._unhandled.extend(self._backend.wait(timeout_s))
+        while self._unhandled:
+            event = self._unhandled.popleft()
             if isinstance(event, Lost):
-                self._heard_at.pop(event.worker, None)
+                self._received_at.pop(event.worker, None)
                 self._living.discard(event.worker)
                 self._forget_pid(event.worker)
-                self._follow(self._machine.lost(event.worker, event.reason, time.monotonic()))
+                self._execute(self._machine.lost(event.worker, event.reason, time.monotonic()))
             else:
-                self._heard_at[event.worker] = time.monotonic()
-                self._follow(self._take(event))
+                self._received_at[event.worker] = time.monotonic()
+                self._execute(self._handle(event))
 
-    def _take(self, event: Heard) -> RetryOrders:
-        take = self._take_by_type[type(event.answer)]
-        return take(event.worker, event.answer, time.monotonic())
+    def _handle(self, event: Received) -> RetryOrders:
+        handle = self._handlers[type(event.answer)]
+        return handle(event.worker, event.answer, time.monotonic())
 
-    def _take_progress(self, worker: int, answer: Progress, now: float) -> RetryOrders:
-        self._moved(worker, answer.position, now)
+    def _handle_progress(self, worker: int, answer: Progress, now: float) -> RetryOrders:
+        self._record_position(worker, answer.position, now)
         return self._machine.progressed(worker, answer.position.step, now)
 
-    def _take_started(self, worker: int, answer: Started, now: float) -> RetryOrders:
+    def _handle_started(self, worker: int, answer: Started, now: float) -> RetryOrders:
         ranks = self._machine.ranks()
         if worker in ranks:
             self.pids = {**self.pids, ranks[worker]: answer.pid}
@@ -306,44 +323,44 @@ class TrainerDriver:
         rank = self._rank_by_worker.pop(worker, None)
         self.pids = {each: pid for each, pid in self.pids.items() if each != rank}
 
-    def _take_store_opened(self, worker: int, answer: StoreOpened, now: float) -> RetryOrders:
+    def _handle_store_opened(self, worker: int, answer: StoreOpened, now: float) -> RetryOrders:
         return self._machine.store_opened(worker, answer.world, answer.address, now)
 
-    def _take_joined(self, worker: int, answer: Joined, now: float) -> RetryOrders:
-        if self._machine.phase is RunPhase.FORMING:  # later ones take over the others' state
+    def _handle_joined(self, worker: int, answer: Joined, now: float) -> RetryOrders:
+        if self._machine.phase is RunPhase.FORMING:  # later ones heal from the others
             self.position = answer.position
         return self._machine.joined(worker, answer.world, answer.position.step, now)
 
-    def _take_reported(self, worker: int, answer: Reported, now: float) -> RetryOrders:
-        self._moved(worker, answer.position, now)
+    def _handle_reported(self, worker: int, answer: Reported, now: float) -> RetryOrders:
+        self._record_position(worker, answer.position, now)
         if answer.state is not None:
-            self.hold(answer.state.position, answer.state)
+            self.hold_state(answer.state.position, answer.state)
         if self._is_news(worker, answer.position):
             self._observer.reported(answer.position, answer.metrics)
         return self._machine.reported(worker, answer.position.step, now)
 
-    def _take_checkpoint(self, _: int, answer: CheckpointWritten, now: float) -> RetryOrders:
+    def _handle_checkpoint(self, _: int, answer: CheckpointWritten, now: float) -> RetryOrders:
         self.history.checkpointed(now, answer.position)
         return ()
 
-    def _take_offer(self, worker: int, answer: StateOffered, now: float) -> RetryOrders:
+    def _handle_offer(self, worker: int, answer: StateOffered, now: float) -> RetryOrders:
         position = answer.state.position
         if _key(position) > _key(self.position):
             self.position = position
         state = known_state(StateSource.PEER, position, handle=answer.state)
         return self._machine.offered(worker, state, now)
 
-    def _take_failed(self, worker: int, answer: Failed, now: float) -> RetryOrders:
+    def _handle_failed(self, worker: int, answer: Failed, now: float) -> RetryOrders:
         return self._machine.failed(worker, _program_error(answer), now)
 
-    def _take_finished(self, worker: int, answer: Finished, now: float) -> RetryOrders:
+    def _handle_finished(self, worker: int, answer: Finished, now: float) -> RetryOrders:
         if answer.command != self._num_tasks or self._task is None:
             return ()
         self._task.finished(worker, answer.result)
-        self._moved(worker, answer.position, now)
+        self._record_position(worker, answer.position, now)
         return self._machine.finished(worker, answer.position.step, now)
 
-    def _moved(self, worker: int, position: Position, now: float) -> None:
+    def _record_position(self, worker: int, position: Position, now: float) -> None:
         if worker not in self._machine.ranks():
             return
         if _key(position) > _key(self.position):
@@ -352,11 +369,11 @@ class TrainerDriver:
             self._observer.moved(position, self._machine.num_ready())
 
     def _is_news(self, worker: int, position: Position) -> bool:
-        """Whether this is the leader's report, and not one that a lost leader has told before."""
+        """Whether this is the leader's report, and a lost leader has not sent it before."""
         if not self._is_leader(worker):
             return False
-        teller, last = self._last_report
-        if worker != teller and _key(position) <= last:
+        sender, last = self._last_report
+        if worker != sender and _key(position) <= last:
             return False
         self._last_report = worker, _key(position)
         return True
@@ -367,25 +384,27 @@ class TrainerDriver:
 
     # -- orders ----------------------------------------------------------------------------------
 
-    def _follow(self, given: RetryOrders) -> None:
+    def _execute(self, given: RetryOrders) -> None:
         left = list(given)
         try:
             while left:
                 order = left.pop(0)
-                left += self._carry_out_by_type[type(order)](order) or ()
+                left += self._executors[type(order)](order) or ()
         except BaseException:  # the machine would wait for what becomes of them
-            unstarted = [each.worker for each in left if isinstance(each, orders.StartWorker)]
-            self._unheard += [Lost(worker=each, reason="it was not started") for each in unstarted]
+            unstarted = [each.worker for each in left if isinstance(each, StartWorker)]
+            self._unhandled += [
+                Lost(worker=each, reason="it was not started") for each in unstarted
+            ]
             raise
 
-    def _look(self, _: orders.LookForResources) -> RetryOrders:
+    def _look_for_resources(self, _: LookForResources) -> RetryOrders:
         num = self._backend.num_startable(self._parts.resources)
-        return self._machine.found(num, time.monotonic(), random.random())  # noqa: S311
+        return self._machine.resources_found(num, time.monotonic(), random.random())  # noqa: S311
 
-    def _request(self, order: orders.RequestWorkers) -> None:
+    def _request_workers(self, order: RequestWorkers) -> None:
         self._backend.request(order.num, self._parts.resources)
 
-    def _find_checkpoint(self, _: orders.FindCheckpoint) -> RetryOrders:
+    def _find_checkpoint(self, _: FindCheckpoint) -> RetryOrders:
         found = None
         try:
             found = self._newest_checkpoint()
@@ -399,19 +418,19 @@ class TrainerDriver:
     def _newest_checkpoint(self) -> Checkpoint | None:
         return None if self.store is None else self.store.newest_good(self._foreign)
 
-    def _reject(self, order: orders.RejectState) -> None:
+    def _reject_state(self, order: RejectState) -> None:
         state = order.state
         if state.checkpoint and self.store is not None:
             self.store.reject(state.checkpoint, order.reason)
         else:
             log.warning("%s cannot be used: %s", state.source.value, order.reason)
-        self._observer.told(f"{state.source.value} cannot be used: {order.reason}")
+        self._observer.warned(f"{state.source.value} cannot be used: {order.reason}")
 
-    def _start(self, order: orders.StartWorker) -> None:
+    def _start_worker(self, order: StartWorker) -> None:
         self._living.add(order.worker)
         self._backend.start(order.worker, self._parts.job, self._parts.resources)
 
-    def _let_join(self, order: orders.LetJoin) -> None:
+    def _join_worker(self, order: LetJoin) -> None:
         address = order.address
         if self._parts.rules.keeps_others:
             if self._lighthouse is None:
@@ -435,7 +454,7 @@ class TrainerDriver:
             ),
         )
 
-    def _send_command(self, order: orders.SendCommand) -> RetryOrders | None:
+    def _send_command(self, order: SendCommand) -> RetryOrders | None:
         assert self._task is not None
         message = self._task.message(self._num_tasks, order.worker, self.position)
         if message is None:
@@ -444,7 +463,7 @@ class TrainerDriver:
         self._backend.send(order.worker, message)
         return None
 
-    def _report_broken(self, order: orders.ReportBroken) -> None:
+    def _report_broken(self, order: ReportBroken) -> None:
         now, rung = time.monotonic(), _RUNGS[order.remedy]
         if order.remedy is Remedy.GROW:
             self.history.grows(now, order.reason)
@@ -454,32 +473,32 @@ class TrainerDriver:
             self.history.lost(now, order.rank, order.reason, rung)
         if order.explains:
             self.history.explain(order.reason)
-        told = {
+        what = {
             Remedy.GROW: "all workers are started anew, with more of them",
             Remedy.RESTART: "all workers are ended",
             Remedy.REPLACE: "it is replaced",
         }[order.remedy]
-        sentence = f"{order.reason}: {told}"
+        sentence = f"{order.reason}: {what}"
         if order.cause is IncidentCause.COLLECTIVE:  # the worker that caused it is noticed soon
-            self._riddle = self._riddle or sentence
+            self._unexplained = self._unexplained or sentence
             return
         if order.explains:
-            self._riddle = ""
-        self._tell(sentence)
+            self._unexplained = ""
+        self._log(sentence)
 
-    def _tell_riddle(self) -> None:
-        """Nobody was lost: all that is known is that a collective failed."""
-        if self._riddle:
-            self._tell(self._riddle)
-            self._riddle = ""
+    def _log_unexplained(self) -> None:
+        """Log that a collective failed: no worker was lost that would explain it."""
+        if self._unexplained:
+            self._log(self._unexplained)
+            self._unexplained = ""
 
-    def _tell(self, sentence: str) -> None:
+    def _log(self, sentence: str) -> None:
         log.warning("%s", sentence)
-        self._observer.told(sentence)
+        self._observer.warned(sentence)
 
-    def _report_formed(self, order: orders.ReportFormed) -> None:
+    def _report_formed(self, order: ReportFormed) -> None:
         now, state = time.monotonic(), order.state
-        self._tell_riddle()
+        self._log_unexplained()
         if self._task is not None:
             self._task.restarted()
         if order.step < self._last_report[1][0]:  # what was reported is done again
@@ -488,30 +507,32 @@ class TrainerDriver:
         self.history.resumed(now, self.position, order.num_workers, source, order.why_not_peer)
         wanted = self._parts.rules.num_workers
         if order.num_workers < wanted:
-            self._tell(f"there are resources for {order.num_workers} of {wanted} workers")
+            self._log(f"there are resources for {order.num_workers} of {wanted} workers")
         if not order.is_first:
             lost = self.history.incidents[-1].lost_steps
-            told = f"{order.num_workers} workers go on from {state.source.value}, step {order.step}"
+            begun = (
+                f"{order.num_workers} workers go on from {state.source.value}, step {order.step}"
+            )
             why = (
                 f"; no worker's state was taken: {order.why_not_peer}" if order.why_not_peer else ""
             )
-            self._tell(f"{told}; {lost} steps are done again{why}")
+            self._log(f"{begun}; {lost} steps are done again{why}")
         self._observer.moved(self.position, order.num_workers)
 
-    def _report_no_resources(self, order: orders.ReportNoResources) -> None:
+    def _report_no_resources(self, order: ReportNoResources) -> None:
         self.history.waits(time.monotonic())
-        self._tell_riddle()
-        self._tell(
+        self._log_unexplained()
+        self._log(
             f"there are resources for {order.num} workers, {order.needed} are needed: "
             f"looking again in {order.pause_s:.1f} s"
         )
 
-    def _report_left_alone(self, order: orders.ReportLeftAlone) -> None:
+    def _report_left_alone(self, order: ReportLeftAlone) -> None:
         self._living.discard(order.worker)
         log.error("worker %d was killed, and its end is not seen: left alone", order.rank)
 
-    def _end_command(self, order: orders.EndCommand) -> None:
-        self._tell_riddle()
+    def _end_command(self, order: EndCommand) -> None:
+        self._log_unexplained()
         self._ended = order
 
     # -- ends ------------------------------------------------------------------------------------
@@ -520,29 +541,29 @@ class TrainerDriver:
         """End the command, for instance because of Ctrl-C."""
         deadline = time.monotonic() + _INTERRUPT_S
         try:
-            self._follow(self._machine.interrupt(reason, time.monotonic()))
+            self._execute(self._machine.interrupt(reason, time.monotonic()))
             while self._ended is None and time.monotonic() < deadline:
-                self._turn()
+                self._run_once()
         finally:
             for worker in self._living:
                 self._backend.kill(worker)
-            self._follow(self._machine.interrupt(reason, time.monotonic(), waits=False))
+            self._execute(self._machine.interrupt(reason, time.monotonic(), waits=False))
 
     def _await_ends(self, timeout_s: float) -> None:
-        """Wait until no worker runs; kill those that take too long, or say nothing any more."""
+        """Wait until no worker runs; kill those that take too long, or send nothing any more."""
         silence_s = self._parts.rules.heartbeat_timeout_s
         began_at = time.monotonic()
         deadline = began_at + timeout_s
         while self._living and time.monotonic() < deadline:
-            self._hear(min(_WAIT_S, max(0.0, deadline - time.monotonic())))
+            self._receive_events(min(_WAIT_S, max(0.0, deadline - time.monotonic())))
             silent_before = time.monotonic() - silence_s
             for worker in self._living:
-                if max(began_at, self._heard_at.get(worker, 0.0)) < silent_before:
+                if max(began_at, self._received_at.get(worker, 0.0)) < silent_before:
                     self._backend.kill(worker)
         for worker in self._living:
             self._backend.kill(worker)
 
-    def _raise(self, ended: orders.EndCommand) -> None:
+    def _raise_failure(self, ended: EndCommand) -> None:
         failed = None if ended.error is None else ended.error.payload
         if isinstance(failed, Failed):
             cause = WorkerFailed(
@@ -568,7 +589,7 @@ def _program_error(failed: Failed) -> ProgramError:
 
 
 def _unpickled(failed: Failed) -> Exception | None:
-    """The exception of the user's program, if this process can have it."""
+    """The exception of the user's program, if this process can unpickle it."""
     if not failed.pickled:
         return None
     try:

@@ -26,7 +26,7 @@ from torchft_svc.host.clean_start import ended_how
 from torchft_svc.host.fork_server import ForkServer
 from torchft_svc.host.process_end import POLL_S
 from torchft_svc.host.worker_process import KILL_S, ForkedProcess
-from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
+from torchft_svc.trainer.backend import Lost, Received, WorkerProgram
 from torchft_svc.trainer.local_process import (
     Frames,
     LocalStart,
@@ -75,7 +75,7 @@ class LocalBackend:
         self._server.start()  # it imports while the caller goes on
         self._changed = threading.Condition()
         self._workers: dict[int, _LocalWorker] = {}
-        self._heard: list[Heard | Lost] = []
+        self._heard: list[Received | Lost] = []
         self._num_states = 0
         self._is_closed = False
         self._wake, self._woken = socket.socketpair()
@@ -139,7 +139,7 @@ class LocalBackend:
                 found.outgoing += frame(command)
                 self._wake_up()
 
-    def wait(self, timeout_s: float) -> list[Heard | Lost]:
+    def wait(self, timeout_s: float) -> list[Received | Lost]:
         with self._changed:
             self._changed.wait_for(lambda: self._heard, timeout_s)
             heard, self._heard = self._heard, []
@@ -216,7 +216,7 @@ class LocalBackend:
                 part.unlink(missing_ok=True)
         with self._changed:
             for answer in answers:
-                self._note(Heard(worker=worker.number, answer=answer))
+                self._note(Received(worker=worker.number, answer=answer))
             if has_ended:
                 del self._workers[worker.number]
                 self._shares.give_back(worker.number)
@@ -224,11 +224,11 @@ class LocalBackend:
             if answers or has_ended:
                 self._changed.notify_all()
 
-    def _note(self, heard: Heard) -> None:
+    def _note(self, heard: Received) -> None:
         """Signs of life that nobody has read yet do not become more and more."""
         last = self._heard[-1] if self._heard else None
         is_beat = isinstance(heard.answer, Progress)
-        if is_beat and isinstance(last, Heard) and last.worker == heard.worker:
+        if is_beat and isinstance(last, Received) and last.worker == heard.worker:
             if isinstance(last.answer, Progress):
                 self._heard[-1] = heard
                 return
@@ -257,9 +257,11 @@ def _unreadable(error: Exception) -> Failed:
 _MANY = 64
 
 
-def _is_beat_of(heard: Heard | Lost, worker: int) -> bool:
+def _is_beat_of(event: Received | Lost, worker: int) -> bool:
     return (
-        isinstance(heard, Heard) and heard.worker == worker and isinstance(heard.answer, Progress)
+        isinstance(event, Received)
+        and event.worker == worker
+        and isinstance(event.answer, Progress)
     )
 
 

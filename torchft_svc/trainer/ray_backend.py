@@ -18,7 +18,7 @@ from typing import Any
 import cloudpickle
 
 from torchft_svc.errors import ConfigError
-from torchft_svc.trainer.backend import Heard, Lost, WorkerProgram
+from torchft_svc.trainer.backend import Lost, Received, WorkerProgram
 from torchft_svc.trainer.messages import (
     BEAT_S,
     Answer,
@@ -120,7 +120,7 @@ class RayBackend:
         self._requested: tuple[int, dict[str, float]] | None = None
         self._workers: dict[int, _RayWorker] = {}
         self._dying: list[tuple[RayProcess, float]] = []  # and until when by themselves
-        self._events: list[Heard | Lost] = []
+        self._events: list[Received | Lost] = []
         self._states: dict[int, Any] = {}
         self._state_ids = itertools.count()
         self._job: tuple[bytes, Any] | None = None  # as it was last stored
@@ -148,7 +148,7 @@ class RayBackend:
             command = dataclasses.replace(command, state=state)
         running.actor.tell.options(num_returns=0).remote(command)
 
-    def wait(self, timeout_s: float) -> list[Heard | Lost]:
+    def wait(self, timeout_s: float) -> list[Received | Lost]:
         deadline = time.monotonic() + timeout_s
         while True:
             self._start_all()
@@ -289,7 +289,7 @@ class RayBackend:
                 # The result of a call belongs to the trainer: it outlives the worker.
                 running.state = running.actor.take_state.remote(offered.where)
             else:
-                self._events.append(Heard(worker=running.worker, answer=running.held.popleft()))
+                self._events.append(Received(worker=running.worker, answer=running.held.popleft()))
 
     def _pass_offer(self, running: _RayWorker, ref: Any) -> None:
         answer = running.held.popleft()
@@ -301,7 +301,7 @@ class RayBackend:
         else:
             assert isinstance(answer, StateOffered | Reported)
             answer = dataclasses.replace(answer, state=handle)
-        self._events.append(Heard(worker=running.worker, answer=answer))
+        self._events.append(Received(worker=running.worker, answer=answer))
 
     def _lose(self, running: _RayWorker, reason: str) -> None:
         del self._workers[running.worker]

@@ -42,7 +42,7 @@ from torchft_svc.trainer.picture import draw_run
 from torchft_svc.trainer.progress_bar import ProgressBar, progress_bar
 from torchft_svc.trainer.results import reduced
 from torchft_svc.trainer.retry.budget import RetryBudget
-from torchft_svc.trainer.retry.orders import KnownState, StateSource
+from torchft_svc.trainer.retry.initial_state import KnownState, StateSource
 from torchft_svc.trainer.state import (
     TrainingState,
     decode_state,
@@ -233,7 +233,7 @@ class Trainer:
             num_before = len(self._driver.history.incidents)
             self._shown.reports = []
             with self._shows("train", num_steps):
-                self._driver.carry_out(task, retries)
+                self._driver.run_task(task, retries)
             self._trained = (task, self._driver.position)
             found = self._train_result(task, reduce_results)
             if isinstance(found, dict):
@@ -275,7 +275,7 @@ class Trainer:
             task = ValidateTask(num_steps=num_steps, num_parts=num_parts, info=told)
             is_done = False
             while not is_done:
-                self._driver.carry_out(task, retries)
+                self._driver.run_task(task, retries)
                 is_done = task.is_done()
                 if self._catch_up(retries):
                     task = ValidateTask(num_steps=num_steps, num_parts=num_parts, info=told)
@@ -493,18 +493,18 @@ class Trainer:
         task, _ = self._trained
         self._shown.reports = []
         task.restarted()
-        self._driver.carry_out(task, retries)
+        self._driver.run_task(task, retries)
         self._trained = (task, self._driver.position)
         return True
 
     def _keep_state(self, retries: RetryBudget) -> None:
         """Without checkpoints, this is what is left if all workers are lost."""
         task = GiveStateTask()
-        self._driver.carry_out(task, retries)
+        self._driver.run_task(task, retries)
         if self._catch_up(retries):
-            self._driver.carry_out(task, retries)
+            self._driver.run_task(task, retries)
         if task.handle is not None:
-            self._driver.hold(task.handle.position, task.handle)
+            self._driver.hold_state(task.handle.position, task.handle)
 
     def _state(self) -> TrainingState:
         self._resume()
@@ -572,7 +572,7 @@ class _Shown(RunObserver):
         self._metrics = metrics
         self.reports.append({"epoch": position.epoch, "step": position.step, **metrics})
 
-    def told(self, sentence: str) -> None:
+    def warned(self, sentence: str) -> None:
         if self.bar is not None:
             self.bar.note(sentence)
 

@@ -5,19 +5,38 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchft_svc.errors import ConfigError
-from torchft_svc.trainer.retry.orders import ProgramError
 
 # Retries without a limit.
 UNLIMITED = -1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProgramError:
+    """The user's program raised an error in a worker, or a collective failed (``is_peers``).
+
+    Two errors are the same if ``kind`` and ``step`` are. ``payload`` is the shell's.
+
+    Args:
+        is_final: it would come again at once.
+        refuses_state: the state that the worker was to begin with could not be read or loaded.
+    """
+
+    kind: str
+    message: str
+    step: int
+    is_peers: bool
+    is_final: bool = False
+    refuses_state: bool = False
+    payload: object = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RetryBudget:
-    """How many incidents a command may have.
+    """The number of incidents that a command survives.
 
     Args:
         max_retries: `UNLIMITED`, or how many are survived; the next one ends the command.
-        reset_after: after so many steps without an incident none counts any more; None: never.
+        reset_after: the number of steps without an incident after which none counts; None: never.
     """
 
     max_retries: int = 0
@@ -32,7 +51,7 @@ class RetryBudget:
 
 
 class Retries:
-    """Those of one command, which begins at ``step``."""
+    """The retries of one command, which begins at ``step``."""
 
     def __init__(self, budget: RetryBudget | None = None, step: int = 0) -> None:
         self.num = 0  # that count at the moment
@@ -41,7 +60,7 @@ class Retries:
         self._last_error: ProgramError | None = None
 
     def spend(self, step: int) -> bool:
-        """Whether one is left for an incident after ``step``."""
+        """Spend a retry for an incident after ``step``; return whether one was left."""
         limit = self._budget.max_retries
         if limit != UNLIMITED and self.num >= limit:
             return False
@@ -50,11 +69,11 @@ class Retries:
         return True
 
     def begin_at(self, step: int) -> None:
-        """All workers go on from ``step``, which may be an earlier one."""
+        """Count steps from ``step``, which may be an earlier one."""
         self._spent_at_step = step
 
-    def reach(self, step: int) -> None:
-        """A step was completed."""
+    def record_step(self, step: int) -> None:
+        """Record that ``step`` was completed."""
         reset_after = self._budget.reset_after
         if reset_after is not None and step - self._spent_at_step >= reset_after:
             self.num = 0
@@ -64,8 +83,8 @@ class Retries:
         last = self._last_error
         return last is not None and (last.kind, last.step) == (error.kind, error.step)
 
-    def is_repeated(self, error: ProgramError) -> bool:
-        """Whether ``error`` is like the last one; it is the last one now."""
+    def record_error(self, error: ProgramError) -> bool:
+        """Record ``error``; return whether it is like the last one."""
         is_repeated = self.is_known(error)
         self._last_error = error
         return is_repeated

@@ -2,14 +2,53 @@
 
 from __future__ import annotations
 
-from torchft_svc.trainer.retry.orders import IncidentCause, Remedy, ReportBroken, RetryOrder
+from dataclasses import dataclass
+from enum import Enum
 
-# Worlds that break before all have joined are part of the incident before, up to so many.
+# How many worlds in a row, which break before all have joined, are part of one incident.
 MAX_FORMINGS = 3
 
 
+class Remedy(Enum):
+    """The remedies of an incident, the cheapest first."""
+
+    REPLACE = "per-step"
+    GROW = "growth"
+    RESTART = "restart"
+
+
+class IncidentCause(Enum):
+    """The causes of incidents; a later one of this list explains those before it."""
+
+    GROWTH = "workers are added"
+    COLLECTIVE = "a collective failed"
+    PROGRAM = "the program raised an error"
+    SILENT = "a worker was silent"
+    LOST = "a worker was lost"
+    NO_RESOURCES = "there were no resources"
+
+    @property
+    def weight(self) -> int:
+        return list(IncidentCause).index(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportBroken:
+    """Training is interrupted (``remedy`` RESTART, GROW), or continues without a worker (REPLACE).
+
+    ``rank``: of the worker that was lost or failed; None: of none. ``explains``: this is a better
+    reason for the incident than those that were reported before.
+    """
+
+    remedy: Remedy
+    cause: IncidentCause
+    reason: str
+    rank: int | None
+    explains: bool = False
+
+
 class OpenIncident:
-    """Why all workers are started anew.
+    """The reason why all workers are started anew.
 
     ``cause``: None while nothing is wrong. ``is_spent``: it has cost a retry.
     """
@@ -21,19 +60,19 @@ class OpenIncident:
         self._num_formings = 0
 
     @property
-    def is_riddle(self) -> bool:
+    def cause_unknown(self) -> bool:
         """Whether a collective failed, and it is not known whose fault that is."""
         return self.cause is IncidentCause.COLLECTIVE
 
     @property
     def is_loss(self) -> bool:
         """Whether workers were lost, or may have been: those lost at once are one incident."""
-        return self.cause is IncidentCause.LOST or self.is_riddle
+        return self.cause is IncidentCause.LOST or self.cause_unknown
 
     def interrupt(
         self, remedy: Remedy, cause: IncidentCause, reason: str, rank: int | None
-    ) -> list[RetryOrder]:
-        """All workers are concerned."""
+    ) -> list[ReportBroken]:
+        """Apply ``remedy`` to all workers."""
         if self.cause is not None:
             self._num_formings += 1
             if self._num_formings < MAX_FORMINGS:
@@ -42,8 +81,8 @@ class OpenIncident:
         self.cause, self.reason, self.is_spent = cause, reason, False
         return [ReportBroken(remedy=remedy, cause=cause, reason=reason, rank=rank)]
 
-    def merge(self, cause: IncidentCause, reason: str, rank: int | None) -> list[RetryOrder]:
-        """This belongs to the incident that is open, and may explain it better."""
+    def merge(self, cause: IncidentCause, reason: str, rank: int | None) -> list[ReportBroken]:
+        """Add a cause, which may explain it better, to the open incident."""
         if self.cause is None:
             return []
         explains = cause.weight > self.cause.weight
@@ -56,5 +95,5 @@ class OpenIncident:
         ]
 
     def close(self) -> None:
-        """All workers have formed again, or are given up."""
+        """Close the incident: all workers have formed again, or are given up."""
         self.cause, self.reason = None, ""
