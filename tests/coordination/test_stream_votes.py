@@ -20,8 +20,7 @@ from torchft_svc.coordination import ManagerClient
 from torchft_svc.coordination import outgoing as outgoing_module
 from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.coordination.stream_votes import StreamVotes
-from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.term import Fate, Wish
 from torchft_svc.core.quorum.types import Vote
 from torchft_svc.errors import CommitFailed, DeadlineExceeded, QuorumFailed

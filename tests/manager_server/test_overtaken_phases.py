@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.manager.group import Group
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.types import WorkerRequest
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig

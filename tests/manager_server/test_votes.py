@@ -17,9 +17,8 @@ from support.running import Line, attach, line_to, start_manager
 
 from torchft_svc.coordination import LighthouseServer, ManagerClient
 from torchft_svc.coordination.stream_votes import StreamVotes
-from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.manager.commit_barrier import CommitBarrier
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.term import Fate, Wish
 from torchft_svc.core.quorum.types import Vote, WorkerRequest
 from torchft_svc.errors import CommitFailed, RequestRefused, Unreachable

@@ -14,7 +14,7 @@ from support.running import eventually, lighthouse_process
 from tools.chaos.bounds import NEWS_S
 from tools.chaos.fleet import Fleet
 from torchft_svc.coordination import LighthouseClient
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.manager_server.app import WORKER_KEEPALIVE_MS
 from torchft_svc.testing.proxy import Proxy
 

@@ -6,8 +6,8 @@ import pytest
 
 from torchft_svc.core.launch.rendezvous_orders import NodeStatus, RunStatus
 from torchft_svc.core.launch.world import AgentStatus
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec_status import runs_from_wire, status_from_wire, status_to_wire
 

@@ -15,8 +15,8 @@ from support.running import Line, Process, failure, lighthouse_process, line_to,
 
 from torchft_svc.core.limits import MAX_DURATION_MS, MAX_REASON_LENGTH
 from torchft_svc.core.quorum.activity import HANGING_PHASES
-from torchft_svc.core.quorum.difference import MAX_DIFFERENCES
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
+from torchft_svc.core.quorum.types import MAX_DIFFERENCES
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import difference_from_wire, difference_to_wire

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 import psutil
 
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.session_orders import Orders, Publish, Send
 from torchft_svc.core.quorum.lighthouse.sessions import LighthouseSessions
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import Beat, Hello, Question
 from torchft_svc.core.quorum.types import NO_QUORUM, Member, QuorumConfig
 from torchft_svc.rpc.codec import quorum_answer

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchft_svc.core.quorum.activity import Activity
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Activity, Phase
 
 
 @dataclass(slots=True)

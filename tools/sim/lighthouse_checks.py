@@ -9,7 +9,7 @@ from tools.sim.invariants import SLACK_S, Invariants, must
 from tools.sim.liveness import LOOK_S, Key, LivenessChecks
 from tools.sim.trace import Trace
 from tools.sim.world import Process
-from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.activity import Activity, Phase
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     AnswerQuorum,
     ReportEviction,
@@ -21,7 +21,6 @@ from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
 from torchft_svc.core.quorum.lighthouse.session_orders import Report, ReportAcceptedLoss
 from torchft_svc.core.quorum.lighthouse.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
 from torchft_svc.core.quorum.names import stable_name
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import (
     Beat,
     Leave,

@@ -19,12 +19,11 @@ from tools.sim.left_out import (
     check_history,
     check_left_healing,
 )
-from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.activity import Activity, Phase
 from torchft_svc.core.quorum.lighthouse.job import MAX_LOSSES_TOLD
 from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportEviction, ReportLeftHealing
 from torchft_svc.core.quorum.lighthouse.quorum import Formed, Waiting
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
 

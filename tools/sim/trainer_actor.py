@@ -17,10 +17,10 @@ from tools.sim.shared import Home, Shared
 from tools.sim.sums import Contribution, Result, Seat, State
 from tools.sim.terms import CommittedStep, NewcomerPatience, TermStep
 from tools.sim.world import Event, Process
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.quorum.manager.manager import WorkerNews
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Lost, NewcomerWaits
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.worker.peers import LoseMember

@@ -16,8 +16,8 @@ from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.coordination.stream_votes import StreamVotes
 from torchft_svc.core.limits import one_line
 from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.difference import DifferenceReport
 from torchft_svc.core.quorum.term import TermEnds
+from torchft_svc.core.quorum.types import DifferenceReport
 from torchft_svc.core.route import AttachEnd, AttachRetry, Reattach
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import difference_to_wire, fit_for_logs, term_ends_from_wire

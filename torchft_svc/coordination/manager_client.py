@@ -16,12 +16,10 @@ from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.stream_votes import ACTION
 from torchft_svc.coordination.types import ManagerLocator
 from torchft_svc.core.limits import limited_s
-from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.difference import DifferenceReport
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.term import Fate
-from torchft_svc.core.quorum.types import DEFAULT_JOB, Vote, WorkerRequest
+from torchft_svc.core.quorum.types import DEFAULT_JOB, DifferenceReport, Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.worker_calls import WorkerCalls
 from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb

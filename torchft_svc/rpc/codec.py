@@ -7,13 +7,18 @@ from typing import Any, TypeVar
 from google.protobuf.unknown_fields import UnknownFieldSet
 
 from torchft_svc.core.limits import MAX_NAME_LENGTH, one_line
-from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.difference import DifferenceReport
 from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish
-from torchft_svc.core.quorum.types import Member, Quorum, Vote, WorkerRequest, check_quorum_id
+from torchft_svc.core.quorum.types import (
+    DifferenceReport,
+    Member,
+    Quorum,
+    Vote,
+    WorkerRequest,
+    check_quorum_id,
+)
 from torchft_svc.errors import QuorumFailed, RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.records import Codec, Field, numbered

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torchft_svc.core.limits import MAX_DURATION_MS, one_line
-from torchft_svc.core.quorum.difference import MAX_DIFFERENCES
 from torchft_svc.core.quorum.session_messages import (
     Beat,
     Drain,
@@ -20,7 +19,7 @@ from torchft_svc.core.quorum.session_messages import (
     Welcome,
     Withdrawal,
 )
-from torchft_svc.core.quorum.types import LastQuorum, check_step
+from torchft_svc.core.quorum.types import MAX_DIFFERENCES, LastQuorum, check_step
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (

@@ -34,8 +34,7 @@ from torchft_svc.client import (
     ProcessGroupGloo,
 )
 from torchft_svc.client.process_groups.wrappers import ProcessGroupWrapper
-from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.testing import FakeProcessGroupWrapper
 
 KINDS = {"gloo": ProcessGroupGloo, "isolated": ProcessGroupBabyGloo}

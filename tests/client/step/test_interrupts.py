@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from support.training import Trainer, bits, lighthouse, together
 
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase
 
 _OURS = ("torchft_svc/client/", "torchft_svc/core/quorum/worker/step.py")
 

@@ -13,7 +13,7 @@ from support.training import DEADLINE_S, Trainer, assert_identical, together
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase
 
 JOIN_S = 0.5
 

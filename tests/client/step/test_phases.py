@@ -25,8 +25,7 @@ from torchft_svc.client import (
 )
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.coordination.outgoing import Outgoing
-from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.worker.round import WorkerRules
 from torchft_svc.core.quorum.worker.step import Participation, StepMachine
 from torchft_svc.proto import torchft_pb2 as pb

@@ -5,9 +5,14 @@ from __future__ import annotations
 import pytest
 from support.core.scenes import JOB, Scene, config, formed
 
-from torchft_svc.core.quorum.activity import HANGING_PHASES, Activity, HangWatch, WorkerActivities
+from torchft_svc.core.quorum.activity import (
+    HANGING_PHASES,
+    Activity,
+    HangWatch,
+    Phase,
+    WorkerActivities,
+)
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportHang
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.errors import ConfigError
 

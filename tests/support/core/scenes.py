@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.activity import Activity, Phase
 from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     AnswerQuorum,
@@ -17,7 +17,6 @@ from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
 )
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus
 from torchft_svc.core.quorum.manager.group_orders import RefuseWorker
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.core.quorum.types import LastQuorum, Member, Quorum, QuorumConfig
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from support.core.scenes import member
-from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.activity import Activity, Phase
 from torchft_svc.core.quorum.assignment import assign
 from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
@@ -26,7 +26,6 @@ from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     ReportWaiting,
 )
 from torchft_svc.core.quorum.lighthouse.membership import GroupState
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 from torchft_svc.errors import RequestRefused

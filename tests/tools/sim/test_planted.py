@@ -13,6 +13,7 @@ from tools.sim.fleet import Fleet
 from tools.sim.scenario import draw_asking
 from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.quorum import activity, assignment, names
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse import lighthouse, overview, quorum
 from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, JobView, Membership
@@ -23,7 +24,6 @@ from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AskLighthouse
 from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
 from torchft_svc.core.quorum.manager.manager import GroupManager
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.core.quorum.worker import round as core_round
 from torchft_svc.core.quorum.worker import step

@@ -24,8 +24,8 @@ from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size
 from torchft_svc.coordination import QuorumResult
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.names import stable_name
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.worker.round import WorkerRules
 from torchft_svc.core.quorum.worker.round_orders import (
     AskDecision,

@@ -10,8 +10,7 @@ from contextlib import contextmanager
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.coordination import QuorumResult
-from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Resumed
 from torchft_svc.core.quorum.worker.peers import LoseMember

@@ -26,10 +26,10 @@ from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner,
 from torchft_svc.client.step.shared_round import Orders, SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
-from torchft_svc.core.quorum.difference import DifferenceReport
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.layout import describe_layout
 from torchft_svc.core.quorum.names import stable_name
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.types import DifferenceReport
 from torchft_svc.core.quorum.worker.clearing import ClearingPattern
 from torchft_svc.core.quorum.worker.round import UNDER_WAY, RoundRequest
 from torchft_svc.core.quorum.worker.round_orders import Decide, LeaveMembers

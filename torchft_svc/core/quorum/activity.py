@@ -5,11 +5,24 @@
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchft_svc.core.quorum.phase import Phase
+
+class Phase(enum.Enum):
+    """What a worker is doing, as its manager and the lighthouse know it."""
+
+    IDLE = "idle"
+    QUORUM = "quorum"
+    HEALING = "healing"
+    TRAINING = "training"
+    VOTING = "voting"
+    APPLYING = "applying"
+
+    __hash__ = object.__hash__  # Enum's own is written in Python, and a step needs eight
+
 
 # A group hangs only in phases that it has to end by itself. One that waits for others, for a quorum
 # or for gradients, reports QUORUM; a heal has its own deadline; and what users do between two steps

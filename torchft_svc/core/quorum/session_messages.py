@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from torchft_svc.core.limits import MAX_REASON_LENGTH, check_text
-from torchft_svc.core.quorum.difference import DifferenceReport
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import LastQuorum, Member
+from torchft_svc.core.quorum.types import DifferenceReport, LastQuorum, Member
 from torchft_svc.errors import TorchFTError
 
 # -- from the manager ------------------------------------------------------------------------------

@@ -34,6 +34,8 @@ MAX_LAYOUT_LENGTH = 4096
 MAX_WORLD_SIZE = 1_000_000
 # More jobs or groups than a lighthouse can serve.
 MAX_LIMIT = 1_000_000
+# How many reports of differing states a heartbeat holds: groups beat more often than they compare.
+MAX_DIFFERENCES = 16
 
 DEFAULT_JOB = "default"
 
@@ -254,6 +256,22 @@ class Vote:
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
         check_step(self.step)
+
+
+@dataclass(frozen=True, slots=True)
+class DifferenceReport:
+    """A state check in ``step`` of quorum ``quorum_id`` found that states differ (rule C1), as
+    ``sentence`` describes; a worker reports it to its manager, and that to the lighthouse."""
+
+    quorum_id: int
+    step: int
+    sentence: str
+
+    def check(self) -> None:
+        """Raise `RequestRefused` if a field from the network is out of bounds."""
+        check_quorum_id("quorum_id", self.quorum_id)
+        check_step(self.step)
+        check_text("sentence", self.sentence, MAX_REASON_LENGTH)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

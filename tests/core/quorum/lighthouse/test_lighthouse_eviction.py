@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from support.core.scenes import JOB, Scene, config, formed, loss
 
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     ReportEviction,
     ReportHang,
     ReportStraggler,
 )
-from torchft_svc.core.quorum.phase import Phase
 
 EVICT = config(hang_timeout_s=5, on_hang="evict")
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from support.core.scenes import JOB, SECONDS, Scene, config, member
 
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.gathering import GATHER_S
 from torchft_svc.core.quorum.lighthouse.job import MAX_LOSSES_TOLD, MISSED_AFTER_S
 from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
@@ -18,7 +19,6 @@ from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
     ReportStraggler,
     ReportTermEnds,
 )
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import Leave, Lost, NewcomerWaits
 from torchft_svc.core.quorum.term import LOOK_S, TermEnds
 from torchft_svc.core.quorum.types import LastQuorum, QuorumConfig

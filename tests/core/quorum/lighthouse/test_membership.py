@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.job import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportStraggler
 from torchft_svc.core.quorum.lighthouse.membership import Membership
-from torchft_svc.core.quorum.phase import Phase
 
 SILENT = "no sign of life for 100 s"
 

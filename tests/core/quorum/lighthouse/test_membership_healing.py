@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from support.core.scenes import JOB, Scene, config, formed
 
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportLeftHealing
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.errors import ConfigError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.core.scenes import JOB, Scene, config, formed
 
-from torchft_svc.core.quorum.difference import DifferenceReport
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.overview import (
     MAX_DIFFERENCES_KEPT,
     MAX_GONE_KEPT,
@@ -14,7 +14,7 @@ from torchft_svc.core.quorum.lighthouse.overview import (
     GroupStatus,
     JobStatus,
 )
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.types import DifferenceReport
 from torchft_svc.errors import RequestRefused
 
 

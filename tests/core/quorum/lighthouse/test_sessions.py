@@ -7,6 +7,7 @@ import math
 import pytest
 
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportHang, ReportLoss
 from torchft_svc.core.quorum.lighthouse.session_orders import (
     Order,
@@ -27,7 +28,6 @@ from torchft_svc.core.quorum.lighthouse.sessions import (
     LighthouseSessions,
     first_quorum_id,
 )
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import (
     Beat,
     Drain,

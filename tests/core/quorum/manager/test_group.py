@@ -9,7 +9,7 @@ import pytest
 from support.core.barriers import QUORUM, asks, in_round, request, told, vote
 from support.core.scenes import Refused, plain
 
-from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.manager.ended import MAX_MISSED
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.manager.group_orders import (
@@ -19,7 +19,6 @@ from torchft_svc.core.quorum.manager.group_orders import (
     RefuseWorker,
     StopAsking,
 )
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.core.quorum.term import Fate
 from torchft_svc.core.quorum.types import WorkerRequest

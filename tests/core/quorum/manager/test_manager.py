@@ -8,8 +8,7 @@ import math
 import pytest
 from support.core.barriers import QUORUM, request, vote
 
-from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.difference import MAX_DIFFERENCES, DifferenceReport
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.manager.group_orders import (
     OWNER_SILENCE_S,
@@ -29,10 +28,9 @@ from torchft_svc.core.quorum.manager.manager import (
     OwnGroupLost,
     TellWorkers,
 )
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import Beat, Drain, Kill, Leave, Lost, NoQuorumYet
 from torchft_svc.core.quorum.term import Fate, TermEnds
-from torchft_svc.core.quorum.types import Member, WorkerRequest
+from torchft_svc.core.quorum.types import MAX_DIFFERENCES, DifferenceReport, Member, WorkerRequest
 from torchft_svc.errors import DeadlineExceeded, QuorumFailed, RequestRefused
 
 FAILED = QuorumFailed("nobody else is there")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.term import Fate
 from torchft_svc.core.quorum.types import Resumed, Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.peers import LoseMember, Peers

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from core.quorum.worker.test_round import BEHIND, QUORUM, meeting, training, worker
-from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish
 from torchft_svc.core.quorum.types import Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.peers import LoseMember

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.worker.step import (
     FIRST_STEPS,
     MAX_FAILED_LOADS,

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.worker.step import (
     MAX_FAILED_LOADS,
     Participation,

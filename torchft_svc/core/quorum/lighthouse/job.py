@@ -6,13 +6,12 @@ import math
 from collections.abc import Iterable, Set
 from dataclasses import dataclass, field
 
-from torchft_svc.core.quorum.activity import Activity, HangWatch
+from torchft_svc.core.quorum.activity import Activity, HangWatch, Phase
 from torchft_svc.core.quorum.lighthouse.gathering import GATHER_S
 from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportStraggler
 from torchft_svc.core.quorum.lighthouse.likeness import Likeness
 from torchft_svc.core.quorum.lighthouse.membership import AWAITED_MEMBERS, GroupState, Membership
 from torchft_svc.core.quorum.lighthouse.overview import History, name_some
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.core.quorum.term import RunningTerm, TermEnds
 from torchft_svc.core.quorum.types import LastQuorum, Member

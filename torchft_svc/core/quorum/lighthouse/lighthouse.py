@@ -11,8 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from torchft_svc.core.limits import MAX_NAME_LENGTH, check_name
-from torchft_svc.core.quorum.activity import Activity, HangWatch
-from torchft_svc.core.quorum.difference import DifferenceReport
+from torchft_svc.core.quorum.activity import Activity, HangWatch, Phase
 from torchft_svc.core.quorum.layout import why_unlike
 from torchft_svc.core.quorum.lighthouse.ids import QuorumIds
 from torchft_svc.core.quorum.lighthouse.job import Announcements, EndedJob, Job
@@ -47,10 +46,16 @@ from torchft_svc.core.quorum.lighthouse.quorum import (
     look_at,
     to_evict,
 )
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import Leave, Lost, NewcomerWaits
 from torchft_svc.core.quorum.term import RunningTerm, TermEnds
-from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
+from torchft_svc.core.quorum.types import (
+    NO_QUORUM,
+    DifferenceReport,
+    LastQuorum,
+    Member,
+    Quorum,
+    QuorumConfig,
+)
 from torchft_svc.errors import QuorumFailed, RequestRefused
 
 # Heartbeats per second from all groups of a job, 0.1 to 0.2 ms each, which is gRPC's. Above that,

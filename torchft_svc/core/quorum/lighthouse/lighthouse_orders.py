@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from torchft_svc.core.quorum.phase import Phase
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.errors import TorchFTError

@@ -12,10 +12,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
-from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.activity import Activity, Phase
 from torchft_svc.core.quorum.lighthouse.gathering import NOBODY_IS_TO_COME, Gathering
 from torchft_svc.core.quorum.names import Names, stable_name
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
 

@@ -6,12 +6,10 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from torchft_svc.core.quorum.activity import HangWatch
-from torchft_svc.core.quorum.difference import DifferenceReport
+from torchft_svc.core.quorum.activity import HangWatch, Phase
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, Membership
 from torchft_svc.core.quorum.lighthouse.quorum import Formed, Waiting, Why
-from torchft_svc.core.quorum.phase import Phase
-from torchft_svc.core.quorum.types import Member, Quorum
+from torchft_svc.core.quorum.types import DifferenceReport, Member, Quorum
 
 # People look at what happened last; a job whose groups come and go for months keeps no more.
 MAX_GONE_KEPT = 16

@@ -10,14 +10,13 @@ import math
 from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 
-from torchft_svc.core.quorum.activity import HangWatch
+from torchft_svc.core.quorum.activity import HangWatch, Phase
 from torchft_svc.core.quorum.lighthouse.membership import (
     AWAITED_MEMBERS,
     GroupState,
     JobView,
     Membership,
 )
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
 
 

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
-from torchft_svc.core.quorum.activity import PhaseReport, WorkerActivities
-from torchft_svc.core.quorum.difference import MAX_DIFFERENCES, DifferenceReport
+from torchft_svc.core.quorum.activity import Phase, PhaseReport, WorkerActivities
 from torchft_svc.core.quorum.manager import group_orders
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.manager.group_orders import (
@@ -27,7 +26,6 @@ from torchft_svc.core.quorum.manager.group_orders import (
     RefuseWorker,
     StopAsking,
 )
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.session_messages import (
     Beat,
     Drain,
@@ -38,7 +36,13 @@ from torchft_svc.core.quorum.session_messages import (
     NoQuorumYet,
 )
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import Quorum, Vote, WorkerRequest
+from torchft_svc.core.quorum.types import (
+    MAX_DIFFERENCES,
+    DifferenceReport,
+    Quorum,
+    Vote,
+    WorkerRequest,
+)
 from torchft_svc.errors import DeadlineExceeded, TorchFTError
 
 # The lighthouse's answer, or its reason, must still reach the workers within their own deadlines.

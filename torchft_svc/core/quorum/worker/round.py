@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torchft_svc.core.quorum.activity import Activity, PhaseReport
+from torchft_svc.core.quorum.activity import Activity, Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish, fate
 from torchft_svc.core.quorum.types import Resumed, Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.peers import LoseMember, Peers

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from torchft_svc.core.limits import MAX_INT64
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.phase import Phase
 from torchft_svc.errors import (
     CommitFailed,
     ConfigError,
