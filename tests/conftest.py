@@ -25,7 +25,7 @@ from support.adopted import ADOPTED, spawn_adopted
 from support.bounds import again_if_late
 from support.running import lives
 
-from torchft_svc.core.quorum.lighthouse import sessions
+from torchft_svc.core.quorum.lighthouse import lighthouse
 from torchft_svc.core.quorum.manager import manager
 from torchft_svc.host.fork_server import FORK_EVENT, replace_spawner
 from torchft_svc.rpc import deadline
@@ -128,7 +128,7 @@ def early_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def early_news(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services of this process tell after 0.2 s what they tell after 2 s, or do after 5 s."""
-    monkeypatch.setattr(sessions, "REPORT_PAUSE_AFTER_S", 0.2)
+    monkeypatch.setattr(lighthouse, "REPORT_PAUSE_AFTER_S", 0.2)
     monkeypatch.setattr(manager, "TELL_WHY_AFTER_S", 0.2)
     monkeypatch.setattr(manager, "OWNER_SILENCE_S", 0.2)
 

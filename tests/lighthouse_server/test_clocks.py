@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchft_svc.core.quorum.lighthouse.sessions import ID_STRIDE
+from torchft_svc.core.quorum.lighthouse.lighthouse import ID_STRIDE
 from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb

@@ -14,7 +14,7 @@ from support.bounds import check
 from support.running import FreshProcess, failure, lighthouse_process, line_to, steady_address
 
 from torchft_svc.coordination import LighthouseServer
-from torchft_svc.core.quorum.lighthouse.sessions import ID_STRIDE, first_quorum_id
+from torchft_svc.core.quorum.lighthouse.lighthouse import ID_STRIDE, first_quorum_id
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
@@ -148,14 +148,15 @@ def test_the_map_of_heartbeats_does_not_grow() -> None:
         for i in range(3000):
             driver.heartbeat(f"job {i % 50}", f"group {i}:1")
         deadline = loop.time() + 10
-        while driver._core.lighthouse._jobs:
+        while driver._core.jobs._jobs:
             assert loop.time() < deadline, "the silent are not forgotten"
             await asyncio.sleep(0.01)
         for i in range(1000):
             job, name = f"run {i}", "group:1"
             await driver.quorum(job, Member(replica_id=name, step=1), timeout_s=5)
             driver.leave(job, name, Leave("done"))
-        parts = (driver, driver._reports, driver._core, driver._core.lighthouse)
+        core = driver._core
+        parts = (driver, driver._reports, core, core._sessions, core.jobs)
         held = {name: value for part in parts for name, value in vars(part).items()}
         sizes = {name: len(value) for name, value in held.items() if isinstance(value, dict)}
         assert {name: size for name, size in sizes.items() if size} == {

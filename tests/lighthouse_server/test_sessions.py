@@ -11,7 +11,7 @@ import pytest
 from support.running import Line, eventually, failure, line_to, members
 
 from torchft_svc.coordination import LighthouseServer
-from torchft_svc.core.quorum.lighthouse.sessions import MAX_SESSIONS_PER_GROUP
+from torchft_svc.core.quorum.lighthouse.lighthouse import MAX_SESSIONS_PER_GROUP
 from torchft_svc.proto import torchft_pb2 as pb
 
 

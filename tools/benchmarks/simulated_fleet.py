@@ -1,6 +1,6 @@
 """A lighthouse's production core with thousands of groups and a virtual clock: what an event costs.
 
-No network and no messages: `LighthouseSessions` is called as its driver calls it, and the time of
+No network and no messages: `Lighthouse` is called as its driver calls it, and the time of
 each call is measured. What the driver would do with the orders is counted.
 """
 
@@ -15,8 +15,7 @@ from dataclasses import dataclass, field
 import psutil
 
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse.session_orders import Orders, Publish, Send
-from torchft_svc.core.quorum.lighthouse.sessions import LighthouseSessions
+from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse, Orders, Publish, Send
 from torchft_svc.core.quorum.session_messages import Beat, Hello, Question
 from torchft_svc.core.quorum.types import NO_QUORUM, Member, QuorumConfig
 from torchft_svc.rpc.codec import quorum_answer
@@ -70,7 +69,7 @@ class SimulatedFleet:
         self.costs: dict[str, Cost] = {}
         self.published: Publish | None = None
         self._config = config
-        self._core = LighthouseSessions(config, 0, self.now)
+        self._core = Lighthouse(config, 0, self.now)
         self._num_questions = 0
 
     def spend(self, seconds: float) -> None:
@@ -99,7 +98,7 @@ class SimulatedFleet:
 
     def beat(self, seconds: float) -> None:
         """Everybody beats as often as allowed, each time in another step."""
-        beats = self._core.lighthouse.beat_interval_s(JOB)
+        beats = self._core.jobs.beat_interval_s(JOB)
         rounds = max(1, round(seconds / beats))
         for _ in range(rounds):
             self.step += 1

@@ -170,8 +170,8 @@ class Fleet:
             self.invariants.hangs.trouble(site.name, fault.seconds)
         self._trouble_companions(fault, concerned[0])
         if not fault.is_for_all:
-            self.lighthouses.splits.trouble(concerned[0].name, fault.seconds)
-        if self.lighthouses.happen(fault):
+            self.lighthouses.splits.record_trouble(concerned[0].name, fault.seconds)
+        if self.lighthouses.apply_fault(fault):
             return
         if fault.kind == "accept_loss":
             self._accept_losses()
@@ -265,12 +265,12 @@ class Fleet:
 
     def _cut_off(self, names: list[str], seconds: float) -> None:
         for name in names:
-            self.lighthouses.splits.unreachable(name.partition("/")[0], seconds)
+            self.lighthouses.splits.record_unreachable(name.partition("/")[0], seconds)
             self.network.cut(name)
             self.world.process("nature").after(seconds, self.network.mend, name)
 
     def _reset(self, site: Site, fault: Fault) -> None:
-        self.lighthouses.splits.unreachable(site.name, 0.0)
+        self.lighthouses.splits.record_unreachable(site.name, 0.0)
         if site.manager is not None:
             self.network.break_streams(site.manager.process.name)
 
@@ -300,7 +300,7 @@ class Fleet:
         last_s = LONG_WAY * LAG_FACTOR * fault.value * MEAN_LATENCY_S  # what was sent at its end
         self.invariants.hangs.trouble(site.name, fault.seconds + last_s)
         self.shared.companions.trouble(site.name, self.world.now + fault.seconds + last_s)
-        self.lighthouses.splits.unreachable(site.name, fault.seconds + last_s)
+        self.lighthouses.splits.record_unreachable(site.name, fault.seconds + last_s)
         for process in site.processes():
             self.network.set_lag(process.name, LAG_FACTOR * fault.value)
             nature = self.world.process("nature")
@@ -338,9 +338,7 @@ class Fleet:
     def _explain(self) -> None:
         """Groups that were held back have been let through by now, so none may wait."""
         for job, num_workers in self._num_workers.items():
-            why = "; ".join(
-                each.core.lighthouse.why(job, self.world.now) for each in self.lighthouses
-            )
+            why = "; ".join(each.core.jobs.why(job, self.world.now) for each in self.lighthouses)
             _, count = self.shared.together.get(job, ((0, 0), 0))
             quiet_s = self.world.now - self._scenario.quiet_at
             must(

@@ -15,11 +15,8 @@ from typing import Any
 
 from tools.sim.world import Process, VirtualWorld
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
-    AnswerQuorum,
-    ReportHang,
-    ReportLoss,
-)
+from torchft_svc.core.quorum.lighthouse.jobs import ReportHang, ReportLoss
+from torchft_svc.core.quorum.lighthouse.lighthouse import Publish
 from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum
 from torchft_svc.core.quorum.worker.step import StepState
 
@@ -321,7 +318,7 @@ class Progress:
         if order.is_orderly:
             self._remaining.get((by, order.job), set()).discard(order.replica_id)
 
-    def published(self, order: AnswerQuorum, by: object, *, is_young: bool) -> None:
+    def published(self, order: Publish, by: object, *, is_young: bool) -> None:
         """``is_young``: the lighthouse serves for less than the heartbeat timeout."""
         step = order.quorum.max_step
         took_part = self._took_part.setdefault(order.job, {})
@@ -364,7 +361,7 @@ class Progress:
         latest = order.quorum.quorum_id, step
         took_part.update((each.replica_id, latest) for each in order.quorum.participants)
 
-    def _check_belief(self, order: AnswerQuorum) -> None:
+    def _check_belief(self, order: Publish) -> None:
         """A member that has committed its step in the last quorum is believed (rule E5)."""
         last_id, members = self._last_ids.get(order.job, 0), self._members.get(order.job, ())
         for each in order.quorum.participants:
@@ -372,7 +369,7 @@ class Progress:
             what = f"{each.replica_id} is not believed, and has committed its step in {last_id}"
             must(not (each.doubted_step and went_on), "I4", what)
 
-    def _check_jump(self, order: AnswerQuorum, begun_anew: int) -> None:
+    def _check_jump(self, order: Publish, begun_anew: int) -> None:
         """A job follows a group that is far ahead only if that was in a newer quorum elsewhere, or
         is back soon after newcomers have begun anew at a restarted lighthouse (rule F8)."""
         if order.job not in self._committed or order.job not in self._members:
@@ -536,7 +533,7 @@ class Newcomers:
         """It does not ask any more."""
         self._asked_at.get(job, {}).pop(replica_id, None)
 
-    def published(self, order: AnswerQuorum) -> None:
+    def published(self, order: Publish) -> None:
         members = frozenset(each.replica_id for each in order.quorum.participants)
         self._members[order.job] = members
         for each in members:

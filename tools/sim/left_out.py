@@ -7,7 +7,7 @@ from collections.abc import Collection
 from tools.sim.invariants import SLACK_S, must
 from tools.sim.ledger import Ledger
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportEviction, ReportLeftHealing
+from torchft_svc.core.quorum.lighthouse.jobs import ReportEviction, ReportLeftHealing
 from torchft_svc.core.quorum.types import Quorum, QuorumConfig
 
 # Phases that a group ends by itself; in others it waits, or has another deadline.

@@ -15,16 +15,15 @@ from tools.sim.liveness import LOOK_S
 from tools.sim.network import Network, Stream, StreamEnd
 from tools.sim.trace import Trace
 from tools.sim.world import VirtualWorld
-from torchft_svc.core.quorum.lighthouse.session_orders import (
-    Order,
+from torchft_svc.core.quorum.lighthouse.lighthouse import (
+    ID_EPOCH_S,
+    Lighthouse,
     Orders,
     Publish,
     RefuseCall,
+    Report,
     Send,
-)
-from torchft_svc.core.quorum.lighthouse.sessions import (
-    ID_EPOCH_S,
-    LighthouseSessions,
+    execute,
     first_quorum_id,
 )
 from torchft_svc.core.quorum.session_messages import (
@@ -68,7 +67,7 @@ class QuorumAnswer(NamedTuple):
 
 
 class LighthouseActor:
-    """One lighthouse host; the process on it comes and goes."""
+    """One lighthouse host, the `Shell` of its machine; the process on it comes and goes."""
 
     def __init__(
         self,
@@ -103,7 +102,7 @@ class LighthouseActor:
         return first_quorum_id(wall_s, remainder=0)  # the worst case: one that others have, too
 
     def _begin(self) -> None:
-        self.core = LighthouseSessions(self._config, self._first_id(), self._world.now)
+        self.core = Lighthouse(self._config, self._first_id(), self._world.now)
         self.checks = self._new_checks()
         self._connections: dict[int, Connection] = {}
         self._calls: dict[int, Connection] = {}
@@ -120,7 +119,7 @@ class LighthouseActor:
         )
 
     def crash(self, down_s: float, clock_back_s: float) -> None:
-        """SIGKILL, and a new process after ``down_s``, whose wall clock was set back meanwhile."""
+        """Kill the process; a new one, whose wall clock was set back, begins after ``down_s``."""
         if self.process.is_dead:
             return
         self.clock_skew_s -= clock_back_s
@@ -137,7 +136,7 @@ class LighthouseActor:
         self._trace.record(self.name, "is back")
 
     def end_lead(self, seconds: float) -> None:
-        """It loses the election, and is elected again after ``seconds``."""
+        """Lose the election, and be elected again after ``seconds``."""
         if self.process.is_dead or not self.leads:
             return
         self.leads = False
@@ -157,13 +156,13 @@ class LighthouseActor:
     def is_away_for(self, seconds: float) -> None:
         self.up_since = max(self.up_since, self._world.now + seconds)
 
-    def takes_groups(self) -> bool:
-        """It may refuse them, because another lighthouse leads."""
+    def accepts_groups(self) -> bool:
+        """Whether it serves groups; it refuses them if another lighthouse leads."""
         return self._elected() in ("", self.name) and self.leads and not self.process.is_dead
 
     def refusal(self) -> NotLeader | None:
         """The answer to all that groups ask while it does not lead."""
-        return None if self.takes_groups() else NotLeader(self._elected())
+        return None if self.accepts_groups() else NotLeader(self._elected())
 
     def accept(self, stream: Stream) -> StreamEnd | None:
         """The server's end of a new stream, if somebody listens."""
@@ -177,7 +176,7 @@ class LighthouseActor:
         return connection.end
 
     def accept_loss(self, job: str) -> bool:
-        """An operator accepts that ``job`` goes back; whether it was held back for that."""
+        """Let ``job`` go back, as an operator; whether it was held back for that."""
         with contextlib.suppress(RequestRefused):
             self._command(lambda now: self.core.loss_accepted(job, now))
             return self._is_there()
@@ -187,9 +186,9 @@ class LighthouseActor:
         with contextlib.suppress(RequestRefused):
             self._command(lambda now: self.core.commanded(job, name, Drain("enough"), now))
 
-    def _command(self, take: Callable[[float], Orders]) -> None:
+    def _command(self, call_core: Callable[[float], Orders]) -> None:
         if self._is_there():
-            self.feed(take)
+            self.feed(call_core)
 
     def _is_there(self) -> bool:
         """Whether commands of an operator reach it."""
@@ -197,70 +196,77 @@ class LighthouseActor:
 
     # -- the driver ------------------------------------------------------------------------------
 
-    def feed(self, take: Callable[[float], Orders], note: Callable[[], None] | None = None) -> None:
-        """Pass an input to the core and to the checks (``note``), and carry out the orders."""
-        orders = take(self._world.now)
-        if note is not None:
-            note()
-        for order in orders:
-            self._carry_out(order)
-        self.checks.fed()
+    def feed(
+        self, call_core: Callable[[float], Orders], check: Callable[[], None] | None = None
+    ) -> None:
+        """Pass an input to the core and to the checks (``check``), and execute the orders."""
+        orders = call_core(self._world.now)
+        if check is not None:
+            check()
+        execute(orders, self)
+        self.checks.executed()
         self._timer.set(self.core.next_deadline(), self._world.now)
 
-    def call(self, of: Connection, question: Question) -> None:
-        """A question as a call of its own, which cancels the one before."""
-        self.cancel(of)
-        call = of.call = next(self._numbers)
-        self._calls[call] = of
-        member, timeout_s = question.member, question.timeout_s
+    def call(self, client: Connection, question: Question) -> None:
+        """Ask a question as a call of its own, which cancels the one before."""
+        self.cancel(client)
+        call = client.call = next(self._numbers)
+        self._calls[call] = client
+        job, member, timeout_s = client.key[0], question.member, question.timeout_s
         self.feed(
-            lambda now: self.core.called(call, of.key[0], member, timeout_s, now),
-            lambda: self.checks.received(of, question),
+            lambda now: self.core.called(call, job, member, timeout_s, now),
+            lambda: self.checks.received(client, question),
         )
 
-    def cancel(self, of: Connection) -> None:
-        if self._calls.pop(of.call, None) is not None:
+    def cancel(self, client: Connection) -> None:
+        if self._calls.pop(client.call, None) is not None:
             self.feed(
-                lambda now: self.core.cancelled(of.call, now), lambda: self.checks.withdrew(of)
+                lambda now: self.core.cancelled(client.call, now),
+                lambda: self.checks.withdrew(client),
             )
 
-    def closed(self, of: Connection) -> None:
-        """For a client without a session this means nothing."""
-        if of.is_unary:
-            self.cancel(of)
+    def closed(self, client: Connection) -> None:
+        """End a stream; for a client without a session this means nothing."""
+        if client.is_unary:
+            self.cancel(client)
         else:
-            self.feed(lambda now: self.core.closed(of.number, now), lambda: self.checks.closed(of))
-        self._connections.pop(of.number, None)
+            self.feed(
+                lambda now: self.core.closed(client.number, now),
+                lambda: self.checks.closed(client),
+            )
+        self._connections.pop(client.number, None)
 
-    def _carry_out(self, order: Order) -> None:
-        if isinstance(order, Send):
-            told = [self._connections[stream] for stream in order.streams]
-            self.checks.told(told, order.news)
-            for of in told:
-                self._send(of, order.news)
-        elif isinstance(order, Publish):
-            self._publish(order)
-        elif isinstance(order, RefuseCall):
-            of = self._calls.pop(order.call)
-            self._send(of, Refusal(of.number_asked, order.error))
-        elif isinstance(order, EndStream):
-            self._connections[order.stream].finish(order.error or "it has left")
-        else:
-            self.checks.reported(order)
+    # -- its orders ------------------------------------------------------------------------------
 
-    def _send(self, of: Connection, news: News) -> None:
-        if isinstance(news, Refusal):
-            self.checks.refused(of, news.number)
-        of.stream.to_client(news)
+    def send(self, order: Send) -> None:
+        clients = [self._connections[stream] for stream in order.streams]
+        self.checks.sent(clients, order.news)
+        for client in clients:
+            self._send_news(client, order.news)
 
-    def _publish(self, order: Publish) -> None:
-        told = [(self._connections[stream], number) for stream, number in order.answers]
+    def publish(self, order: Publish) -> None:
+        answered = [(self._connections[stream], number) for stream, number in order.answers]
         for call in order.calls:
-            of = self._calls.pop(call)
-            told.append((of, of.number_asked))
-        self.checks.published(order.decided, told)
-        for of, number in told:
-            of.stream.to_client(QuorumAnswer(number, order.decided.quorum))
+            client = self._calls.pop(call)
+            answered.append((client, client.number_asked))
+        self.checks.published(order, answered)
+        for client, number in answered:
+            client.stream.to_client(QuorumAnswer(number, order.quorum))
+
+    def refuse_call(self, order: RefuseCall) -> None:
+        client = self._calls.pop(order.call)
+        self._send_news(client, Refusal(client.number_asked, order.error))
+
+    def end_stream(self, order: EndStream) -> None:
+        self._connections[order.stream].finish(order.error or "it has left")
+
+    def report(self, report: Report) -> None:
+        self.checks.reported(report)
+
+    def _send_news(self, client: Connection, news: News) -> None:
+        if isinstance(news, Refusal):
+            self.checks.refused(client, news.number)
+        client.stream.to_client(news)
 
     def _tick(self) -> None:
         self.feed(self.core.tick)
@@ -307,8 +313,8 @@ class Connection(ClientRecord):
         else:
             self._feed(lambda now: self._core.received(self.number, message, now), message)
 
-    def _feed(self, take: Callable[[float], Orders], message: SessionMessage) -> None:
-        self._lighthouse.feed(take, lambda: self._lighthouse.checks.received(self, message))
+    def _feed(self, call_core: Callable[[float], Orders], message: SessionMessage) -> None:
+        self._lighthouse.feed(call_core, lambda: self._lighthouse.checks.received(self, message))
 
     def _introduce(self, message: Introduction) -> None:
         job, hello = message.job, message.hello
@@ -322,7 +328,7 @@ class Connection(ClientRecord):
             return
         self.is_unary = True
         self._call(Beat())
-        self.stream.to_client(Welcome(self._core.lighthouse.beat_interval_s(job)))
+        self.stream.to_client(Welcome(self._core.jobs.beat_interval_s(job)))
 
     def _call(self, message: SessionMessage) -> None:
         refusal = self._lighthouse.refusal()

@@ -1,4 +1,4 @@
-"""Checks one life of a lighthouse: notes what it hears, and looks at what it orders then."""
+"""Checks one life of a lighthouse: records what it receives, and looks at what it orders then."""
 
 from __future__ import annotations
 
@@ -10,16 +10,20 @@ from tools.sim.liveness import LOOK_S, Key, LivenessChecks
 from tools.sim.trace import Trace
 from tools.sim.world import Process
 from torchft_svc.core.quorum.activity import Activity, Phase
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
-    AnswerQuorum,
+from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportEviction,
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
     ReportStraggler,
 )
-from torchft_svc.core.quorum.lighthouse.session_orders import Report, ReportAcceptedLoss
-from torchft_svc.core.quorum.lighthouse.sessions import REPORT_PAUSE_AFTER_S, LighthouseSessions
+from torchft_svc.core.quorum.lighthouse.lighthouse import (
+    REPORT_PAUSE_AFTER_S,
+    Lighthouse,
+    Publish,
+    Report,
+    ReportAcceptedLoss,
+)
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.session_messages import (
     Beat,
@@ -38,9 +42,9 @@ from torchft_svc.core.quorum.types import LastQuorum, QuorumConfig
 COUNTED_OF_A_STOP = 0.5
 # The world's timers are exact, and an answer at a deadline comes in that moment.
 TIMER_SLACK_S = 0.01
-# Waiting groups get the reason by then: jobs are looked at in turns, and one may have come just
+# Waiting groups receive the reason by then: jobs are looked at in turns, and one may have come just
 # after.
-MAX_UNTOLD_S = 2 * REPORT_PAUSE_AFTER_S + LOOK_S
+MAX_UNINFORMED_S = 2 * REPORT_PAUSE_AFTER_S + LOOK_S
 
 
 class ClientRecord:
@@ -61,7 +65,7 @@ class LighthouseChecks:
     def __init__(
         self,
         config: QuorumConfig,
-        core: LighthouseSessions,
+        core: Lighthouse,
         process: Process,
         invariants: Invariants,
         trace: Trace,
@@ -75,12 +79,11 @@ class LighthouseChecks:
         self._trace = trace
         self._sessions: set[ClientRecord] = set()
         self._waiting: set[ClientRecord] = set()
-        self._heard_at: dict[Key, float] = {}
-        self._heard_awake_at: dict[Key, float] = {}
-        self._asked_at: dict[
-            ClientRecord, float
-        ] = {}  # of those that do not know what they wait for
-        self._untold: set[ClientRecord] = set()  # that have to receive a loss at once
+        self._signs_at: dict[Key, float] = {}
+        self._signs_awake_at: dict[Key, float] = {}
+        # When those asked that do not know what they wait for.
+        self._asked_at: dict[ClientRecord, float] = {}
+        self._uninformed: set[ClientRecord] = set()  # that have to receive a loss at once
         self._liveness = LivenessChecks(config)
         self._began_at = self._now
         self._formed_at: dict[str, float] = {}  # the last quorum of each job
@@ -98,7 +101,7 @@ class LighthouseChecks:
 
     def opened(self, client: ClientRecord, last: LastQuorum) -> None:
         self._sessions.add(client)
-        self._heard(client)
+        self._record_sign(client)
         self._invariants.progress.opened(*client.key, last)
 
     def received(self, client: ClientRecord, message: SessionMessage) -> None:
@@ -112,7 +115,7 @@ class LighthouseChecks:
             self._left(client, message)
 
     def _beat(self, client: ClientRecord, beat: Beat) -> None:
-        self._heard(client)
+        self._record_sign(client)
         if beat.phase is not None:
             doing = Activity(beat.phase, beat.step, self._now - beat.lasts_s)
             self._liveness.does(client.key, doing, self._now)
@@ -131,7 +134,7 @@ class LighthouseChecks:
         )
         if client in self._sessions:
             self._asked_at[client] = self._now
-        self._heard(client)
+        self._record_sign(client)
         self._invariants.progress.asked(client.key[0], member, lambda: self._has_rival(*client.key))
         self._liveness.asked(client.key, member, self._now)
         if not self._has_rival(*client.key):
@@ -139,7 +142,7 @@ class LighthouseChecks:
             self._invariants.newcomers.asked(client.key[0], member, at)
 
     def withdrew(self, client: ClientRecord, number: int | None = None) -> None:
-        """Nobody waits for question ``number`` (None: the last one) any more."""
+        """Withdraw question ``number`` (None: the last one)."""
         if client in self._waiting and number in (None, client.number_asked):
             self._forget(client)
             self._invariants.waits.end(client.question)
@@ -153,7 +156,7 @@ class LighthouseChecks:
         self._invariants.progress.gone(*client.key)
 
     def closed(self, client: ClientRecord) -> None:
-        """A group without another session is gone, or missing."""
+        """Record the end of a stream; a group without another session is gone, or missing."""
         self.withdrew(client)
         if client in self._sessions:
             self._sessions.remove(client)
@@ -161,23 +164,24 @@ class LighthouseChecks:
                 self._invariants.progress.went_silent(*client.key)
 
     def lead_ended(self) -> None:
-        """Questions over sessions are withdrawn; calls are refused."""
+        """Withdraw questions over sessions; calls are refused."""
         for client in self._waiting & self._sessions:
             self.withdrew(client)
 
-    def _heard(self, client: ClientRecord) -> None:
+    def _record_sign(self, client: ClientRecord) -> None:
         key = client.key
         if client in self._sessions:
             self._invariants.discards.heard(key[1])
-        self._heard_at[key] = self._now
-        self._heard_awake_at[key] = self._awake_at
+        self._signs_at[key] = self._now
+        self._signs_awake_at[key] = self._awake_at
         self._liveness.heard(key)
 
     # -- what goes out ---------------------------------------------------------------------------
 
-    def told(self, clients: Sequence[ClientRecord], news: News) -> None:
+    def sent(self, clients: Sequence[ClientRecord], news: News) -> None:
+        """Record news that are sent to ``clients``."""
         if isinstance(news, Lost):
-            self._untold.difference_update(clients)
+            self._uninformed.difference_update(clients)
         elif isinstance(news, NoQuorumYet):
             for client in clients:
                 self._asked_at.pop(client, None)
@@ -186,9 +190,13 @@ class LighthouseChecks:
                 self._invariants.ids.spent(client.key[0], news.quorum_id)
                 self._liveness.term_ended(client.key, news, self._now)
 
-    def fed(self) -> None:
-        """All orders of an input are carried out."""
-        must(not self._untold, "I5", lambda: f"{len(self._untold)} sessions miss a loss")
+    def executed(self) -> None:
+        """Check what holds when all orders of an input are executed."""
+        must(
+            not self._uninformed,
+            "I5",
+            lambda: f"{len(self._uninformed)} sessions do not receive a loss",
+        )
 
     def refused(self, client: ClientRecord, number: int) -> None:
         self._answered(client, number)
@@ -196,25 +204,25 @@ class LighthouseChecks:
             self._liveness.withdrew(client.key, self._now)
             self._invariants.newcomers.gone(*client.key)
 
-    def published(self, decided: AnswerQuorum, told: Sequence[tuple[ClientRecord, int]]) -> None:
-        """``told``: the clients that receive it, each as the answer to this question."""
-        quorum = decided.quorum
+    def published(self, order: Publish, answered: Sequence[tuple[ClientRecord, int]]) -> None:
+        """Check a quorum; ``answered``: the clients that receive it, each with its question."""
+        quorum = order.quorum
         self._trace.record(
             self._name,
             f"quorum {quorum.quorum_id} at step {quorum.max_step}: "
             + ", ".join(f"{each.replica_id}@{each.step}" for each in quorum.participants),
         )
-        self._invariants.ids.published(decided.job, quorum)
+        self._invariants.ids.published(order.job, quorum)
         is_young = self._now - self._began_at < self._config.heartbeat_timeout_s
-        self._invariants.progress.published(decided, by=self, is_young=is_young)
-        self._invariants.newcomers.published(decided)
-        self._formed_at[decided.job] = self._now
-        self._liveness.published(decided.job, quorum, self._heard_at, self._now)
-        for client, number in told:
+        self._invariants.progress.published(order, by=self, is_young=is_young)
+        self._invariants.newcomers.published(order)
+        self._formed_at[order.job] = self._now
+        self._liveness.published(order.job, quorum, self._signs_at, self._now)
+        for client, number in answered:
             self._answered(client, number)
-        hears = sorted(client.key for client, _ in told)
-        members = [(decided.job, each.replica_id) for each in quorum.participants]
-        must(hears == members, "I5", f"the answer for {members[:4]} goes to {hears[:4]}")
+        receivers = sorted(client.key for client, _ in answered)
+        members = [(order.job, each.replica_id) for each in quorum.participants]
+        must(receivers == members, "I5", f"the answer for {members[:4]} goes to {receivers[:4]}")
 
     def reported(self, report: Report) -> None:
         if isinstance(report, ReportLoss):
@@ -224,11 +232,11 @@ class LighthouseChecks:
             self._invariants.hangs.reported(report)
         elif isinstance(report, ReportEviction):
             self._trace.record(self._name, f"{report.replica_id} is left out: {report.reason}")
-            self._must_hear(report)
+            self._expect_loss(report)
             self._liveness.evicted(report, self._now)
             self._invariants.ids.spent(report.job, report.quorum_id)
         elif isinstance(report, ReportStraggler):
-            self._must_hear(report)
+            self._expect_loss(report)
         elif isinstance(report, ReportLeftHealing):
             self._liveness.left_healing(report, self._now)
         elif isinstance(report, ReportAcceptedLoss):
@@ -253,40 +261,41 @@ class LighthouseChecks:
             others = [each for each in self._sessions if each.key == key]
             must(not others, "I5", f"{key} is out, and has another session")
         if not loss.between_steps:
-            self._must_hear(loss)
-        self._heard_at.pop(key, None)
-        heard_at = self._heard_awake_at.pop(key, self._awake_at)
+            self._expect_loss(loss)
+        self._signs_at.pop(key, None)
+        sign_at = self._signs_awake_at.pop(key, self._awake_at)
         if "no sign of life" in loss.reason:
-            silent_s, limit_s = self._awake_at - heard_at, self._config.heartbeat_timeout_s
+            silent_s, limit_s = self._awake_at - sign_at, self._config.heartbeat_timeout_s
             least_s = limit_s * (1 - COUNTED_OF_A_STOP * bool(self._process.stopped_s))
             must(silent_s + 1e-6 >= least_s, "I5", f"{key} is dead after {silent_s:.2f} s")
         self._liveness.gone(key, self._now)
-        if all(job != loss.job for job, _ in self._heard_at):
+        if all(job != loss.job for job, _ in self._signs_at):
             self._liveness.over(loss.job)
         if {*loss.recipients} - {loss.replica_id} and not loss.between_steps:
             self._invariants.discards.told_as_lost(loss.replica_id)
 
-    def _must_hear(self, lost: ReportLoss | ReportEviction | ReportStraggler) -> None:
-        """Over all of their sessions: nobody knows which one is read."""
+    def _expect_loss(self, lost: ReportLoss | ReportEviction | ReportStraggler) -> None:
+        """Expect a loss to be sent over all sessions of its recipients: nobody knows which one is
+        read."""
         keys = {(lost.job, each) for each in lost.recipients}
-        self._untold |= {each for each in self._sessions if each.key in keys}
+        self._uninformed |= {each for each in self._sessions if each.key in keys}
 
     # -- what is looked at -----------------------------------------------------------------------
 
     def look(self) -> None:
-        self._liveness.look(self._core.lighthouse, self._alive(), self._now)
+        self._liveness.look(self._core.jobs, self._alive(), self._now)
         for client, at in self._asked_at.items():
             waits_s = self._now - at
-            must(waits_s <= MAX_UNTOLD_S, "I5", f"{client.key} is not told why it waits")
+            must(waits_s <= MAX_UNINFORMED_S, "I5", f"{client.key} does not receive why it waits")
 
     def check_memory(self) -> None:
-        self._liveness.check_memory(self._core.lighthouse, self._alive())
+        self._liveness.check_memory(self._core.jobs, self._alive())
 
     def _alive(self) -> set[Key]:
         """The groups that have a session, or gave a sign of life in time."""
         since = self._now - self._config.heartbeat_timeout_s - SLACK_S
-        heard = (key for key, at in self._heard_at.items() if at >= since)
-        return {*heard, *(client.key for client in self._sessions)}
+        signs = (key for key, at in self._signs_at.items() if at >= since)
+        return {*signs, *(client.key for client in self._sessions)}
 
     def _has_rival(self, job: str, replica_id: str) -> bool:
         name = stable_name(replica_id)

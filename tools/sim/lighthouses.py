@@ -24,7 +24,7 @@ MAX_CLOCK_JUMP_S = 400.0  # half of it, back or ahead
 
 
 class Lighthouses:
-    """In the order of the list that all managers have."""
+    """The lighthouses, in the order of the list that all managers have."""
 
     def __init__(
         self,
@@ -53,11 +53,11 @@ class Lighthouses:
         return iter(self.hosts.values())
 
     def _elected(self) -> str:
-        """Empty: there is no election, and each takes groups."""
+        """The leader (empty: there is no election, and each serves groups)."""
         return self.leader if self.is_elected else ""
 
-    def happen(self, fault: Fault) -> bool:
-        """Whether ``fault`` is one of a lighthouse."""
+    def apply_fault(self, fault: Fault) -> bool:
+        """Let ``fault`` happen, if it is one of a lighthouse; whether it is."""
         host = list(self.hosts.values())[fault.target % len(self.hosts)]
         if fault.kind == "lighthouse_crash":
             self.crash(host, fault.seconds, fault.value * 100.0)
@@ -77,14 +77,14 @@ class Lighthouses:
         if not host.process.is_dead:
             host.crash(down_s, clock_back_s)
             host.is_away_for(down_s)
-            self._miss(host, down_s)
+            self._elect_later(host, down_s)
 
     def freeze(self, host: LighthouseActor, seconds: float) -> None:
         host.is_away_for(seconds)
         host.thawed_at = max(host.thawed_at, host.process.world.now + seconds)
         host.process.freeze()
         self._nature.after(seconds, host.process.thaw)
-        self._miss(host, seconds)
+        self._elect_later(host, seconds)
 
     def end_lead(self, host: LighthouseActor, seconds: float) -> None:
         host.is_away_for(seconds)
@@ -94,7 +94,7 @@ class Lighthouses:
         if self.is_elected:
             self._elect(self.hosts[self.leader])
 
-    def _miss(self, host: LighthouseActor, seconds: float) -> None:
+    def _elect_later(self, host: LighthouseActor, seconds: float) -> None:
         if self.is_elected and host.name == self.leader and seconds > LEASE_S:
             self._nature.after(LEASE_S, self._elect, host)
 
@@ -115,8 +115,8 @@ class Lighthouses:
 
 
 @dataclass(slots=True)
-class _Taken:
-    """The last quorum that a group has taken."""
+class _Received:
+    """The last quorum that a group has received."""
 
     at: float
     host: str
@@ -133,28 +133,30 @@ class Splits:
     _has_time: bool  # newcomers may wait for as long as they like
     _troubled_until: dict[str, float] = field(default_factory=dict)
     _unreachable_until: dict[str, float] = field(default_factory=dict)
-    _taken: dict[str, dict[str, _Taken]] = field(default_factory=dict)
+    _received: dict[str, dict[str, _Received]] = field(default_factory=dict)
     num_moves: int = 0
     # Until then groups may come from a silent lighthouse to one where a newcomer has begun.
     split_until: float = -math.inf
 
-    def trouble(self, group: str, seconds: float) -> None:
+    def record_trouble(self, group: str, seconds: float) -> None:
         _extend(self._troubled_until, group, self._world.now + seconds)
 
-    def unreachable(self, group: str, seconds: float) -> None:
-        """It receives nothing, or late, for ``seconds``.
+    def record_unreachable(self, group: str, seconds: float) -> None:
+        """A group receives nothing, or late, for ``seconds``.
 
-        If its session survives that, it takes an earlier lighthouse for silent for a while.
+        If its session survives that, an earlier lighthouse seems to be silent for a while.
         """
         known_s = KNOWN_AFTER_S if seconds > MAX_KEEPALIVE_S else 0.0
         _extend(self._unreachable_until, group, self._world.now + seconds - known_s)
 
-    def took(self, job: str, group: str, host: str, quorum: Quorum, is_newcomer: bool) -> None:
+    def record_quorum(
+        self, job: str, group: str, host: str, quorum: Quorum, is_newcomer: bool
+    ) -> None:
         """``group`` received ``quorum`` at lighthouse ``host``."""
         if self._among.is_elected or len(self._among.hosts) == 1:
             return
         names = frozenset(each.replica_id.partition(":")[0] for each in quorum.participants)
-        groups = self._taken.setdefault(job, {})
+        groups = self._received.setdefault(job, {})
         before = groups.get(group)
         if before is not None and before.host != host:
             self.num_moves += 1
@@ -169,9 +171,9 @@ class Splits:
             elif is_newcomer and self._has_time and not names & other.names:
                 # Else one has moved on, and the quorum that it has left commits nothing without it.
                 self._check_newcomer(group, host, other)
-        groups[group] = _Taken(self._world.now, host, group, names)
+        groups[group] = _Received(self._world.now, host, group, names)
 
-    def _check_later(self, group: str, host: str, other: _Taken) -> None:
+    def _check_later(self, group: str, host: str, other: _Received) -> None:
         """The other group is at an earlier lighthouse, which this one could have found, unless that
         is silent."""
         was_unreachable = self._is_recent(self._unreachable_until, group)
@@ -182,10 +184,10 @@ class Splits:
             f"{group} trains at {host}, and {other.group} at {other.host}",
         )
 
-    def _check_newcomer(self, group: str, host: str, other: _Taken) -> None:
+    def _check_newcomer(self, group: str, host: str, other: _Received) -> None:
         """The other group is at a later lighthouse, from which it could have come."""
         is_well = not self._is_recent(self._troubled_until, other.group)
-        is_up = self._takes_groups(other.host)
+        is_up = self._serves(other.host)
         # One that was frozen had the newcomer's session all the time, and the others had none.
         was_frozen = self._world.now - self._among.hosts[host].thawed_at <= KNOWN_AFTER_S
         must(
@@ -196,14 +198,14 @@ class Splits:
 
     def _is_up(self, host: str) -> bool:
         up_since = self._among.hosts[host].up_since
-        return self._takes_groups(host) and self._world.now - up_since > KNOWN_AFTER_S
+        return self._serves(host) and self._world.now - up_since > KNOWN_AFTER_S
 
-    def _takes_groups(self, host: str) -> bool:
+    def _serves(self, host: str) -> bool:
         at = self._among.hosts[host]
-        return at.is_up and at.takes_groups()
+        return at.is_up and at.accepts_groups()
 
-    def _is_old(self, taken: _Taken) -> bool:
-        return self._world.now - taken.at > KNOWN_AFTER_S
+    def _is_old(self, received: _Received) -> bool:
+        return self._world.now - received.at > KNOWN_AFTER_S
 
     def _is_recent(self, until: dict[str, float], group: str) -> bool:
         return until.get(group, -KNOWN_AFTER_S) + KNOWN_AFTER_S > self._world.now

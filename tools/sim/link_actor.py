@@ -161,8 +161,8 @@ class LinkActor:
         site = self._site
         is_leaving = self.machine.state is LinkState.LEAVING
         if isinstance(order.outcome, Quorum) and not is_leaving:  # else its workers are no more
-            took = site.lighthouses.splits.took
-            took(site.job, site.name, self._host, order.outcome, self._is_newcomer)
+            record = site.lighthouses.splits.record_quorum
+            record(site.job, site.name, self._host, order.outcome, self._is_newcomer)
         self._on_outcome(order.round, order.outcome)
 
     def _connect(self, order: Connect) -> None:
@@ -216,7 +216,7 @@ class LinkActor:
 
         def ask(address: str, host: LighthouseActor) -> None:
             back_s = self._network.latency(self._process)
-            self._process.after(back_s, answer, address, host.takes_groups())
+            self._process.after(back_s, answer, address, host.accepts_groups())
 
         for address in order.addresses:
             host = self._site.lighthouses.hosts[address]

@@ -20,9 +20,12 @@ from tools.sim.left_out import (
     check_left_healing,
 )
 from torchft_svc.core.quorum.activity import Activity, Phase
-from torchft_svc.core.quorum.lighthouse.job import MAX_LOSSES_TOLD
-from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportEviction, ReportLeftHealing
+from torchft_svc.core.quorum.lighthouse.jobs import (
+    MAX_LOSSES_SENT,
+    Jobs,
+    ReportEviction,
+    ReportLeftHealing,
+)
 from torchft_svc.core.quorum.lighthouse.quorum import Formed, Waiting
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
@@ -120,7 +123,7 @@ class LivenessChecks:
         for replica_id in ledger.previous:
             ledger.asking.pop(replica_id, None)
 
-    def look(self, core: Lighthouse, alive: Collection[Key], now: float) -> None:
+    def look(self, core: Jobs, alive: Collection[Key], now: float) -> None:
         """A straggler delays the others once, a dead group not at all."""
         for name, ledger in self._ledgers.items():
             decision = core.pause(name, now).decision
@@ -150,12 +153,12 @@ class LivenessChecks:
             is_new = now - ledger.due_since < SLACK_S
             must(is_new, "I5", f"a quorum of {name} is due since {ledger.due_since:.2f} s")
 
-    def check_memory(self, core: Lighthouse, alive: Collection[Key]) -> None:
+    def check_memory(self, core: Jobs, alive: Collection[Key]) -> None:
         """The core remembers no dead group, except those of the last quorum, and the few whose loss
         it may have to tell again."""
         known = {replica_id for _, replica_id in alive}
         for job in core._jobs.values():
-            must(len(job.term.lost) <= MAX_LOSSES_TOLD, "I7", "too many losses are remembered")
+            must(len(job.term.lost) <= MAX_LOSSES_SENT, "I7", "too many losses are remembered")
             known |= job.term.lost.keys()
         for ledger in self._ledgers.values():
             known |= ledger.previous
@@ -170,7 +173,7 @@ def _has_begun(ledger: Ledger, replica_id: str, step: int | None) -> bool:
     return doing.step > step or (doing.step == step and doing.phase is not Phase.IDLE)
 
 
-def _names_of(core: Lighthouse) -> Iterator[str]:
+def _names_of(core: Jobs) -> Iterator[str]:
     for _, part in parts_of(core, "lighthouse"):
         for each in part:
             if isinstance(each, str) and _REPLICA_ID.fullmatch(each):

@@ -45,8 +45,8 @@ async def run_lighthouse(
             if election is None or leadership is None:
                 yield bound
                 return
-            told = election.advertise or str(HostPort(reachable_host(bound), bound.port))
-            async with leadership.stands_for_election(told, driver.end_lead):
+            address = election.advertise or str(HostPort(reachable_host(bound), bound.port))
+            async with leadership.stands_for_election(address, driver.end_lead):
                 yield bound
     finally:
         driver.close()

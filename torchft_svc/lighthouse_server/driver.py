@@ -1,4 +1,4 @@
-"""Drives the lighthouse's sessions: carries inputs and orders between gRPC and the core."""
+"""Drives a lighthouse: its inputs come from gRPC, and its orders go there and to the log."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ import grpc
 
 from torchft_svc.core.launch.rendezvous import SETTLE_IN_S, RendezvousRules
 from torchft_svc.core.launch.world import MAX_NODES
-from torchft_svc.core.quorum.lighthouse.overview import JobStatus
-from torchft_svc.core.quorum.lighthouse.session_orders import Order, Publish, RefuseCall, Send
-from torchft_svc.core.quorum.lighthouse.sessions import (
+from torchft_svc.core.quorum.lighthouse.lighthouse import (
     ID_STRIDE,
-    LighthouseSessions,
+    Lighthouse,
+    Orders,
+    Publish,
+    RefuseCall,
+    Report,
+    Send,
+    execute,
     first_quorum_id,
 )
+from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave
 from torchft_svc.core.quorum.types import Member, QuorumConfig
-from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.rendezvous_driver import RendezvousDriver
 from torchft_svc.lighthouse_server.reports import Reports
@@ -37,8 +41,8 @@ from torchft_svc.rpc.heavy_writes import HeavyWrites
 from torchft_svc.rpc.outbox import Unread, first_message
 
 
-class LighthouseDriver(StreamDriver[LighthouseSessions]):
-    """The jobs of a lighthouse; ``runs``: of launchers, besides them."""
+class LighthouseDriver(StreamDriver[Lighthouse]):
+    """The `Shell` of the jobs of a lighthouse; ``runs``: of launchers, besides them."""
 
     def __init__(
         self,
@@ -46,7 +50,7 @@ class LighthouseDriver(StreamDriver[LighthouseSessions]):
         check_leads: Callable[[], None] = lambda: None,
         settle_in_s: float = SETTLE_IN_S,
     ) -> None:
-        core = LighthouseSessions(config, _first_id(), time.monotonic())
+        core = Lighthouse(config, _first_id(), time.monotonic())
         super().__init__(core, check_leads, Unread(), HeavyWrites())
         self._reports = Reports(config.max_jobs)
         self._calls: dict[int, asyncio.Future[bytes]] = {}
@@ -61,6 +65,8 @@ class LighthouseDriver(StreamDriver[LighthouseSessions]):
             self._unread,
             self.heavy_writes,
         )
+
+    # -- what clients and operators ask ----------------------------------------------------------
 
     async def session(
         self,
@@ -80,7 +86,7 @@ class LighthouseDriver(StreamDriver[LighthouseSessions]):
         """Wait for a quorum with ``member``; the encoded answer.
 
         Raises:
-            DeadlineExceeded: none within ``timeout_s``; says what was waited for.
+            DeadlineExceeded: none within ``timeout_s``; names what was waited for.
         """
         call = next(self._numbers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
@@ -94,19 +100,19 @@ class LighthouseDriver(StreamDriver[LighthouseSessions]):
             del self._calls[call]
 
     def heartbeat(self, job: str, replica_id: str) -> float:
-        """A sign of life; returns how long the group may stay silent, in seconds."""
+        """Record a sign of life; returns how long the group may stay silent, in seconds."""
         self._feed(lambda now: self._core.heartbeat(job, replica_id, now))
-        return self._core.lighthouse.beat_interval_s(job)
+        return self._core.jobs.beat_interval_s(job)
 
     def leave(self, job: str, replica_id: str, leave: Leave) -> None:
-        """A group without a session is gone."""
+        """Remove a group without a session, which is gone."""
         self._feed(lambda now: self._core.left(job, replica_id, leave, now))
 
     def command(self, job: str, name: str, command: Kill | Drain) -> None:
-        """Tell an operator's ``command`` to the group with this replica id or name.
+        """Send an operator's ``command`` to the group with this replica id or name.
 
         Raises:
-            RequestRefused: there is no such group, or it has no session to be told over.
+            RequestRefused: there is no such group, or it has no session.
         """
         self._feed(lambda now: self._core.commanded(job, name, command, now))
 
@@ -116,13 +122,13 @@ class LighthouseDriver(StreamDriver[LighthouseSessions]):
         Raises:
             RequestRefused: none is held back for that reason.
         """
-        committed_step = self._core.lighthouse.committed_step(job)
+        committed_step = self._core.jobs.committed_step(job)
         self._feed(lambda now: self._core.loss_accepted(job, now))
         return committed_step
 
     def check_room(self, job: str) -> None:
         """Raise `RequestRefused` if there is no room for another group of ``job``."""
-        self._core.lighthouse.check_room(job)
+        self._core.jobs.check_room(job)
 
     def status(self, job: str) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty)."""
@@ -130,33 +136,39 @@ class LighthouseDriver(StreamDriver[LighthouseSessions]):
 
     def end_lead(self, error: TorchFTError) -> None:
         self.runs.end_lead(error)
-        self._carry_out(self._core.lead_ended(error, _first_id(), time.monotonic()))
+        self._execute(self._core.lead_ended(error, _first_id(), time.monotonic()))
 
     def close(self) -> None:
         super().close()
         self.runs.close()
 
-    def _carry_out_one(self, order: Order) -> None:
-        if isinstance(order, Send):
-            news = session_news_to_wire(order.news)
-            for stream in order.streams:
-                self._streams[stream].tell(news)
-        elif isinstance(order, Publish):
-            self._publish(order)
-        elif isinstance(order, RefuseCall):
-            self._end_call(order.call, order.error)
-        elif isinstance(order, EndStream):
-            self._end_stream(order)
-        else:
-            self._reports.write(order)
+    # -- the orders ------------------------------------------------------------------------------
 
-    def _publish(self, order: Publish) -> None:
-        encoded = quorum_answer(order.decided.quorum, time.time())
+    def _execute_orders(self, orders: Orders) -> None:
+        execute(orders, self)
+
+    def send(self, order: Send) -> None:
+        """Send news over the streams of an order."""
+        news = session_news_to_wire(order.news)
+        for stream in order.streams:
+            self._streams[stream].tell(news)
+
+    def publish(self, order: Publish) -> None:
+        """Answer the streams and calls of an order, with a quorum that is encoded once."""
+        encoded = quorum_answer(order.quorum, time.time())
         for stream, number in order.answers:
             self._streams[stream].tell(encoded, answers(number))
         for call in order.calls:
             self._end_call(call, encoded)
-        self._reports.published(order.decided)
+        self._reports.write_quorum(order)
+
+    def refuse_call(self, order: RefuseCall) -> None:
+        """Answer a call with an error."""
+        self._end_call(order.call, order.error)
+
+    def report(self, report: Report) -> None:
+        """Write a report to the log."""
+        self._reports.write(report)
 
     def _end_call(self, call: int, outcome: bytes | TorchFTError) -> None:
         answer = self._calls[call]

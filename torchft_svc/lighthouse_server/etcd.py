@@ -181,11 +181,11 @@ class Etcd:
     def _to_error(self, error: grpc.aio.AioRpcError) -> TorchFTError:
         details = one_line(error.details() or "")
         user = self._access.user
-        told = "the user that the certificate names" if user is None else f"user {user!r}"
+        who = "the user that the certificate names" if user is None else f"user {user!r}"
         refusal = tls_reason(details, self._access.setting)
         for sign, sentence in _REFUSALS:
             if sign in details:
-                refusal = sentence.format(user=told, prefix=f"{self._access.prefix}/")
+                refusal = sentence.format(user=who, prefix=f"{self._access.prefix}/")
         if refusal is not None:
             return Unauthorized(f"etcd at {self.address}: {refusal}")
         hint = closing_hint(details, self._access.setting)

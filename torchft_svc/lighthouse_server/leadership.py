@@ -45,7 +45,7 @@ class Leadership:
         self._until = 0.0  # by then the lease may have ended
         self._leads = False
         self._watching: asyncio.TimerHandle | None = None  # the clock, while it leads
-        self._hearers: list[Callable[[], None]] = []
+        self._subscribers: list[Callable[[], None]] = []
         self._retry_s = MIN_RETRY_S
         self._why_not: dict[str, str] = {}  # what was logged last, by etcd's address
 
@@ -54,9 +54,9 @@ class Leadership:
         if not self._leads or clock() >= self._until:
             raise self._not_leader()
 
-    def subscribe(self, hear: Callable[[], None]) -> None:
-        """Call ``hear`` whenever this lighthouse has begun or stopped to lead."""
-        self._hearers.append(hear)
+    def subscribe(self, notify: Callable[[], None]) -> None:
+        """Call ``notify`` whenever this lighthouse has begun or stopped to lead."""
+        self._subscribers.append(notify)
 
     @contextlib.asynccontextmanager
     async def stands_for_election(
@@ -155,9 +155,9 @@ class Leadership:
             self._watch_the_clock()
         else:
             self._end_lead(self._not_leader())
-        for hear in self._hearers:
-            hear()
+        for notify in self._subscribers:
+            notify()
 
     def _not_leader(self) -> NotLeader:
-        """Who leads instead; not this lighthouse itself, which did when etcd was heard last."""
+        """The lighthouse that leads instead; not this one, which led when etcd answered last."""
         return NotLeader("" if self._leader == self._address else self._leader)

@@ -109,7 +109,7 @@ class _NoSuchJob(click.ClickException):
 def _jobs_and_runs(
     lighthouse: str, security: Security, job_id: str
 ) -> tuple[list[JobStatus], list[RunStatus]]:
-    def told(job: str) -> tuple[list[JobStatus], list[RunStatus]]:
+    def ask_status(job: str) -> tuple[list[JobStatus], list[RunStatus]]:
         request = pb.LighthouseStatusRequest(job=job)
         answer = pb.LighthouseStatusResponse
         status = ask("lighthouse", lighthouse, security, DEFAULT_JOB, request, answer)
@@ -119,10 +119,10 @@ def _jobs_and_runs(
             raise click.ClickException(f"the lighthouse is of a newer version: {error}") from None
 
     try:
-        return told(job_id)
+        return ask_status(job_id)
     except click.ClickException as error:
         if job_id:
-            told("")  # raises what is wrong, if that is not the job
+            ask_status("")  # raises what is wrong, if that is not the job
             raise _NoSuchJob(error.message) from None
         raise
 
@@ -132,7 +132,7 @@ def _stalls(job: JobStatus, limit_s: float) -> bool:
 
 
 def _repeat(look: Callable[[], object]) -> NoReturn:
-    """A lighthouse that is away for a while is asked on."""
+    """Repeat until Ctrl-C, also while the lighthouse is away."""
     try:
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Drives launched runs: carries what agents tell, and their worlds, between gRPC and the core."""
+"""Drives launched runs: messages of agents and their worlds go between gRPC and the core."""
 
 from __future__ import annotations
 
@@ -70,14 +70,15 @@ class RendezvousDriver(StreamDriver[Rendezvous]):
         self._feed(lambda now: self._core.drain(run, node, reason, now))
 
     def end_lead(self, error: TorchFTError) -> None:
-        self._carry_out(self._core.lead_ended(error, time.monotonic()))
+        self._execute(self._core.lead_ended(error, time.monotonic()))
 
-    def _carry_out_one(self, order: Order) -> None:
-        if isinstance(order, SendNews):
-            news = world_news_to_wire(order.news)
-            for stream in order.streams:
-                self._streams[stream].tell(news)
-        elif isinstance(order, EndStream):
-            self._end_stream(order)
-        else:
-            write_run_report(order)
+    def _execute_orders(self, orders: tuple[Order, ...]) -> None:
+        for order in orders:
+            if isinstance(order, SendNews):
+                news = world_news_to_wire(order.news)
+                for stream in order.streams:
+                    self._streams[stream].tell(news)
+            elif isinstance(order, EndStream):
+                self.end_stream(order)
+            else:
+                write_run_report(order)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
-    AnswerQuorum,
+from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportEviction,
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
     ReportStraggler,
 )
-from torchft_svc.core.quorum.lighthouse.session_orders import (
+from torchft_svc.core.quorum.lighthouse.lighthouse import (
+    Publish,
     Report,
     ReportAcceptedLoss,
     ReportCommand,
@@ -24,14 +24,14 @@ log = logging.getLogger(__name__)
 
 
 class Reports:
-    """``max_jobs``: of which the last quorum is remembered, so that a change can be told."""
+    """Writes the log; remembers the last quorums of ``max_jobs`` jobs, to log changes only."""
 
     def __init__(self, max_jobs: int) -> None:
         self._max_jobs = max_jobs
         self._quorum_ids: dict[str, int] = {}  # the last one logged, by job
 
     def write(self, report: Report) -> None:
-        """One line."""
+        """Write one line."""
         if isinstance(report, ReportLoss):
             whose = report.job, report.replica_id, report.reason
             if report.is_orderly:  # texts of their own: the limit of lines goes by the text
@@ -65,31 +65,38 @@ class Reports:
             what, level = "drain", logging.INFO
             if isinstance(command, Kill):
                 what, level = "kill", logging.WARNING
-            told = (what, report.job, report.replica_id, command.reason)
-            log.log(level, "%s job=%s replica=%s: %s", *told)
+            log.log(
+                level,
+                "%s job=%s replica=%s: %s",
+                what,
+                report.job,
+                report.replica_id,
+                command.reason,
+            )
         elif isinstance(report, ReportAcceptedLoss):
-            told_step = (report.job, report.committed_step)
-            log.warning("loss accepted by an operator job=%s step=%d", *told_step)
+            log.warning(
+                "loss accepted by an operator job=%s step=%d", report.job, report.committed_step
+            )
         else:
             log.warning(
                 "this process did not run for %.1f s, for which no group is blamed", report.for_s
             )
 
-    def published(self, decided: AnswerQuorum) -> None:
-        """A quorum, if it is another one, and what is odd about it."""
-        job, quorum = decided.job, decided.quorum
-        if decided.lost_from is not None and decided.begins_anew:
+    def write_quorum(self, published: Publish) -> None:
+        """Write a line about a quorum, if it is another one, and what is odd about it."""
+        job, quorum = published.job, published.quorum
+        if published.lost_from is not None and published.begins_anew:
             log.info(
                 "job begins anew job=%s at step %d: it had finished after step %d",
                 job,
                 quorum.max_step,
-                decided.lost_from,
+                published.lost_from,
             )
-        elif decided.lost_from is not None:
+        elif published.lost_from is not None:
             log.warning(
                 "job went back job=%s from step %d to step %d: no group has the newer state",
                 job,
-                decided.lost_from,
+                published.lost_from,
                 quorum.max_step,
             )
         for member in quorum.participants:

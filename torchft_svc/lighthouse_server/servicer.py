@@ -93,7 +93,7 @@ def _operator_calls(driver: LighthouseDriver) -> dict[str, Handler]:
 
 
 def _status(driver: LighthouseDriver, name: str) -> tuple[list[JobStatus], list[RunStatus]]:
-    """Of the job and the run that are called so; empty: of all.
+    """The status of the job and the run with this name; empty: of all.
 
     Raises:
         RequestRefused: there is neither.
@@ -111,9 +111,9 @@ def _status(driver: LighthouseDriver, name: str) -> tuple[list[JobStatus], list[
         return jobs, []
 
 
-def _reason(told: str, default: str) -> str:
-    check_text("reason", told, MAX_REASON_LENGTH)
-    return told or default
+def _reason(requested: str, default: str) -> str:
+    check_text("reason", requested, MAX_REASON_LENGTH)
+    return requested or default
 
 
 def _job(context: Context) -> str:

@@ -37,9 +37,10 @@ _Core = TypeVar("_Core", bound=StreamCore)
 class StreamDriver(ABC, Generic[_Core]):
     """Owns a core; to be used on one event loop.
 
-    ``check_leads`` raises `NotLeader` where another lighthouse may lead: it is asked before every
-    input, for this process may just have been thawed. ``unread`` and ``heavy_writes`` bound what
-    the streams of all drivers of a lighthouse have not read, and are being sent.
+    For each input it calls the core, executes the orders, and sets the timer. ``check_leads``
+    raises `NotLeader` where another lighthouse may lead: it is called before every input, for this
+    process may just have been thawed. ``unread`` and ``heavy_writes`` bound what the streams of all
+    drivers of a lighthouse have not read, and are being sent.
     """
 
     def __init__(
@@ -59,15 +60,23 @@ class StreamDriver(ABC, Generic[_Core]):
 
     @abstractmethod
     def end_lead(self, error: TorchFTError) -> None:
-        """Another lighthouse leads: tell all who are here, and forget them."""
+        """Inform all clients that another lighthouse leads, and forget them."""
 
     @abstractmethod
-    def _carry_out_one(self, order: Any) -> None:
-        """Do what the core orders; see `_end_stream`."""
+    def _execute_orders(self, orders: tuple[Any, ...]) -> None:
+        """Execute the orders of one input of the core, in their order."""
 
     def close(self) -> None:
         """Stop the timer; callers that still wait are cancelled by the server's stop."""
         self._timer.stop()
+
+    def end_stream(self, order: EndStream) -> None:
+        """End a stream: with an error, or in good order after what was sent."""
+        outbox = self._streams[order.stream]
+        if order.error is None:
+            outbox.finish()
+        else:
+            outbox.fail(order.error)
 
     async def _serve(
         self,
@@ -106,28 +115,20 @@ class StreamDriver(ABC, Generic[_Core]):
             self._feed_last(lambda now: self._core.closed(stream, now, error))
             del self._streams[stream]
 
-    def _feed(self, take: Callable[[float], tuple[Any, ...]]) -> None:
-        """Let the core ``take`` an input, if this lighthouse still leads."""
+    def _feed(self, call_core: Callable[[float], tuple[Any, ...]]) -> None:
+        """Pass an input to the core, if this lighthouse still leads, and execute its orders."""
         try:
             self._check_leads()
         except NotLeader as error:
             self.end_lead(error)
             raise
-        self._carry_out(take(time.monotonic()))
+        self._execute(call_core(time.monotonic()))
 
-    def _feed_last(self, take: Callable[[float], tuple[Any, ...]]) -> None:
-        """The same; whoever sent the input hears nothing any more."""
+    def _feed_last(self, call_core: Callable[[float], tuple[Any, ...]]) -> None:
+        """Pass an input from somebody who cannot receive an error any more."""
         with contextlib.suppress(NotLeader):
-            self._feed(take)
+            self._feed(call_core)
 
-    def _carry_out(self, orders: tuple[Any, ...]) -> None:
-        for order in orders:
-            self._carry_out_one(order)
+    def _execute(self, orders: tuple[Any, ...]) -> None:
+        self._execute_orders(orders)
         self._timer.set(self._core.next_deadline(), time.monotonic())
-
-    def _end_stream(self, order: EndStream) -> None:
-        outbox = self._streams[order.stream]
-        if order.error is None:
-            outbox.finish()
-        else:
-            outbox.fail(order.error)

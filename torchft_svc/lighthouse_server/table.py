@@ -41,7 +41,7 @@ def _phase_name(phase: object) -> str:
 
 def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
     if job.ended_s is not None:
-        # Its last quorum told what was committed before it: the step that followed was the last.
+        # Its last quorum shows what was committed before it: the step that followed was the last.
         how, step = "finished" if job.finished else "ended unfinished", job.committed_step + 1
         yield f"job {job.job}: {how} {job.ended_s:.0f} s ago, in step {step}"
         yield from _differences(job)

@@ -12,7 +12,7 @@ from torchft_svc.core.quorum.activity import (
     Phase,
     WorkerActivities,
 )
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportHang
+from torchft_svc.core.quorum.lighthouse.jobs import ReportHang
 from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.errors import ConfigError
 
@@ -27,8 +27,8 @@ def training() -> Scene:
     """At 100, groups a and b have begun step 7."""
     scene = formed("a:1", "b:1", step=7, settings=HANG)
     for replica_id in ("a:1", "b:1"):
-        scene.does(replica_id, Phase.TRAINING, 7)
-    assert scene.take() == []
+        scene.report(replica_id, Phase.TRAINING, 7)
+    assert scene.pop_orders() == []
     return scene
 
 
@@ -66,22 +66,22 @@ def test_a_worker_that_asks_waits_for_the_slowest_of_its_group() -> None:
 def test_whoever_stands_in_one_phase_is_reported_once() -> None:
     scene = training()
     scene.before(105)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.until(105)
-    assert scene.take() == [hang("a:1"), hang("b:1")]
+    assert scene.pop_orders() == [hang("a:1"), hang("b:1")]
     assert scene.group("a:1").hung
-    scene.does("a:1", Phase.TRAINING, 7, for_s=5)
+    scene.report("a:1", Phase.TRAINING, 7, for_s=5)
     scene.until(120)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
 
 
 @pytest.mark.parametrize("phase", list(Phase), ids=lambda phase: phase.value)
 def test_only_what_a_group_has_to_end_by_itself_can_hang(phase: Phase) -> None:
     scene = training()
-    scene.does("a:1", phase, 7)
-    scene.does("b:1", Phase.IDLE, 7)
+    scene.report("a:1", phase, 7)
+    scene.report("b:1", Phase.IDLE, 7)
     scene.until(150)
-    assert scene.take() == ([hang("a:1", phase)] if phase in HANGING_PHASES else [])
+    assert scene.pop_orders() == ([hang("a:1", phase)] if phase in HANGING_PHASES else [])
     assert scene.group("a:1").hung == (phase in HANGING_PHASES)
 
 
@@ -89,22 +89,22 @@ def test_another_spell_in_the_same_phase_is_another_time() -> None:
     """A step that was discarded is done again: same phase, same step."""
     scene = training()
     scene.until(103)
-    scene.does("a:1", Phase.TRAINING, 7, for_s=1)
+    scene.report("a:1", Phase.TRAINING, 7, for_s=1)
     scene.until(105)
-    assert scene.take() == [hang("b:1")]
+    assert scene.pop_orders() == [hang("b:1")]
     scene.until(107)
-    assert scene.take() == [hang("a:1")]
+    assert scene.pop_orders() == [hang("a:1")]
 
 
 def test_who_moves_again_has_not_hung_and_may_hang_again() -> None:
     scene = training()
     scene.until(105)
-    scene.take()
-    scene.does("a:1", Phase.VOTING, 7)
+    scene.pop_orders()
+    scene.report("a:1", Phase.VOTING, 7)
     assert not scene.group("a:1").hung
     assert scene.group("b:1").hung
     scene.until(110)
-    assert scene.take() == [hang("a:1", Phase.VOTING)]
+    assert scene.pop_orders() == [hang("a:1", Phase.VOTING)]
 
 
 def test_a_request_ends_a_hang() -> None:
@@ -112,7 +112,7 @@ def test_a_request_ends_a_hang() -> None:
     scene = training()
     scene.ask("a:1", 8)
     scene.until(105)
-    assert scene.take() == [hang("b:1")]
+    assert scene.pop_orders() == [hang("b:1")]
     told = scene.group("a:1")
     assert (told.phase, told.step, told.phase_s) == (Phase.QUORUM, 8, 5.0)
 
@@ -120,23 +120,23 @@ def test_a_request_ends_a_hang() -> None:
 def test_a_hang_that_is_told_late_is_reported_at_once() -> None:
     scene = training()
     scene.until(101)
-    scene.does("a:1", Phase.TRAINING, 7, for_s=60)
-    assert scene.take() == [hang("a:1", for_s=60)]
+    scene.report("a:1", Phase.TRAINING, 7, for_s=60)
+    assert scene.pop_orders() == [hang("a:1", for_s=60)]
     assert scene.house.next_deadline() > scene.now
 
 
 def test_nobody_hangs_where_no_timeout_is_set() -> None:
     scene = formed("a:1", settings=config())
-    scene.does("a:1", Phase.TRAINING, 7, for_s=10**6)
-    assert scene.take() == []
+    scene.report("a:1", Phase.TRAINING, 7, for_s=10**6)
+    assert scene.pop_orders() == []
     assert not scene.group("a:1").hung
 
 
 def test_i7_the_dead_are_forgotten() -> None:
     watch = HangWatch(5.0)
-    watch.reported("a:1", Activity(Phase.TRAINING, 1, 0.0), 0.0)
+    watch.record_activity("a:1", Activity(Phase.TRAINING, 1, 0.0), 0.0)
     assert watch.newly_hung(5.0) == [("a:1", Activity(Phase.TRAINING, 1, 0.0))]
-    watch.gone("a:1")
+    watch.forget_group("a:1")
     assert (watch.activity("a:1"), watch.is_hung("a:1")) == (None, False)
     assert watch.look_at() is None
 

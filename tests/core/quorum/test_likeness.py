@@ -21,7 +21,7 @@ def test_another_size_than_that_of_the_quorum_is_refused() -> None:
         scene.ask("c:1", world_size=2)
     assert str(refused.value) == REASON
     scene.ask_all("a:1", "b:1")
-    assert scene.take_quorums() == [(1, ["a:1", "b:1"])]
+    assert scene.pop_quorums() == [(1, ["a:1", "b:1"])]
 
 
 def test_another_size_than_that_of_one_who_waits_is_refused() -> None:
@@ -37,9 +37,9 @@ def test_the_dead_do_not_count() -> None:
     scene = formed("a:1", "b:1")
     scene.leave("a:1")
     scene.leave("b:1")
-    scene.take()
+    scene.pop_orders()
     scene.ask("c:1", world_size=2)
-    assert scene.take_quorums() == [(2, ["c:1"])]
+    assert scene.pop_quorums() == [(2, ["c:1"])]
     with pytest.raises(RequestRefused, match="'a:2' has a group world size of 1, 'c:1' of 2"):
         scene.ask("a:2")
 
@@ -49,7 +49,7 @@ def test_a_group_may_start_anew_with_another_size() -> None:
     scene = formed("a:1")
     scene.ask("a:2", world_size=2)
     scene.leave("a:1")
-    assert scene.take_quorums() == [(2, ["a:2"])]
+    assert scene.pop_quorums() == [(2, ["a:2"])]
 
 
 @pytest.mark.parametrize("sizes", [(0, 2), (2, 0)])
@@ -57,13 +57,13 @@ def test_who_does_not_tell_a_size_is_not_asked_for_it(sizes: tuple[int, int]) ->
     scene = Scene(config(min_replicas=2))
     scene.ask("a:1", world_size=sizes[0])
     scene.ask("b:1", world_size=sizes[1])
-    assert [ids for _, ids in scene.take_quorums()] == [["a:1", "b:1"]]
+    assert [ids for _, ids in scene.pop_quorums()] == [["a:1", "b:1"]]
 
 
 def test_jobs_have_sizes_of_their_own() -> None:
     scene = formed("a:1")
     scene.ask("a:1", job="another", world_size=2)
-    assert scene.take_quorums() == [(1, ["a:1"])]
+    assert scene.pop_quorums() == [(1, ["a:1"])]
 
 
 SMALL, BIG = "2 parameters, digest 1", "4 parameters, digest 2"
@@ -77,7 +77,7 @@ def asks(scene: Scene, layout: str, *replica_ids: str, step: int = 0) -> None:
 def test_a_newcomer_that_sums_something_else_is_refused_with_both_sides_named() -> None:
     scene = Scene(config(min_replicas=2))
     asks(scene, SMALL, "a:1", "b:1")
-    assert scene.take_quorums() == [(1, ["a:1", "b:1"])]
+    assert scene.pop_quorums() == [(1, ["a:1", "b:1"])]
     with pytest.raises(RequestRefused) as refused:
         asks(scene, BIG, "c:1")
     assert str(refused.value) == (
@@ -87,7 +87,7 @@ def test_a_newcomer_that_sums_something_else_is_refused_with_both_sides_named() 
         f"'c:1': {BIG}. 'a:1': {SMALL}"
     )
     asks(scene, SMALL, "a:1", "b:1", step=1)
-    assert scene.take_quorums() == [(1, ["a:1", "b:1"])]
+    assert scene.pop_quorums() == [(1, ["a:1", "b:1"])]
 
 
 def test_of_two_newcomers_that_differ_the_second_is_refused() -> None:
@@ -102,7 +102,7 @@ def test_who_tells_nothing_of_it_is_not_compared(layouts: tuple[str, str]) -> No
     scene = Scene(config(min_replicas=2))
     asks(scene, layouts[0], "a:1")
     asks(scene, layouts[1], "b:1")
-    assert scene.take_quorums() == [(1, ["a:1", "b:1"])]
+    assert scene.pop_quorums() == [(1, ["a:1", "b:1"])]
 
 
 def test_a_program_may_change_what_all_groups_sum() -> None:
@@ -110,7 +110,7 @@ def test_a_program_may_change_what_all_groups_sum() -> None:
     scene = Scene(config(min_replicas=2))
     asks(scene, SMALL, "a:1", "b:1")
     asks(scene, BIG, "a:1", "b:1", step=1)
-    assert scene.take_quorums() == [(1, ["a:1", "b:1"])] * 2
+    assert scene.pop_quorums() == [(1, ["a:1", "b:1"])] * 2
     asks(scene, BIG, "a:1", step=2)
     with pytest.raises(RequestRefused, match="'b:1' differs from 'a:1'"):
         asks(scene, SMALL, "b:1", step=2)
@@ -120,14 +120,14 @@ def test_a_newcomer_that_waits_does_not_outlast_such_a_change() -> None:
     """Those that train must not be refused because of it."""
     scene = Scene(config(min_replicas=2))
     asks(scene, SMALL, "a:1", "b:1")
-    scene.take()
+    scene.pop_orders()
     caller = scene.ask("c:1", layout=SMALL)
     asks(scene, BIG, "a:1", step=1)
-    (refused,) = scene.take()
+    (refused,) = scene.pop_orders()
     assert (refused.caller, refused.error) == (caller, "RequestRefused")
     assert "'c:1' differs from 'a:1'" in refused.reason
     asks(scene, BIG, "b:1", step=1)
-    assert scene.take_quorums() == [(1, ["a:1", "b:1"])]
+    assert scene.pop_quorums() == [(1, ["a:1", "b:1"])]
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_groups_whose_names_are_packed_differently_are_alike() -> None:
     scene.ask("a:1", layout=one)
     scene.ask("b:1", layout=one + "0")
     scene.ask("c:1", layout="digest 1; settings")
-    assert [ids for _, ids in scene.take_quorums()] == [["a:1", "b:1"]]
+    assert [ids for _, ids in scene.pop_quorums()] == [["a:1", "b:1"]]
     assert group_layout([one, one + "0"]) == one
 
 

@@ -266,7 +266,7 @@ class Groups(RuleBasedStateMachine):
             num_bytes = sum(each.member.num_bytes for each in members._waiting.values())
             assert members._waiting_bytes == num_bytes
             assert set(state.held) <= living - waiting
-            assert state.hangs.unheeded <= state.hangs._hung
+            assert state.hangs.unhandled <= state.hangs._hung
             if members.groups[GroupState.EVICTED]:
                 assert members.groups[GroupState.ASKING] or members.num_awaited, (
                     "a way for newcomers"

@@ -8,7 +8,7 @@ from torchft_svc.core.quorum.names import Names, stable_name
 def named(*replica_ids: str) -> Names:
     names = Names()
     for replica_id in replica_ids:
-        names.came(replica_id)
+        names.add(replica_id)
     return names
 
 
@@ -26,16 +26,16 @@ def test_who_came_first_has_the_name() -> None:
     assert names.earlier("a:9") == ["a:1", "a:2", "a:3"]
     assert (names.later("a:1"), names.later("a:3")) == (["a:2", "a:3"], [])
     assert names.later("a:9") == [], "it does not live, so it refuses nobody"
-    assert (names.of("a"), names.of("c")) == (["a:1", "a:2", "a:3"], [])
+    assert (names.owners("a"), names.owners("c")) == (["a:1", "a:2", "a:3"], [])
 
 
 def test_an_heir_is_told_once() -> None:
     names = named("a:1", "a:2", "a:3", "b:1")
-    assert names.take_heirs() == []
-    names.went("a:1")
+    assert names.pop_newly_unique() == []
+    names.remove("a:1")
     assert names.is_free_for("a:2")
-    assert (names.take_heirs(), names.take_heirs()) == (["a:2"], [])
-    names.went("b:1")
-    names.went("a:2")
-    names.went("a:3")
-    assert names.take_heirs() == [], "nobody is left"
+    assert (names.pop_newly_unique(), names.pop_newly_unique()) == (["a:2"], [])
+    names.remove("b:1")
+    names.remove("a:2")
+    names.remove("a:3")
+    assert names.pop_newly_unique() == [], "nobody is left"

@@ -81,8 +81,8 @@ def test_a_lighthouse_that_is_new_to_the_job_takes_the_term_over() -> None:
 def test_when_to_look_for_members_that_keep_others_waiting() -> None:
     term = RunningTerm()
     assert not term.is_due(1e9), "nobody waits"
-    term.waits(since=100.0, patience_s=10.0, now=101.0)
-    term.waits(since=104.0, patience_s=10.0, now=105.0)
+    term.record_wait(since=100.0, patience_s=10.0, now=101.0)
+    term.record_wait(since=104.0, patience_s=10.0, now=105.0)
     assert term.look_at == 110.0, "for the first one"
     assert not term.is_due(109.9)
     assert term.is_due(110.0)
@@ -91,19 +91,19 @@ def test_when_to_look_for_members_that_keep_others_waiting() -> None:
 
 def test_each_look_is_at_all_members_so_it_is_not_repeated_at_once() -> None:
     term = RunningTerm()
-    term.waits(since=100.0, patience_s=10.0, now=101.0)
+    term.record_wait(since=100.0, patience_s=10.0, now=101.0)
     assert term.is_due(110.0)
     term.look_at = math.inf
-    term.waits(since=90.0, patience_s=10.0, now=110.0 + LOOK_S / 10)
+    term.record_wait(since=90.0, patience_s=10.0, now=110.0 + LOOK_S / 10)
     assert term.look_at == 110.0 + LOOK_S
     assert not term.is_due(110.0 + LOOK_S / 2)
 
 
 def test_a_term_that_is_over_or_asks_is_not_looked_at() -> None:
     over = RunningTerm()
-    over.waits(since=100.0, patience_s=10.0, now=101.0)
+    over.record_wait(since=100.0, patience_s=10.0, now=101.0)
     over.over_from = 8
     assert not over.is_due(200.0)
     for term in (RunningTerm(over_from=8), RunningTerm(may_go_on=False)):
-        term.waits(since=100.0, patience_s=10.0, now=101.0)
+        term.record_wait(since=100.0, patience_s=10.0, now=101.0)
         assert term.look_at == math.inf

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from enum import Enum
 
+from support.core.house import House
 from support.core.scenes import JOB, Refused, Scene, config, formed, loss, member, plain, quorum
 
-from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
 from torchft_svc.core.quorum.types import WorkerRequest
@@ -25,7 +25,7 @@ def test_trap_a_caller_that_gave_up_still_gets_into_the_next_quorum() -> None:
     scene.withdraw(gone)
     scene.ask_all("c", "d")
     scene.leave("b")
-    assert scene.take_quorums() == [(1, ["a", "c", "d"])]
+    assert scene.pop_quorums() == [(1, ["a", "c", "d"])]
 
 
 def test_trap_the_id_restarts_with_the_lighthouse() -> None:
@@ -33,15 +33,15 @@ def test_trap_the_id_restarts_with_the_lighthouse() -> None:
     for _ in range(5):
         scene.ask("a", commit_failures=1)
         scene.ask("b")
-    last = scene.take_quorums()[-1][0]
+    last = scene.pop_quorums()[-1][0]
     assert last == 6
-    scene.house = Lighthouse(config(min_replicas=2))
+    scene.house = House(config(min_replicas=2))
     scene.ask("a", seen_quorum_id=last)
     scene.ask("b", seen_quorum_id=last)
-    assert scene.take_quorums() == [(7, ["a", "b"])]
-    scene.house = Lighthouse(config(min_replicas=2), first_id=1_000)  # the clients tell nothing
+    assert scene.pop_quorums() == [(7, ["a", "b"])]
+    scene.house = House(config(min_replicas=2), first_id=1_000)  # the clients tell nothing
     scene.ask_all("a", "b")
-    assert scene.take_quorums() == [(1_001, ["a", "b"])]
+    assert scene.pop_quorums() == [(1_001, ["a", "b"])]
 
 
 def test_trap_the_map_of_heartbeats_grows_for_ever() -> None:
@@ -88,7 +88,7 @@ def test_trap_hung_groups_that_still_heartbeat_block_all_others() -> None:
         scene.ask("a", step)
         scene.ask("b", step)
         for _ in range(40):
-            if scene.take_quorums():
+            if scene.pop_quorums():
                 break
             scene.until(scene.now + 0.5)
             scene.beat("a", "b", "hung")
@@ -105,7 +105,7 @@ def test_trap_a_failed_quorum_is_told_to_nobody() -> None:
     scene.until(105)
     silent = "no sign of life for 5 s"
     sentence = f"no quorum: 'b' is out: {silent}"
-    assert scene.take() == [loss("b", silent), Refused(lonely, "QuorumFailed", sentence)]
+    assert scene.pop_orders() == [loss("b", silent), Refused(lonely, "QuorumFailed", sentence)]
     group = Group(3)
     for rank in range(3):
         group.quorum_requested(WorkerRequest(group_rank=rank, step=1), rank)
@@ -122,7 +122,7 @@ def test_trap_the_join_timer_counts_from_the_earliest_waiter() -> None:
     scene.ask("a", step=1)
     scene.until(150.01)
     scene.ask("b", step=1)
-    assert scene.take_quorums() == [(2, ["a", "b", "newcomer"])]
+    assert scene.pop_quorums() == [(2, ["a", "b", "newcomer"])]
 
 
 def test_trap_a_quorum_made_of_newcomers_only_forks_the_state() -> None:
@@ -133,10 +133,10 @@ def test_trap_a_quorum_made_of_newcomers_only_forks_the_state() -> None:
     for _ in range(100):  # a and b are in a long step
         scene.until(scene.now + 1)
         scene.beat("a", "b", "x", "y")
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why() == "waiting for a, b: alive, but has not asked"
     scene.ask_all("a", "b", step=8)
-    assert scene.take_quorums() == [(2, ["a", "b", "x", "y"])]
+    assert scene.pop_quorums() == [(2, ["a", "b", "x", "y"])]
 
 
 def test_trap_newcomers_that_only_heartbeat_hold_up_a_running_job() -> None:
@@ -144,9 +144,9 @@ def test_trap_newcomers_that_only_heartbeat_hold_up_a_running_job() -> None:
     scene = formed("a", "b", "c")
     scene.beat("x", "y", "c:2")
     scene.ask_all("a", "b", step=1)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.leave("c")
-    assert scene.take_quorums() == [(2, ["a", "b"])]
+    assert scene.pop_quorums() == [(2, ["a", "b"])]
 
 
 def test_trap_only_the_last_rank_s_step_and_failures_are_forwarded() -> None:
@@ -174,9 +174,9 @@ def test_ten_thousand_groups_cost_no_more_each_than_ten() -> None:
     started = time.process_time()
     for step in range(2):
         scene.ask_all(*names, step=step)
-        assert len(scene.take_quorums()) == 1
+        assert len(scene.pop_quorums()) == 1
     scene.ask_all(*(f"newcomer-{number:05}" for number in range(2000)))
-    assert len(scene.take_newcomers()) == 1
+    assert len(scene.pop_newcomers()) == 1
     assert time.process_time() - started < 5  # it takes 0.7 s; looking at everyone takes 100 s
 
 
@@ -186,7 +186,7 @@ def test_newcomers_cost_no_more_each_while_thousands_wait_for_others() -> None:
     scene = Scene(config(min_replicas=4000))
     scene.beat(*names)
     scene.ask_all(*names)
-    assert len(scene.take_quorums()) == 1
+    assert len(scene.pop_quorums()) == 1
     scene.leave(names[0])
     scene.ask_all(*names[1:], step=1)
     started = time.process_time()

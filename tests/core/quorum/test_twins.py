@@ -9,19 +9,13 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.core import twin
+from support.core.house import AnswerQuorum, House, Record, RefuseRequest
 from support.core.naive import Naive
 from support.core.scenes import JOB, member
 from support.core.views import job_view
 
-from torchft_svc.core.quorum.lighthouse.gathering import Gathering
-from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
-    AnswerQuorum,
-    Order,
-    RefuseRequest,
-    ReportLoss,
-)
-from torchft_svc.core.quorum.lighthouse.membership import SILENT, Heal, JobView, Waiter
+from torchft_svc.core.quorum.lighthouse.jobs import ReportLoss
+from torchft_svc.core.quorum.lighthouse.membership import SILENT, Gathering, Heal, JobView, Waiter
 from torchft_svc.core.quorum.lighthouse.quorum import Formed, decide
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.core.quorum.types import LastQuorum, QuorumConfig
@@ -178,7 +172,7 @@ class Side:
     """Both lighthouses side by side; the fast one is woken only when it asks for that."""
 
     def __init__(self, config: QuorumConfig) -> None:
-        self.house = Lighthouse(config)
+        self.house = House(config)
         self.naive = Naive(config)
         self.fast: list[tuple[Any, ...]] = []
         self.now = 0
@@ -229,7 +223,7 @@ class Side:
         for each, at in view.first.items():
             assert state.members.first[each] <= at
 
-    def orders(self, orders: tuple[Order, ...]) -> list[tuple[Any, ...]]:
+    def orders(self, orders: tuple[Record, ...]) -> list[tuple[Any, ...]]:
         """In the words of the naive one's log."""
         words = {"newer request": "superseded", "is taken": "taken", "is out": "out"}
         log: list[tuple[Any, ...]] = []

@@ -10,13 +10,14 @@ from typing import Any
 
 from support.core import twin
 from support.core.views import job_view
-from torchft_svc.core.quorum.lighthouse.gathering import (
+from torchft_svc.core.quorum.lighthouse.membership import (
     ALL_BACK_S,
     EACH_BACK_S,
     GATHER_S,
     Gathering,
+    JobView,
+    Waiter,
 )
-from torchft_svc.core.quorum.lighthouse.membership import JobView, Waiter
 from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
 
 

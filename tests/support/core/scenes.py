@@ -6,15 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from support.core.house import Announce, AnswerQuorum, House, Record, RefuseRequest
 from torchft_svc.core.quorum.activity import Activity, Phase
-from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
-    AnswerQuorum,
-    Order,
-    RefuseRequest,
-    ReportLoss,
-    ReportWaiting,
-)
+from torchft_svc.core.quorum.lighthouse.jobs import ReportLoss
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus
 from torchft_svc.core.quorum.manager.group_orders import RefuseWorker
 from torchft_svc.core.quorum.session_messages import Leave
@@ -87,7 +81,7 @@ class Scene:
     def __init__(
         self, config: QuorumConfig = SECONDS, first_id: int = 0, id_stride: int = 1
     ) -> None:
-        self.house = Lighthouse(config, first_id, id_stride)
+        self.house = House(config, first_id, id_stride)
         self.now = 0.0
         self.orders: list[Any] = []
         self.newcomers: list[str] = []
@@ -97,7 +91,7 @@ class Scene:
         """Ask for a quorum; returns the number of the caller, counted from 1."""
         self._caller += 1
         asker = member(replica_id, step, **fields)
-        self._note(self.house.request(job, asker, self._caller, self.now))
+        self._record(self.house.request(job, asker, self._caller, self.now))
         return self._caller
 
     def ask_all(self, *replica_ids: str, step: int = 0) -> None:
@@ -106,40 +100,40 @@ class Scene:
 
     def beat(self, *replica_ids: str, job: str = JOB) -> None:
         for replica_id in replica_ids:
-            self._note(self.house.heartbeat(job, replica_id, self.now))
+            self._record(self.house.heartbeat(job, replica_id, self.now))
 
     def opened(
         self, replica_id: str, quorum_id: int = 0, max_step: int = 0, num_groups: int = 0
     ) -> None:
-        """A session begins; its group was in this quorum, maybe of another lighthouse."""
+        """Begin a session; its group was in this quorum, maybe of another lighthouse."""
         last = LastQuorum(quorum_id, max_step)
         opened = self.house.opened(JOB, replica_id, last, self.now, num_groups=num_groups)
-        self._note(opened)
+        self._record(opened)
 
-    def does(self, replica_id: str, phase: Phase, step: int = 0, for_s: float = 0.0) -> None:
-        """A beat that tells what the group does, and for how long already."""
+    def report(self, replica_id: str, phase: Phase, step: int = 0, for_s: float = 0.0) -> None:
+        """Send a beat with what the group does, and for how long already."""
         doing = Activity(phase, step, self.now - for_s)
-        self._note(self.house.heartbeat(JOB, replica_id, self.now, doing))
+        self._record(self.house.heartbeat(JOB, replica_id, self.now, doing))
 
     def group(self, replica_id: str) -> GroupStatus:
-        """What people are told about a living group."""
+        """The status of a living group."""
         (job,) = self.house.status(JOB, self.now)
         return next(group for group in job.groups if group.replica_id == replica_id)
 
     def withdraw(self, caller: int, job: str = JOB) -> None:
-        self._note(self.house.withdraw(job, caller, self.now))
+        self._record(self.house.withdraw(job, caller, self.now))
 
     def leave(
         self, replica_id: str, reason: str = "bye", job: str = JOB, *, ends: bool = False
     ) -> None:
-        self._note(self.house.leave(job, replica_id, Leave(reason, ends=ends), self.now))
+        self._record(self.house.leave(job, replica_id, Leave(reason, ends=ends), self.now))
 
     def session_ends(self, replica_id: str) -> None:
-        """Without a word."""
-        self._note(self.house.went_silent(JOB, replica_id, self.now))
+        """End the only session of a group without a `Leave`."""
+        self._record(self.house.went_silent(JOB, replica_id, self.now))
 
     def accept_loss(self, job: str = JOB) -> None:
-        self._note(self.house.accept_loss(job, self.now))
+        self._record(self.house.accept_loss(job, self.now))
 
     def until(self, now: float) -> None:
         """Move the clock, waking the lighthouse whenever it asked for that."""
@@ -149,40 +143,40 @@ class Scene:
                 self.now = now
                 return
             self.now = max(self.now, at)
-            self._note(self.house.tick(self.now))
+            self._record(self.house.tick(self.now))
         raise AssertionError(f"the lighthouse keeps asking to be woken at {self.now}")
 
     def before(self, now: float) -> None:
         """Move the clock to the last instant before ``now``, and look again although not asked."""
         self.until(now - 1e-6)
-        self._note(self.house.tick(self.now))
+        self._record(self.house.tick(self.now))
 
     def why(self, job: str = JOB) -> str:
         return self.house.why(job, self.now)
 
-    def take(self) -> list[Any]:
-        """The orders since the last take."""
-        taken, self.orders = self.orders, []
-        return taken
+    def pop_orders(self) -> list[Any]:
+        """The orders since the last call."""
+        orders, self.orders = self.orders, []
+        return orders
 
-    def take_quorums(self) -> list[tuple[int, list[str]]]:
-        """Only the quorums since the last take: id and members."""
+    def pop_quorums(self) -> list[tuple[int, list[str]]]:
+        """The quorums among the orders since the last call: id and members."""
         return [
             (order.quorum.quorum_id, [each.replica_id for each in order.quorum.participants])
-            for order in self.take()
+            for order in self.pop_orders()
             if isinstance(order, AnswerQuorum)
         ]
 
-    def take_newcomers(self) -> list[str]:
-        """Who was announced to the last quorum since the last take."""
-        taken, self.newcomers = self.newcomers, []
-        return taken
+    def pop_newcomers(self) -> list[str]:
+        """The groups that were announced to the last quorum since the last call."""
+        newcomers, self.newcomers = self.newcomers, []
+        return newcomers
 
-    def _note(self, orders: Iterable[Order]) -> None:
+    def _record(self, orders: Iterable[Record]) -> None:
         """Announcements, which most stories are not about, are kept apart."""
-        told = list(orders)
-        self.newcomers += [each.replica_id for each in told if isinstance(each, ReportWaiting)]
-        self.orders += plain(each for each in told if not isinstance(each, ReportWaiting))
+        records = list(orders)
+        self.newcomers += [each.replica_id for each in records if isinstance(each, Announce)]
+        self.orders += plain(each for each in records if not isinstance(each, Announce))
 
 
 def formed(*replica_ids: str, step: int = 0, settings: QuorumConfig = SECONDS) -> Scene:
@@ -191,7 +185,7 @@ def formed(*replica_ids: str, step: int = 0, settings: QuorumConfig = SECONDS) -
     scene.now = 100.0
     scene.beat(*replica_ids)
     scene.ask_all(*replica_ids, step=step)
-    assert scene.take_quorums() == [(1, sorted(replica_ids))]
+    assert scene.pop_quorums() == [(1, sorted(replica_ids))]
     return scene
 
 

@@ -9,21 +9,16 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
+from support.core.house import Announce, AnswerQuorum, EndTerm, House, Record, RefuseRequest
 from support.core.scenes import member
 from torchft_svc.core.quorum.activity import Activity, Phase
 from torchft_svc.core.quorum.assignment import assign
-from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
-    AnswerQuorum,
-    Order,
-    RefuseRequest,
+from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportEviction,
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
     ReportStraggler,
-    ReportTermEnds,
-    ReportWaiting,
 )
 from torchft_svc.core.quorum.lighthouse.membership import GroupState
 from torchft_svc.core.quorum.session_messages import Leave
@@ -102,7 +97,7 @@ class JobLedger:
 class World:
     config: QuorumConfig
     now: int = 0
-    house: Lighthouse = field(init=False)
+    house: House = field(init=False)
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     seen_at: dict[tuple[str, str], int] = field(default_factory=dict)
     ledger: dict[str, JobLedger] = field(default_factory=dict)
@@ -117,7 +112,7 @@ class World:
     num_quorums: int = 0
 
     def __post_init__(self) -> None:
-        self.house = Lighthouse(self.config)
+        self.house = House(self.config)
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -241,7 +236,7 @@ class World:
     def restart_lighthouse(self) -> None:
         """Everything is forgotten, every call is broken; its ids begin above any before."""
         first_id = max((ledger.last_id for ledger in self.ledger.values()), default=0)
-        self.house, self.began_at = Lighthouse(self.config, first_id, now=self.now), self.now
+        self.house, self.began_at = House(self.config, first_id, now=self.now), self.now
         self.seen_at.clear()
         self.greeted.clear()
         self.hangs_told.clear()
@@ -280,9 +275,9 @@ class World:
     def living(self, job: str) -> set[str]:
         return {replica_id for of_job, replica_id in self.seen_at if of_job == job}
 
-    def carry_out(self, orders: tuple[Order, ...] | list[Order]) -> None:
+    def carry_out(self, orders: tuple[Record, ...] | list[Record]) -> None:
         # Each step asks here, so that it has to is no news.
-        for order in (each for each in orders if not isinstance(each, ReportTermEnds)):
+        for order in (each for each in orders if not isinstance(each, EndTerm)):
             if isinstance(order, ReportLoss):
                 self.lose(order)
             elif isinstance(order, ReportHang):
@@ -293,7 +288,7 @@ class World:
                 self.leave_behind(order)
             elif isinstance(order, ReportLeftHealing):
                 self.leave_healing(order)
-            elif isinstance(order, ReportWaiting):
+            elif isinstance(order, Announce):
                 self.announce(order)
             elif isinstance(order, RefuseRequest):
                 self.refuse(order)
@@ -371,7 +366,7 @@ class World:
         newest = ledger.last.quorum_id
         return {key for key, last in ledger.told.items() if last.quorum_id == newest > 0}
 
-    def announce(self, order: ReportWaiting) -> None:
+    def announce(self, order: Announce) -> None:
         ledger = self.ledger[order.job]  # there is a quorum to be told
         assert order.replica_id not in {key for key, _, _ in ledger.lists[ledger.last_id]}
         assert order.replica_id not in ledger.announced, "told once"

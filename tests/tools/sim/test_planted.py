@@ -14,10 +14,10 @@ from tools.sim.scenario import draw_asking
 from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.quorum import activity, assignment, names
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse import lighthouse, overview, quorum
-from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
+from torchft_svc.core.quorum.lighthouse import jobs, lighthouse, overview, quorum
+from torchft_svc.core.quorum.lighthouse.jobs import Job, Jobs
+from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse, Session, Sessions
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, JobView, Membership
-from torchft_svc.core.quorum.lighthouse.sessions import LighthouseSessions
 from torchft_svc.core.quorum.manager import commit_barrier
 from torchft_svc.core.quorum.manager.commit_barrier import CommitBarrier
 from torchft_svc.core.quorum.manager.group import Group
@@ -32,7 +32,6 @@ from torchft_svc.core.quorum.worker.round_orders import Decide
 from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.core.quorum.worker.worker_calls import WorkerCalls
 from torchft_svc.core.route import AttachRetry, CallRetry
-from torchft_svc.core.streams import EndStream
 
 # A fault that needs more seeds than this is not found: the simulator looks in the wrong places.
 MAX_SEEDS = 40
@@ -50,22 +49,16 @@ def changed_list_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
 
 
 def discarded_step_keeps_the_id(plant: pytest.MonkeyPatch) -> None:
-    real = Lighthouse.request
+    real = Jobs.request
 
     def request(self: Any, job: str, member: Member, *more: Any, **how: Any) -> Any:
         return real(self, job, dataclasses.replace(member, commit_failures=0), *more, **how)
 
-    plant.setattr(Lighthouse, "request", request)
+    plant.setattr(Jobs, "request", request)
 
 
 def seen_ids_are_ignored(plant: pytest.MonkeyPatch) -> None:
-    real = Lighthouse._settle
-
-    def settle(self: Any, job: str, state: Any, *what: Any, **more: Any) -> Any:
-        state.heard_id = 0
-        return real(self, job, state, *what, **more)
-
-    plant.setattr(Lighthouse, "_settle", settle)
+    plant.setattr(Job, "record_quorum_id", lambda self, reported_id: None)
 
 
 def what_workers_were_told_is_ignored(plant: pytest.MonkeyPatch) -> None:
@@ -78,11 +71,11 @@ def what_workers_were_told_is_ignored(plant: pytest.MonkeyPatch) -> None:
 
 
 def withdrawals_are_lost(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Lighthouse, "withdraw", lambda self, job, caller, now: ())
+    plant.setattr(Jobs, "withdraw", lambda self, job, caller, now: None)
 
 
 def joining_is_ignored(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(lighthouse, "joining", lambda members, previous: frozenset())
+    plant.setattr(jobs, "joining", lambda members, previous: frozenset())
 
 
 def the_silent_never_die(plant: pytest.MonkeyPatch) -> None:
@@ -94,11 +87,11 @@ def lost_steps_are_not_noticed(plant: pytest.MonkeyPatch) -> None:
     def unchecked(view: JobView, config: QuorumConfig, members: list[Member]) -> quorum.Formed:
         return quorum.Formed(tuple(sorted(members, key=lambda each: each.replica_id)))
 
-    plant.setattr(quorum, "_check_progress", unchecked)
+    plant.setattr(quorum, "check_progress", unchecked)
 
 
 def a_loss_is_told_where_there_is_none(plant: pytest.MonkeyPatch) -> None:
-    real = quorum._check_progress
+    real = quorum.check_progress
 
     def tell(view: JobView, config: QuorumConfig, members: list[Member]) -> Any:
         decision = real(view, config, members)
@@ -106,16 +99,16 @@ def a_loss_is_told_where_there_is_none(plant: pytest.MonkeyPatch) -> None:
             return quorum.Formed(decision.members, lost_from=view.committed_step)
         return decision
 
-    plant.setattr(quorum, "_check_progress", tell)
+    plant.setattr(quorum, "check_progress", tell)
 
 
 def veterans_are_forgotten(plant: pytest.MonkeyPatch) -> None:
-    real = quorum._is_loss_allowed
+    real = quorum.is_loss_allowed
 
     def is_allowed(view: JobView, config: QuorumConfig) -> bool:
         return real(dataclasses.replace(view, num_veterans=0), config)
 
-    plant.setattr(quorum, "_is_loss_allowed", is_allowed)
+    plant.setattr(quorum, "is_loss_allowed", is_allowed)
 
 
 def a_survivor_counts_as_a_restart(plant: pytest.MonkeyPatch) -> None:
@@ -129,7 +122,7 @@ def a_survivor_counts_as_a_restart(plant: pytest.MonkeyPatch) -> None:
 
 
 def who_is_far_ahead_is_believed(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(quorum, "_doubted", lambda view, config, candidates: {})
+    plant.setattr(quorum, "doubted_steps", lambda view, config, candidates: {})
 
 
 def every_job_that_ends_has_finished(plant: pytest.MonkeyPatch) -> None:
@@ -267,13 +260,10 @@ def who_asks_again_has_a_new_patience(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_drained_group_is_told_as_lost(plant: pytest.MonkeyPatch) -> None:
-    real = Lighthouse._remove
+    def how_it_ended(self: Any, replica_id: str, how: Any) -> Any:
+        return dataclasses.replace(how, between_steps=False, ends=False)
 
-    def remove(self: Any, job: str, state: Any, replica_id: str, how: Any, now: float) -> Any:
-        how = dataclasses.replace(how, between_steps=False, ends=False)
-        return real(self, job, state, replica_id, how, now)
-
-    plant.setattr(Lighthouse, "_remove", remove)
+    plant.setattr(Job, "how_it_ended", how_it_ended)
 
 
 def a_group_that_drains_stays(plant: pytest.MonkeyPatch) -> None:
@@ -301,38 +291,38 @@ def who_waits_hangs(plant: pytest.MonkeyPatch) -> None:
 def who_waits_is_left_out(plant: pytest.MonkeyPatch) -> None:
     """With the one that it waits for."""
 
-    real = lighthouse.to_evict
+    real = jobs.to_evict
 
     def to_evict(members: Membership, hangs: Any, candidates: Any) -> list[str]:
-        if hangs.unheeded:
-            hangs.unheeded |= members.groups[GroupState.AWAITED]
+        if hangs.unhandled:
+            hangs.unhandled |= members.groups[GroupState.AWAITED]
         return real(members, hangs, candidates)
 
-    plant.setattr(lighthouse, "to_evict", to_evict)
+    plant.setattr(jobs, "to_evict", to_evict)
 
 
 def who_hangs_is_left_out_though_nobody_waits(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(quorum, "_waits", lambda members, hangs, replica_id: True)
+    plant.setattr(quorum, "waits_for_others", lambda members, hangs, replica_id: True)
 
 
 def nobody_is_left_out(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(lighthouse, "to_evict", lambda members, hangs, candidates: [])
+    plant.setattr(jobs, "to_evict", lambda members, hangs, candidates: [])
 
 
 def who_is_left_out_does_not_hear_of_it(plant: pytest.MonkeyPatch) -> None:
-    real = lighthouse.ReportEviction
+    real = jobs.ReportEviction
     less = lambda *what: real(*what[:4], what[4][1:])  # noqa: E731
-    plant.setattr(lighthouse, "ReportEviction", less)
+    plant.setattr(jobs, "ReportEviction", less)
 
 
 def who_was_left_out_stays_out(plant: pytest.MonkeyPatch) -> None:
     """As newcomers do where a member wants none."""
-    real = quorum._candidates
+    real = quorum.candidates_of
 
     def candidates(view: JobView) -> list[Member]:
         return [each for each in real(view) if each.replica_id in view.previous] or real(view)
 
-    plant.setattr(quorum, "_candidates", candidates)
+    plant.setattr(quorum, "candidates_of", candidates)
 
 
 def who_hangs_is_not_waited_for_again(plant: pytest.MonkeyPatch) -> None:
@@ -340,7 +330,7 @@ def who_hangs_is_not_waited_for_again(plant: pytest.MonkeyPatch) -> None:
 
 
 def who_was_waited_for_again_is_never_left_out(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(activity.HangWatch, "heed_again", lambda self, replica_ids: None)
+    plant.setattr(activity.HangWatch, "handle_again", lambda self, replica_ids: None)
 
 
 def who_lost_his_answer_is_told_no(plant: pytest.MonkeyPatch) -> None:
@@ -356,7 +346,7 @@ def who_comes_late_waits_for_those_that_have_gone_on(plant: pytest.MonkeyPatch) 
 
 def what_holds_up_a_worker_is_ignored(plant: pytest.MonkeyPatch) -> None:
     """Its peers wait for it in a collective of the group, which then hangs."""
-    plant.setattr(activity, "_HELD_UP", frozenset())
+    plant.setattr(activity, "HELD_UP_PHASES", frozenset())
 
 
 def who_puts_its_heal_off_votes_yes(plant: pytest.MonkeyPatch) -> None:
@@ -450,38 +440,19 @@ def a_stream_to_the_manager_is_not_opened_again(plant: pytest.MonkeyPatch) -> No
 
 
 def an_old_session_s_end_takes_its_group_out(plant: pytest.MonkeyPatch) -> None:
-    real = LighthouseSessions._forget
-    plant.setattr(LighthouseSessions, "_forget", lambda *args: real(*args) or True)
+    plant.setattr(Sessions, "has_session", lambda self, job, replica_id: False)
 
 
 def an_answer_has_another_question_s_number(plant: pytest.MonkeyPatch) -> None:
-    real = LighthouseSessions._publish
-
-    def publish(self: Any, decided: Any) -> Any:
-        order = real(self, decided)
-        wrong = tuple((stream, number - 1) for stream, number in order.answers)
-        return dataclasses.replace(order, answers=wrong)
-
-    plant.setattr(LighthouseSessions, "_publish", publish)
+    plant.setattr(Session, "answered", property(lambda self: (self.stream, self.number - 1)))
 
 
 def questions_never_expire(plant: pytest.MonkeyPatch) -> None:
-    def expire(self: Any, at: float) -> list[Any]:
-        self._expiry_at = math.inf
-        return []
-
-    plant.setattr(LighthouseSessions, "_expire", expire)
+    plant.setattr(lighthouse, "expires_at", lambda asked_at, timeout_s: math.inf)
 
 
 def the_question_of_a_stream_that_has_ended_stays(plant: pytest.MonkeyPatch) -> None:
-    real = LighthouseSessions.closed
-
-    def closed(self: Any, stream: int, now: float, error: Any = None) -> Any:
-        if stream in self._sessions:
-            self._sessions[stream].caller = None
-        return real(self, stream, now, error)
-
-    plant.setattr(LighthouseSessions, "closed", closed)
+    plant.setattr(Lighthouse, "withdraw_closed", lambda self, session, at: None)
 
 
 def a_standstill_of_the_lighthouse_counts(plant: pytest.MonkeyPatch) -> None:
@@ -493,36 +464,30 @@ def a_standstill_of_the_lighthouse_counts(plant: pytest.MonkeyPatch) -> None:
 
 
 def who_waits_is_not_told_why(plant: pytest.MonkeyPatch) -> None:
-    real = LighthouseSessions._look_at_pause
-    plant.setattr(LighthouseSessions, "_look_at_pause", lambda *args: real(*args)[:1])
+    plant.setattr(Lighthouse, "uninformed", lambda self, pause, reason: [])
 
 
 def news_come_over_the_newest_session_alone(plant: pytest.MonkeyPatch) -> None:
-    real = LighthouseSessions._tell
+    real = Sessions.streams_of
 
-    def tell(self: Any, job: str, replica_ids: Any, news: Any) -> Any:
-        streams = dict(self._streams)
-        self._streams = {key: list(each)[-1:] for key, each in streams.items()}
-        try:
-            return real(self, job, replica_ids, news)
-        finally:
-            self._streams = streams
+    def streams_of(self: Any, job: str, replica_ids: Any) -> tuple[int, ...]:
+        return tuple(stream for each in replica_ids for stream in real(self, job, (each,))[-1:])
 
-    plant.setattr(LighthouseSessions, "_tell", tell)
+    plant.setattr(Sessions, "streams_of", streams_of)
 
 
 def nobody_hears_that_a_term_has_ended(plant: pytest.MonkeyPatch) -> None:
-    real = LighthouseSessions.lead_ended
-    plant.setattr(LighthouseSessions, "lead_ended", lambda *args: real(*args)[:0])
+    real = Lighthouse.lead_ended
+    plant.setattr(Lighthouse, "lead_ended", lambda *args: real(*args)[:0])
 
 
 def who_leaves_is_out_when_his_stream_has_ended(plant: pytest.MonkeyPatch) -> None:
     """As a loss, which takes the others' step from them."""
 
-    def leave(self: Any, session: Any, leave: Any, at: float) -> Any:
-        return [EndStream(session.stream)]
+    def leave_session(self: Any, session: Any, leave: Any, at: float) -> None:
+        self._sessions.end_stream(session.stream)
 
-    plant.setattr(LighthouseSessions, "_leave", leave)
+    plant.setattr(Lighthouse, "leave_session", leave_session)
 
 
 # -- a group's manager ---------------------------------------------------------------------------

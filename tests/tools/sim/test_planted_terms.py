@@ -15,12 +15,9 @@ from tools.sim.scenario import Scenario, draw_long_terms, draw_returns, draw_ste
 from tools.sim.site import Site
 from tools.sim.trainer_actor import WorkerActor
 from torchft_svc.core.quorum.activity import Activity
-from torchft_svc.core.quorum.lighthouse.gathering import Gathering
-from torchft_svc.core.quorum.lighthouse.job import Job
-from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
-from torchft_svc.core.quorum.lighthouse.membership import Membership
-from torchft_svc.core.quorum.lighthouse.session_orders import Send
-from torchft_svc.core.quorum.lighthouse.sessions import LighthouseSessions
+from torchft_svc.core.quorum.lighthouse.jobs import Job, Jobs
+from torchft_svc.core.quorum.lighthouse.lighthouse import Sessions
+from torchft_svc.core.quorum.lighthouse.membership import Gathering, Membership
 from torchft_svc.core.quorum.manager import group
 from torchft_svc.core.quorum.manager.commit_barrier import CommitBarrier
 from torchft_svc.core.quorum.manager.group import Group
@@ -106,13 +103,13 @@ def a_session_that_begins_does_not_hear_of_newcomers(plant: pytest.MonkeyPatch) 
 
 
 def nobody_is_told_that_a_member_asks(plant: pytest.MonkeyPatch) -> None:
-    real = Job.break_off
+    real = Job.end_term_for_request
 
-    def break_off(self: Any, member: Any, *, agreed: bool) -> tuple[str, ...]:
+    def end_term_for_request(self: Any, member: Any, *, agreed: bool) -> tuple[str, ...]:
         real(self, member, agreed=agreed)
         return ()
 
-    plant.setattr(Job, "break_off", break_off)
+    plant.setattr(Job, "end_term_for_request", end_term_for_request)
 
 
 def a_session_that_begins_does_not_hear_of_the_end(plant: pytest.MonkeyPatch) -> None:
@@ -120,12 +117,12 @@ def a_session_that_begins_does_not_hear_of_the_end(plant: pytest.MonkeyPatch) ->
 
 
 def _leave_out_missed(plant: pytest.MonkeyPatch, kind: type) -> None:
-    real = Lighthouse.missed_news
+    real = Jobs.missed_news
 
     def missed_news(self: Any, *what: Any) -> list[Any]:
         return [each for each in real(self, *what) if not isinstance(each, kind)]
 
-    plant.setattr(Lighthouse, "missed_news", missed_news)
+    plant.setattr(Jobs, "missed_news", missed_news)
 
 
 def a_worker_does_not_heed_the_end(plant: pytest.MonkeyPatch) -> None:
@@ -154,32 +151,26 @@ def an_agreement_from_before_the_term_counts(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_quorum_that_was_left_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
-    real = Lighthouse._publish
-
-    def publish(self: Any, job: str, state: Any, *what: Any) -> Any:
-        state.spent_id = 0
-        return real(self, job, state, *what)
-
-    plant.setattr(Lighthouse, "_publish", publish)
+    plant.setattr(Job, "is_id_spent", False)
 
 
 def a_quorum_that_a_member_has_left_keeps_its_id(plant: pytest.MonkeyPatch) -> None:
-    real = Job.break_off
+    real = Job.end_term_for_request
 
-    def break_off(self: Any, member: Any, *, agreed: bool) -> tuple[str, ...]:
+    def end_term_for_request(self: Any, member: Any, *, agreed: bool) -> tuple[str, ...]:
         spent_id = self.spent_id
-        told = real(self, member, agreed=agreed)
+        uninformed = real(self, member, agreed=agreed)
         self.spent_id = spent_id
-        return told
+        return uninformed
 
-    plant.setattr(Job, "break_off", break_off)
+    plant.setattr(Job, "end_term_for_request", end_term_for_request)
 
 
 # -- the step of the job (E5) --------------------------------------------------------------------
 
 
 def what_beats_tell_is_not_noted(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Job, "note_progress", lambda self: None)
+    plant.setattr(Job, "record_progress", lambda self: None)
 
 
 def a_session_begins_with_the_step_of_the_quorum(plant: pytest.MonkeyPatch) -> None:
@@ -194,12 +185,12 @@ def a_session_begins_with_the_step_of_the_quorum(plant: pytest.MonkeyPatch) -> N
 
 def an_update_that_is_under_way_counts_as_done(plant: pytest.MonkeyPatch) -> None:
     """By the lighthouse: the ledgers of the simulator read `Activity.reached`, too."""
-    real = Job.heard
+    real = Job.record_reached
 
-    def heard(self: Any, replica_id: str, activity: Activity) -> None:
+    def record_reached(self: Any, replica_id: str, activity: Activity) -> None:
         real(self, replica_id, replace(activity, step=activity.step + 1))
 
-    plant.setattr(Job, "heard", heard)
+    plant.setattr(Job, "record_reached", record_reached)
 
 
 def a_newcomer_asks_before_the_members_are_back(plant: pytest.MonkeyPatch) -> None:
@@ -216,16 +207,7 @@ def who_does_not_begin_a_step_is_waited_for(plant: pytest.MonkeyPatch) -> None:
 
 
 def who_was_late_in_a_term_is_waited_for_again(plant: pytest.MonkeyPatch) -> None:
-    real = Lighthouse._end_stalled_term
-
-    def end(self: Any, job: str, state: Any, now: float) -> Any:
-        left_out, state.members.left_out = state.members.left_out, lambda late: []
-        try:
-            return real(self, job, state, now)
-        finally:
-            state.members.left_out = left_out
-
-    plant.setattr(Lighthouse, "_end_stalled_term", end)
+    plant.setattr(Job, "leave_out_late", lambda self, late: None)
 
 
 # -- sessions, and a worker's round --------------------------------------------------------------
@@ -233,22 +215,16 @@ def who_was_late_in_a_term_is_waited_for_again(plant: pytest.MonkeyPatch) -> Non
 
 def a_second_session_hears_nothing(plant: pytest.MonkeyPatch) -> None:
     """The one that is open may be the second, if the end of the first was not noticed."""
-    real = LighthouseSessions._tell
+    real = Sessions.streams_of
 
-    def tell(self: Any, job: str, replica_ids: Any, news: Any) -> list[Any]:
-        sends = real(self, job, replica_ids, news)
-        others = {each for of in self._streams.values() for each in list(of)[1:]}
-        return [
-            Send(tuple(each for each in send.streams if each not in others), send.news)
-            for send in sends
-        ]
+    def streams_of(self: Any, job: str, replica_ids: Any) -> tuple[int, ...]:
+        return tuple(stream for each in replica_ids for stream in real(self, job, (each,))[:1])
 
-    plant.setattr(LighthouseSessions, "_tell", tell)
+    plant.setattr(Sessions, "streams_of", streams_of)
 
 
 def the_end_of_any_session_is_the_end_of_the_group(plant: pytest.MonkeyPatch) -> None:
-    real = LighthouseSessions._forget
-    plant.setattr(LighthouseSessions, "_forget", lambda self, session: real(self, session) or True)
+    plant.setattr(Sessions, "has_session", lambda self, job, replica_id: False)
 
 
 def who_breaks_off_says_that_all_know(plant: pytest.MonkeyPatch) -> None:
@@ -282,22 +258,21 @@ def who_comes_first_waits_for_nobody(plant: pytest.MonkeyPatch) -> None:
 
 
 def the_end_of_a_reported_quorum_counts_for_a_newer_one(plant: pytest.MonkeyPatch) -> None:
-    real = Lighthouse.opened
+    real = Jobs.opened
 
-    def opened(self: Any, job: str, *what: Any, **more: Any) -> Any:
+    def opened(self: Any, job: str, *what: Any, **more: Any) -> None:
         term = self._jobs[job].term if job in self._jobs else None
-        orders = real(self, job, *what, **more)
+        real(self, job, *what, **more)
         self._jobs[job].term = term or self._jobs[job].term
-        return orders
 
-    plant.setattr(Lighthouse, "opened", opened)
+    plant.setattr(Jobs, "opened", opened)
 
 
 # -- sessions that end (E7) ----------------------------------------------------------------------
 
 
 def the_end_of_a_session_is_a_loss(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Job, "may_be_back", lambda self, replica_id: False)
+    plant.setattr(Job, "may_return", lambda self, replica_id: False)
 
 
 def another_manager_is_another_incarnation(plant: pytest.MonkeyPatch) -> None:
@@ -318,7 +293,7 @@ def members_are_believed_for_ever_after_newcomers(plant: pytest.MonkeyPatch) -> 
 
 
 def nobody_misses_who_has_not_come_back(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Job, "waits_for_unheard", lambda self, *what: False)
+    plant.setattr(Job, "waits_for_unreported", lambda self, *what: False)
 
 
 def what_a_worker_has_begun_is_not_heeded(plant: pytest.MonkeyPatch) -> None:

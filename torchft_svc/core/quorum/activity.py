@@ -29,12 +29,12 @@ class Phase(enum.Enum):
 # (an evaluation, a checkpoint) may take long.
 HANGING_PHASES = frozenset({Phase.TRAINING, Phase.VOTING})
 # What holds a worker up that is not its own group; each has a deadline.
-_HELD_UP = frozenset({Phase.QUORUM, Phase.HEALING})
+HELD_UP_PHASES = frozenset({Phase.QUORUM, Phase.HEALING})
 
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """In ``phase`` of ``step`` since ``since``, without a change."""
+    """A worker or group is in ``phase`` of ``step`` since ``since``, without a change."""
 
     phase: Phase
     step: int
@@ -57,7 +57,7 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """What a worker tells its manager when its phase changes.
+    """A worker's message to its manager when its phase changes.
 
     ``went_on_to``: the step that the group is in, or begins next, if that is without a question (0:
     it is not). ``round_before``: the round before that of the worker's last quorum (0: not known).
@@ -70,8 +70,9 @@ class PhaseReport:
 
 
 class WorkerActivities:
-    """A group does what its worker does that has stood still for the longest time.
+    """What the workers of a group do; the group does what the slowest of them does.
 
+    That is the one that has stood still for the longest time.
     A worker that votes waits for the others: what they do counts, as long as they do anything else.
     A worker that heals or waits for other groups counts first: the others of its group may wait for
     it in a collective of their own, and cannot tell that from a hang.
@@ -92,7 +93,7 @@ class WorkerActivities:
         `Phase.QUORUM` says that it waits for the gradients of other groups.
         """
         self._workers[group_rank] = Activity(phase, step, now)
-        if phase in _HELD_UP:
+        if phase in HELD_UP_PHASES:
             self._held_up.add(group_rank)
         else:
             self._held_up.discard(group_rank)
@@ -124,37 +125,40 @@ class HangWatch:
     """The activities of a job's groups; one that lasts for ``timeout_s`` is a hang (None: none is).
 
     All costs are constant, except for one look at all groups about once in ``timeout_s``.
-    ``unheeded`` groups hang, and nothing was done about it yet.
+    ``unhandled`` groups hang, and nothing was done about it yet.
     """
 
     def __init__(self, timeout_s: float | None) -> None:
         self._timeout_s = timeout_s
         self._reports: dict[str, tuple[Activity, float]] = {}  # the last ones, and when they came
         self._hung: set[str] = set()
-        self.unheeded: set[str] = set()
+        self.unhandled: set[str] = set()
         self._look_at: float | None = None
 
-    def reported(self, replica_id: str, activity: Activity, now: float) -> None:
+    def record_activity(self, replica_id: str, activity: Activity, now: float) -> None:
+        """Record what a group reports to do."""
         self._reports[replica_id] = activity, now
         ends_at = self._hangs_at(activity)
         if ends_at is None or ends_at > now:
             self._hung.discard(replica_id)
-            self.unheeded.discard(replica_id)
+            self.unhandled.discard(replica_id)
         if replica_id in self._hung or ends_at is None:
             return
         if self._look_at is None or ends_at < self._look_at:
             self._look_at = ends_at
 
-    def gone(self, replica_id: str) -> None:
+    def forget_group(self, replica_id: str) -> None:
+        """Forget a group that is gone."""
         self._reports.pop(replica_id, None)
         self._hung.discard(replica_id)
-        self.unheeded.discard(replica_id)
+        self.unhandled.discard(replica_id)
 
     def activity(self, replica_id: str) -> Activity | None:
+        """The last report of a group (None: there is none)."""
         report = self._reports.get(replica_id)
         return report and report[0]
 
-    def told_at(self, replica_id: str) -> float:
+    def reported_at(self, replica_id: str) -> float:
         """When this group has reported its activity for the last time (-inf: never)."""
         return self._reports[replica_id][1] if replica_id in self._reports else -math.inf
 
@@ -164,6 +168,7 @@ class HangWatch:
         return f"it hangs: {hang.phase.value} in step {hang.step} for {now - hang.since:.1f} s"
 
     def is_hung(self, replica_id: str) -> bool:
+        """Whether the group hangs."""
         return replica_id in self._hung
 
     def look_at(self) -> float | None:
@@ -184,14 +189,15 @@ class HangWatch:
                 later.append(ends_at)
             else:
                 self._hung.add(replica_id)
-                self.unheeded.add(replica_id)
+                self.unhandled.add(replica_id)
                 found.append((replica_id, activity))
         self._look_at = min(later, default=None)
         return found
 
-    def heed_again(self, replica_ids: Iterable[str]) -> None:
-        """What was done about these, if they hang, was undone."""
-        self.unheeded |= self._hung.intersection(replica_ids)
+    def handle_again(self, replica_ids: Iterable[str]) -> None:
+        """Add those of these groups that hang to ``unhandled``: what was done about them was
+        undone."""
+        self.unhandled |= self._hung.intersection(replica_ids)
 
     def _hangs_at(self, activity: Activity) -> float | None:
         if self._timeout_s is None or activity.phase not in HANGING_PHASES:

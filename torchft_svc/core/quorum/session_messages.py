@@ -51,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawal:
-    """Nobody waits for the answer to question ``number`` any more."""
+    """Withdraw question ``number``: nobody waits for its answer any more."""
 
     number: int
 
@@ -124,7 +124,7 @@ class NoQuorumYet:
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End at once."""
+    """End the group's processes at once."""
 
     reason: str
 

@@ -5,7 +5,7 @@ the step has anyway, so all members of the quorum learn alike how the next step 
 
     committed, and nobody wishes  ->  the next step belongs to this quorum, too
     committed, and somebody does  ->  everyone asks for the next step
-    discarded, or seen here alone ->  this group asks, and the lighthouse tells the others (rule E4)
+    discarded, or seen here alone ->  this group asks, the lighthouse informs the others (rule E4)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Wish(enum.Enum):
     """What a worker has seen in the sum of the wishes of its step."""
 
     NONE = "nobody wants to end the term"
-    SOME = "somebody wants to end it, or nothing was summed that could tell"
+    SOME = "somebody wants to end it, or nothing was summed that could show it"
     ALONE = (
         "only this worker has a reason to end it: the sum lacks its wish, or cannot be read here"
     )
@@ -68,31 +68,33 @@ class TermEnds:
 
 @dataclass(slots=True)
 class RunningTerm:
-    """What a lighthouse knows of the term of a job's last quorum.
+    """What a lighthouse knows of the term of a job's last quorum."""
 
-    ``may_go_on``: its steps may ask nobody; so may those of a quorum that groups report to a
-    lighthouse that is new to the job, and which had ``num_groups`` (0: not known), since
-    ``reported_at`` (inf: nobody has reported it). ``began_at``: its step (-1: not known);
-    ``formed_at``: when its quorum was formed (-inf: not here). ``reached``: the highest step that
-    each member has reported in it. ``over_from``: the first step that not all members take part in
-    (None: there is none; 0: it is not known, as members are ``lost``, whose loss was told).
-    ``is_noted``: a member has asked since, or is gone, so that no more steps are committed in it.
-    ``look_at``: when a member will have waited for others in a step for too
-    long (inf: none waits); ``looked_at``: when that was looked at last; ``last_look_at``: the same
-    as ``look_at``, of a member that has asked since.
-    """
-
+    #: Its steps may ask nobody; so may those of a quorum that groups report to a lighthouse that
+    #: is new to the job.
     may_go_on: bool = True
+    #: The step with which it began (-1: not known).
     began_at: int = -1
+    #: When its quorum was formed (-inf: not here).
     formed_at: float = -math.inf
+    #: The size of a quorum that groups have reported (0: not known).
     num_groups: int = 0
+    #: When the first group has reported it (inf: none has).
     reported_at: float = math.inf
+    #: The highest step that each member has reported in it.
     reached: dict[str, int] = field(default_factory=dict)
+    #: The first step that not all members take part in (None: there is none; 0: it is not known, as
+    #: members are ``lost``).
     over_from: int | None = None
-    lost: dict[str, str] = field(default_factory=dict)  # with the reasons
-    is_noted: bool = False
+    #: Members whose loss was announced, with the reasons.
+    lost: dict[str, str] = field(default_factory=dict)
+    #: A member has asked since, or is gone, so that no more steps are committed in it.
+    is_recorded: bool = False
+    #: When a member will have waited for others in a step for too long (inf: none waits).
     look_at: float = math.inf
+    #: When that was looked at last.
     looked_at: float = -math.inf
+    #: The same as ``look_at``, of a member that has asked since.
     last_look_at: float = math.inf
 
     @property
@@ -100,8 +102,8 @@ class RunningTerm:
         """When to look for members that keep others waiting."""
         return self.look_at if self.over_from is None else self.last_look_at
 
-    def waits(self, since: float, patience_s: float, now: float) -> None:
-        """A member waits for others in a step."""
+    def record_wait(self, since: float, patience_s: float, now: float) -> None:
+        """Record that a member waits for others in a step since ``since``."""
         if self.may_go_on and self.over_from is None:
             self.look_at = min(self.look_at, max(since + patience_s, self.looked_at + LOOK_S, now))
 
@@ -116,7 +118,7 @@ class RunningTerm:
         return True
 
     def ends_with(self, step: int, *, agreed: bool) -> bool:
-        """A member asks for a quorum at ``step``; whether that is news for the others.
+        """End the term as a member asks for a quorum at ``step``; whether that is news for others.
 
         It is not if all members know already (``agreed``), unless that was before this term.
         """

@@ -177,7 +177,7 @@ class LastQuorum:
         check_step(self.max_step)
 
     def reached(self, step: int) -> LastQuorum:
-        """The same, when all its members have reached ``step`` in it."""
+        """This quorum, when all its members have reached ``step`` in it."""
         if not self.quorum_id or step <= self.max_step:
             return self
         return LastQuorum(self.quorum_id, step)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from support.core.house import AnswerQuorum
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 from torchft_svc.core.quorum.assignment import assign
-from torchft_svc.core.quorum.lighthouse.gathering import GATHER_S
-from torchft_svc.core.quorum.lighthouse.ids import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import AnswerQuorum
+from torchft_svc.core.quorum.lighthouse.jobs import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
+from torchft_svc.core.quorum.lighthouse.membership import GATHER_S
 from torchft_svc.core.quorum.lighthouse.quorum import joining
 from torchft_svc.core.quorum.types import Member, Quorum
 from torchft_svc.errors import RequestRefused
@@ -24,8 +24,8 @@ def ids_after(*groups: Member, first_id: int = 0) -> list[int]:
     scene.beat("a", "b")
     scene.ask_all("a", "b")
     for number, each in enumerate(groups, start=3):
-        scene._note(scene.house.request("job", each, number, scene.now))
-    return [quorum_id for quorum_id, _ in scene.take_quorums()]
+        scene._record(scene.house.request("job", each, number, scene.now))
+    return [quorum_id for quorum_id, _ in scene.pop_quorums()]
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_q6_a_member_less() -> None:
     scene.leave("b")
     scene.ask("a")
     scene.ask_all("b", "a")
-    assert scene.take_quorums() == [(2, ["a"]), (3, ["a", "b"])]
+    assert scene.pop_quorums() == [(2, ["a"]), (3, ["a", "b"])]
 
 
 def test_q6_an_id_heard_from_anyone_is_not_given_out_again() -> None:
@@ -65,23 +65,23 @@ def test_q6_an_id_heard_from_anyone_is_not_given_out_again() -> None:
     scene.withdraw(scene.ask("c", seen_quorum_id=6))
     scene.leave("c")
     scene.ask("a")
-    assert scene.take_quorums() == [(7, ["a"])]
+    assert scene.pop_quorums() == [(7, ["a"])]
     scene.ask("b", seen_quorum_id=9)
     scene.ask("a", shrink_only=True)
     scene.ask("a")
-    assert scene.take_quorums() == [(10, ["a"]), (11, ["a", "b"])]
+    assert scene.pop_quorums() == [(10, ["a"]), (11, ["a", "b"])]
 
 
 def test_q6_ids_go_on_after_the_job_has_ended_and_come_back() -> None:
     scene = formed("a")
     scene.leave("a")
     scene.ask("a")
-    assert scene.take_quorums() == [(2, ["a"])]
+    assert scene.pop_quorums() == [(2, ["a"])]
     scene.leave("a")
     scene.withdraw(scene.ask("b", seen_quorum_id=6, min_replicas=2))  # of another lighthouse
     scene.leave("b")
     scene.ask("a")
-    assert scene.take_quorums() == [(7, ["a"])]
+    assert scene.pop_quorums() == [(7, ["a"])]
 
 
 # As many as a lighthouse of these tests has for a second.
@@ -96,10 +96,10 @@ def test_q6_an_id_of_the_far_future_is_refused() -> None:
     highest = clock_id + int(MAX_AHEAD_OF_NEW_JOB_S) * IDS_PER_S
     scene.ask("a", seen_quorum_id=highest)
     scene.ask("a", seen_quorum_id=highest + 1, commit_failures=1)  # it was given out here
-    assert scene.take_quorums() == [(highest + 1, ["a"]), (highest + 2, ["a"])]
+    assert scene.pop_quorums() == [(highest + 1, ["a"]), (highest + 2, ["a"])]
     scene = Scene(first_id=70)
     scene.ask("a")
-    scene.take()
+    scene.pop_orders()
     of_running = 70 + int(scene.now + MAX_AHEAD_S) * IDS_PER_S
     for told in (of_running + 1, 2**61):
         with pytest.raises(
@@ -109,14 +109,14 @@ def test_q6_an_id_of_the_far_future_is_refused() -> None:
     assert [each.groups[0].replica_id for each in scene.house.status("", scene.now)] == ["a"]
     scene.ask("b", seen_quorum_id=of_running)
     scene.ask("a")
-    assert scene.take_quorums() == [(of_running + 1, ["a", "b"])]
+    assert scene.pop_quorums() == [(of_running + 1, ["a", "b"])]
 
 
 def test_q6_a_lighthouse_whose_clock_is_not_set_believes_any_id() -> None:
     """Its clock says a time before all ids: the job that runs knows better."""
     scene = Scene(first_id=7, id_stride=16)
     scene.ask("a", seen_quorum_id=2**61)
-    ((quorum_id, _),) = scene.take_quorums()
+    ((quorum_id, _),) = scene.pop_quorums()
     assert 2**61 < quorum_id <= 2**61 + 16
 
 
@@ -126,11 +126,11 @@ def test_q6_what_is_told_in_one_job_does_not_move_the_ids_of_another() -> None:
     scene.ask("a", job="forged", seen_quorum_id=far)
     scene.leave("a", job="forged")
     scene.ask("b", job="honest")
-    assert scene.take_quorums() == [(far + 1, ["a"]), (71, ["b"])]
+    assert scene.pop_quorums() == [(far + 1, ["a"]), (71, ["b"])]
     scene.leave("b", job="honest")
     scene.ask("a", job="forged")  # but each goes on above its own
     scene.ask("b", job="honest")
-    assert scene.take_quorums() == [(far + 2, ["a"]), (72, ["b"])]
+    assert scene.pop_quorums() == [(far + 2, ["a"]), (72, ["b"])]
 
 
 def test_q6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
@@ -141,7 +141,7 @@ def test_q6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
     for job, told in (("x", 5000), ("y", 0), ("z", far), ("x", 0), ("w", 0)):
         scene.ask("a", job=job, seen_quorum_id=told)
         scene.leave("a", job=job)
-    ids = [quorum_id for quorum_id, _ in scene.take_quorums()]
+    ids = [quorum_id for quorum_id, _ in scene.pop_quorums()]
     assert ids[0] == 5001
     assert ids[1] == 71
     assert ids[2] == far + 1
@@ -153,10 +153,10 @@ def test_q6_a_forged_id_does_not_keep_the_job_from_the_next_lighthouse() -> None
     scene = formed("a")
     scene.ask("b", seen_quorum_id=int(MAX_AHEAD_S) * IDS_PER_S)
     scene.ask("a", step=1)
-    ((quorum_id, _),) = scene.take_quorums()
+    ((quorum_id, _),) = scene.pop_quorums()
     following = Scene()
     following.ask("a", step=1, seen_quorum_id=quorum_id)
-    assert following.take_quorums() == [(quorum_id + 1, ["a"])]
+    assert following.pop_quorums() == [(quorum_id + 1, ["a"])]
 
 
 # -- steps that are not believed --------------------------------------------------------------
@@ -172,22 +172,22 @@ def test_doubt_a_newcomer_more_than_a_step_ahead_of_the_job_has_to_heal(told: in
     scene.ask("c", step=told)
     scene.ask_all("a", "b", step=71)
     quorum = answer(2, member("a", 71), member("b", 71), doubted("c", told), callers=(4, 5, 3))
-    assert scene.take() == [quorum]
+    assert scene.pop_orders() == [quorum]
     assert [each.replica_id for each in quorum.quorum.up_to_date] == ["a", "b"]
     scene.leave("c")
-    scene.take()
+    scene.pop_orders()
     scene.ask_all("a", "b", step=72)
-    assert scene.take_quorums() == [(3, ["a", "b"])]
+    assert scene.pop_quorums() == [(3, ["a", "b"])]
     assert scene.house.committed_step(JOB) == 72
 
 
 def test_doubt_the_commit_that_the_others_discarded_is_believed() -> None:
     scene = formed("a", "b", step=70)
     scene.leave("a")
-    scene.take()
+    scene.pop_orders()
     scene.ask("a", step=71)  # it committed alone, and its session broke
     scene.ask("b", step=70, commit_failures=1)
-    ((_, members),) = scene.take_quorums()
+    ((_, members),) = scene.pop_quorums()
     assert members == ["a", "b"]
     assert scene.house.committed_step(JOB) == 71
 
@@ -196,10 +196,10 @@ def test_doubt_who_could_not_heal_is_not_believed_the_next_time_either() -> None
     scene = formed("a", step=70)
     scene.ask("c", step=1000)
     scene.ask("a", step=71)
-    scene.take()
+    scene.pop_orders()
     scene.ask("c", step=1000, unhealed=True)
     scene.ask("a", step=72)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert order.quorum.participants == (
         member("a", 72),
         member("c", 0, doubted_step=1000, unhealed=True),
@@ -211,7 +211,7 @@ def test_doubt_where_no_group_of_the_last_quorum_lives_the_highest_wins() -> Non
     scene.ask("c", step=1000)
     scene.ask("d", step=900)
     scene.leave("a")
-    assert scene.take_quorums() == [(2, ["c", "d"])]
+    assert scene.pop_quorums() == [(2, ["c", "d"])]
     assert scene.house.committed_step(JOB) == 1000
 
 
@@ -220,21 +220,21 @@ def test_doubt_nobody_takes_the_job_over_while_its_last_group_hangs() -> None:
     scene.ask("b", step=71)
     scene.until(110)  # a is late
     scene.leave("b")
-    scene.take()
+    scene.pop_orders()
     scene.ask("c", step=1000)
     scene.ask("d", step=900)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why().startswith("c, d: more than a step ahead of the job, which has committed")
     with pytest.raises(RequestRefused, match="no loss to accept"):
         scene.accept_loss()
     scene.leave("a")
-    assert scene.take_quorums() == [(2, ["c", "d"])]
+    assert scene.pop_quorums() == [(2, ["c", "d"])]
 
 
 def test_doubt_groups_that_all_went_on_from_another_checkpoint_are_believed() -> None:
     scene = formed("a", "b", step=70)
     scene.ask_all("a", "b", step=1000)
-    assert scene.take_quorums() == [(1, ["a", "b"])]
+    assert scene.pop_quorums() == [(1, ["a", "b"])]
     assert scene.house.committed_step(JOB) == 1000
 
 
@@ -243,12 +243,12 @@ def test_doubt_who_was_in_a_newer_quorum_elsewhere_is_believed() -> None:
     scene = formed("a:1", "b:1", "c:1", step=100)
     scene.leave("a:1")
     scene.leave("b:1")
-    scene.take()
+    scene.pop_orders()
     scene.opened("a:2", quorum_id=50, max_step=300)
     scene.opened("b:2", quorum_id=50, max_step=300)
     for replica_id, step in (("a:2", 301), ("b:2", 301), ("d:1", 1000), ("c:1", 100)):
         scene.ask(replica_id, step=step, seen_quorum_id=50)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     steps = {each.replica_id: each.step for each in order.quorum.participants}
     assert steps == {"a:2": 301, "b:2": 301, "c:1": 100, "d:1": 0}
     assert scene.house.committed_step(JOB) == 301
@@ -275,15 +275,15 @@ def test_doubt_a_history_that_strangers_have_made_up_is_not_believed(
     scene.leave("b:1")
     forge(scene, *forged)
     scene.ask_all("a:1", "c:1", step=71)
-    (order,) = [each for each in scene.take() if isinstance(each, AnswerQuorum)]
+    (order,) = [each for each in scene.pop_orders() if isinstance(each, AnswerQuorum)]
     steps = {each.replica_id: each.step for each in order.quorum.participants}
     assert {steps.pop("a:1"), steps.pop("c:1")} == {71}
     assert set(steps.values()) == {0}
     for replica_id in forged:
         scene.leave(replica_id)
-    scene.take()
+    scene.pop_orders()
     scene.ask_all("a:1", "c:1", step=72)
-    assert [members for _, members in scene.take_quorums()] == [["a:1", "c:1"]]
+    assert [members for _, members in scene.pop_quorums()] == [["a:1", "c:1"]]
     assert scene.house.committed_step(JOB) == 72
 
 
@@ -293,7 +293,7 @@ def test_doubt_of_two_groups_the_one_that_stayed_is_believed() -> None:
     scene.leave("b:1")
     forge(scene, "b:2", step=200)
     scene.ask("a:1", step=71)
-    (order,) = [each for each in scene.take() if isinstance(each, AnswerQuorum)]
+    (order,) = [each for each in scene.pop_orders() if isinstance(each, AnswerQuorum)]
     assert [each.step for each in order.quorum.participants] == [71, 0]
 
 
@@ -302,7 +302,7 @@ def test_doubt_groups_that_committed_a_step_while_the_lighthouse_was_away_are_be
     scene = formed("a:2", step=0)
     scene.ask_all("b:1", "c:1", step=1)
     scene.ask("a:2", step=0, commit_failures=1)
-    order = scene.take()[-1]
+    order = scene.pop_orders()[-1]
     assert [each.step for each in order.quorum.participants] == [0, 1, 1]
 
 
@@ -313,7 +313,7 @@ def test_doubt_a_lighthouse_that_is_new_to_the_job_believes_those_that_tell_of_i
     scene.ask("c", step=1000)
     for replica_id in "ab":
         scene.ask(replica_id, step=71, seen_quorum_id=50, last_num_groups=2)
-    assert scene.take_quorums() == [(51, ["a", "b", "c"])]
+    assert scene.pop_quorums() == [(51, ["a", "b", "c"])]
     assert scene.house.committed_step(JOB) == 71
 
 
@@ -326,7 +326,7 @@ def test_doubt_a_lighthouse_that_knows_only_a_part_of_the_last_quorum_believes_a
     scene.ask("c", step=200)
     scene.ask("a", step=71, seen_quorum_id=50, last_num_groups=2, has_history=True)
     scene.until(GATHER_S)
-    assert scene.take_quorums() == [(51, ["a", "c"])]
+    assert scene.pop_quorums() == [(51, ["a", "c"])]
     assert scene.house.committed_step(JOB) == 200
 
 
@@ -334,7 +334,7 @@ def test_doubt_a_lighthouse_can_let_the_job_follow() -> None:
     scene = formed("a", step=70, settings=config(on_step_jump="follow"))
     scene.ask("c", step=1000)
     scene.ask("a", step=71)
-    assert scene.take_quorums() == [(2, ["a", "c"])]
+    assert scene.pop_quorums() == [(2, ["a", "c"])]
     assert scene.house.committed_step(JOB) == 1000
 
 
@@ -344,7 +344,7 @@ def test_doubt_at_the_first_step_nobody_begins_with_the_weights_of_one_that_is_n
     scene = formed("b", "c", step=0)
     scene.ask("a", step=1000)
     scene.ask_all("b", "c", step=0)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     for group_rank in (0, 1):
         parts = [assign(order.quorum, each, group_rank) for each in "abc"]
         assert [part.recover_src_replica_rank for part in parts] == [1, None, 1]
@@ -354,33 +354,33 @@ def test_doubt_at_the_first_step_nobody_begins_with_the_weights_of_one_that_is_n
 def test_q7_hold_until_the_newer_state_is_back() -> None:
     scene = formed("a", "b", step=7)
     scene.leave("a")
-    scene.take()
+    scene.pop_orders()
     scene.ask("b", step=5)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why().startswith("the job has committed step 7, the groups that ask have at most")
     scene.ask("c", step=6)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.ask("a:2", step=7)
-    assert scene.take_quorums() == [(2, ["a:2", "b", "c"])]
+    assert scene.pop_quorums() == [(2, ["a:2", "b", "c"])]
 
 
 def test_q7_a_restart_of_the_whole_job_goes_on_with_a_warning() -> None:
     scene = formed("a", "b", step=7)
     scene.leave("a")
     scene.leave("b")
-    scene.take()
+    scene.pop_orders()
     scene.ask("c", step=4)
-    assert scene.take() == [answer(2, member("c", 4), callers=(3,), lost_from=7)]
+    assert scene.pop_orders() == [answer(2, member("c", 4), callers=(3,), lost_from=7)]
     scene.ask("c", step=5)  # from here on it is an ordinary job
-    assert scene.take() == [answer(2, member("c", 5), callers=(4,))]
+    assert scene.pop_orders() == [answer(2, member("c", 5), callers=(4,))]
 
 
 def test_q7_newcomers_that_saw_the_job_end_count_as_a_restart() -> None:
     scene = formed("a", step=7)
     scene.ask("b", step=4)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.leave("a")
-    assert scene.take() == [loss("a"), answer(2, member("b", 4), callers=(2,), lost_from=7)]
+    assert scene.pop_orders() == [loss("a"), answer(2, member("b", 4), callers=(2,), lost_from=7)]
 
 
 @pytest.mark.parametrize("all_gone", [True, False])
@@ -389,9 +389,9 @@ def test_q7_warn_goes_on_in_either_case(all_gone: bool) -> None:
     scene.leave("a")
     if all_gone:
         scene.leave("b")
-    scene.take()
+    scene.pop_orders()
     scene.ask("b", step=4)
-    assert scene.take() == [answer(2, member("b", 4), callers=(3,), lost_from=7)]
+    assert scene.pop_orders() == [answer(2, member("b", 4), callers=(3,), lost_from=7)]
 
 
 @pytest.mark.parametrize("all_gone", [True, False])
@@ -400,11 +400,11 @@ def test_q7_hold_waits_in_either_case(all_gone: bool) -> None:
     scene.leave("a")
     if all_gone:
         scene.leave("b")
-    scene.take()
+    scene.pop_orders()
     scene.ask("b", step=4)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.ask("c", step=7)
-    assert scene.take_quorums() == [(2, ["b", "c"])]
+    assert scene.pop_quorums() == [(2, ["b", "c"])]
 
 
 def test_q7_who_was_frozen_while_the_others_went_on_never_takes_the_job_back() -> None:
@@ -414,15 +414,15 @@ def test_q7_who_was_frozen_while_the_others_went_on_never_takes_the_job_back() -
     scene.leave("b:1", "no sign of life")
     scene.ask("a:1", step=210)
     scene.leave("a:1")
-    scene.take()
+    scene.pop_orders()
     scene.ask("b:2", step=62, seen_quorum_id=1, last_num_groups=2, has_history=True)
     scene.until(scene.now + 99)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why().startswith("the job has committed step 210, the groups that ask have at")
     scene.ask("c:1", step=200)  # a restart from a checkpoint beside it decides nothing either
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.accept_loss()
-    assert scene.take_quorums() == [(3, ["b:2", "c:1"])]
+    assert scene.pop_quorums() == [(3, ["b:2", "c:1"])]
 
 
 @pytest.mark.parametrize("policy", ["auto", "hold", "warn"])
@@ -432,17 +432,19 @@ def test_q7_after_a_finished_job_another_run_begins(policy: str) -> None:
     scene.leave("b", ends=True)
     scene.withdraw(scene.ask("d", step=0, min_replicas=2))  # somebody who looks in changes nothing
     scene.leave("d")
-    scene.take()
+    scene.pop_orders()
     caller = scene.ask("c")
     group = member("c")
-    assert scene.take() == [answer(2, group, callers=(caller,), lost_from=7, begins_anew=True)]
+    assert scene.pop_orders() == [
+        answer(2, group, callers=(caller,), lost_from=7, begins_anew=True)
+    ]
     caller = scene.ask("c", step=1)
-    assert scene.take() == [answer(2, member("c", 1), callers=(caller,))]
+    assert scene.pop_orders() == [answer(2, member("c", 1), callers=(caller,))]
     scene.leave("c", ends=False)
-    scene.take()
+    scene.pop_orders()
     caller = scene.ask("e")
     told = [answer(3, member("e"), callers=(caller,), lost_from=1)]
-    assert scene.take() == ([] if policy == "hold" else told), "that run had not finished"
+    assert scene.pop_orders() == ([] if policy == "hold" else told), "that run had not finished"
 
 
 def test_q7_who_belongs_to_a_finished_job_does_not_begin_it_anew() -> None:
@@ -450,9 +452,9 @@ def test_q7_who_belongs_to_a_finished_job_does_not_begin_it_anew() -> None:
     scene.leave("b:1", "no sign of life")
     scene.ask("a:1", step=210)
     scene.leave("a:1", ends=True)
-    scene.take()
+    scene.pop_orders()
     scene.ask("b:2", step=62, seen_quorum_id=1, has_history=True)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why().startswith("the job has finished after step 210, the groups that ask have")
 
 
@@ -460,16 +462,16 @@ def test_q7_a_job_is_finished_only_if_all_its_groups_ended_on_purpose() -> None:
     scene = formed("a", "b", step=7)
     scene.leave("a", ends=True)
     scene.leave("b")
-    scene.take()
+    scene.pop_orders()
     scene.ask("c")
-    assert scene.take() == [answer(2, member("c"), callers=(3,), lost_from=7)]
+    assert scene.pop_orders() == [answer(2, member("c"), callers=(3,), lost_from=7)]
 
 
 def test_who_is_killed_by_an_operator_ends_on_purpose_however_it_goes() -> None:
     scene = formed("a", step=7)
     scene.house.killed(JOB, "a", "killed: wanted")
     scene.leave("a", "its session ended")
-    assert scene.take() == [replace(loss("a", "killed: wanted"), is_orderly=True)]
+    assert scene.pop_orders() == [replace(loss("a", "killed: wanted"), is_orderly=True)]
     assert scene.house.status(JOB, scene.now)[0].finished
 
 
@@ -483,11 +485,11 @@ def test_q7_a_held_quorum_is_let_go_when_the_last_veteran_dies() -> None:
     scene.ask("c", step=4)
     scene.until(240)
     scene.beat("c")
-    scene.take()
+    scene.pop_orders()
     scene.before(250)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.until(250)
-    assert scene.take() == [
+    assert scene.pop_orders() == [
         loss("b", SILENT),
         Refused(3, "QuorumFailed", f"no quorum: 'b' is out: {SILENT}"),
         answer(2, member("c", 4), callers=(4,), lost_from=7),
@@ -502,7 +504,7 @@ def held(min_replicas: int = 1) -> Scene:
     scene.ask("b", step=5)
     scene.leave("a")
     scene.ask("b", step=5, min_replicas=min_replicas)
-    scene.take()
+    scene.pop_orders()
     return scene
 
 
@@ -510,10 +512,10 @@ def test_q7_an_operator_accepts_the_loss_once() -> None:
     scene = held()
     scene.accept_loss()
     group = member("b", 5, min_replicas=1)
-    assert scene.take() == [answer(2, group, callers=(3,), lost_from=7)]
+    assert scene.pop_orders() == [answer(2, group, callers=(3,), lost_from=7)]
     assert scene.house.committed_step(JOB) == 5
     scene.ask("b", step=4)  # and not the next one
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert "committed step 5" in scene.why()
 
 
@@ -521,10 +523,10 @@ def test_q7_a_loss_is_accepted_before_there_are_enough_groups() -> None:
     scene = held(min_replicas=2)
     assert scene.why() == "1 of at least 2 groups ask (--min-replicas)"
     scene.accept_loss()
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.accept_loss()  # twice does no harm
     scene.ask("c", step=6)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert (order.callers, order.lost_from) == ((3, 4), 7)
 
 
@@ -536,7 +538,7 @@ def test_q7_a_loss_that_was_accepted_is_none_if_the_newer_state_comes_back() -> 
     scene.leave("a")
     scene.ask("c", step=5)
     scene.ask("d", step=5)
-    assert scene.take() == [loss("a")]
+    assert scene.pop_orders() == [loss("a")]
     assert "committed step 7" in scene.why()
 
 
@@ -548,7 +550,7 @@ def test_q7_no_loss_is_accepted_while_a_group_that_may_know_more_is_awaited() ->
     scene.leave("a")
     scene.ask("b", step=5)  # it is what is left, and there is nobody to wait for
     scene.accept_loss()
-    assert scene.take_quorums() == [(2, ["b", "c"])]
+    assert scene.pop_quorums() == [(2, ["b", "c"])]
 
 
 def test_q7_no_loss_is_accepted_while_groups_gather() -> None:
@@ -560,7 +562,7 @@ def test_q7_no_loss_is_accepted_while_groups_gather() -> None:
         scene.accept_loss()
     scene.until(100 + GATHER_S)
     scene.accept_loss()
-    assert scene.take_quorums() == [(2, ["b"])]
+    assert scene.pop_quorums() == [(2, ["b"])]
 
 
 def test_q7_no_loss_is_accepted_when_nobody_asks_any_more() -> None:
@@ -580,7 +582,7 @@ def test_q7_nothing_to_accept(policy: str) -> None:
     scene.ask("a", step=7)
     with pytest.raises(RequestRefused, match=r"waiting for b: alive.* would lose committed steps"):
         scene.accept_loss()
-    assert scene.take() == []
+    assert scene.pop_orders() == []
 
 
 def test_a_restarted_lighthouse_tells_by_seen_ids_whose_state_is_older() -> None:
@@ -615,9 +617,9 @@ def test_i1_two_lighthouses_that_a_job_has_come_apart_to_give_out_other_ids() ->
     for remainder in range(8):
         scene = Scene(first_id=96 + remainder, id_stride=8)
         scene.ask(f"a:{remainder}", step=3, seen_quorum_id=500)
-        ((quorum_id, _),) = scene.take_quorums()
+        ((quorum_id, _),) = scene.pop_quorums()
         scene.ask(f"a:{remainder}", step=3, commit_failures=1)
-        ((next_id, _),) = scene.take_quorums()
+        ((next_id, _),) = scene.pop_quorums()
         assert next_id == quorum_id + 8
         told.add(quorum_id)
     assert told == set(range(501, 509))

@@ -7,8 +7,7 @@ from enum import Enum
 import pytest
 from support.core.scenes import JOB, Scene, config, formed
 
-from torchft_svc.core.quorum.lighthouse.job import MAX_LOSSES_TOLD
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportLoss
+from torchft_svc.core.quorum.lighthouse.jobs import MAX_LOSSES_SENT, ReportLoss
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.errors import RequestRefused
 
@@ -17,10 +16,10 @@ def test_jobs_never_see_each_other() -> None:
     scene = Scene(config(min_replicas=2))
     scene.ask("a", job="one")
     scene.ask("b", job="two")
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.leave("a", job="two")
     scene.ask("c", job="one")
-    assert scene.take_quorums() == [(1, ["a", "c"])]
+    assert scene.pop_quorums() == [(1, ["a", "c"])]
     assert scene.why("two") == "1 of at least 2 groups ask (--min-replicas)"
     assert scene.why("three") == "no group asks for a quorum"
 
@@ -30,7 +29,7 @@ def test_the_living_others_of_the_last_quorum_are_told_of_a_loss() -> None:
     scene.beat("d")
     for replica_id in ("c", "d", "a"):
         scene.leave(replica_id)
-    told = [sorted(order.recipients) for order in scene.take()]
+    told = [sorted(order.recipients) for order in scene.pop_orders()]
     assert told == [["a", "b", "c"], [], ["a", "b"]], "and itself, if it can hear that"
 
 
@@ -47,7 +46,7 @@ def test_a_late_heartbeat_does_not_bring_a_group_back_that_has_left() -> None:
     scene.house.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
     scene.beat("b")
     scene.ask("a", 1)
-    assert scene.take_quorums() == [(2, ["a"])]
+    assert scene.pop_quorums() == [(2, ["a"])]
     scene = formed("a", "b")
     scene.house.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
     scene.opened("b", quorum_id=1)
@@ -62,16 +61,16 @@ def test_a_late_heartbeat_does_not_bring_a_group_back_that_has_left() -> None:
 
 
 def test_of_many_that_die_at_once_a_few_are_told() -> None:
-    names = [f"g{number}" for number in range(MAX_LOSSES_TOLD + 6)]
+    names = [f"g{number}" for number in range(MAX_LOSSES_SENT + 6)]
     scene = formed(*names)
     for name in names[4:]:
         scene.leave(name)
-    told = [set(order.recipients) - {order.replica_id} for order in scene.take()]
-    assert [bool(others) for others in told] == [True] * MAX_LOSSES_TOLD + [False] * 2
+    told = [set(order.recipients) - {order.replica_id} for order in scene.pop_orders()]
+    assert [bool(others) for others in told] == [True] * MAX_LOSSES_SENT + [False] * 2
     scene.ask_all(*names[:4], step=1)
-    assert scene.take_quorums() == [(2, names[:4])]
+    assert scene.pop_quorums() == [(2, names[:4])]
     scene.leave(names[0])  # its peers are in another step now
-    assert sorted(scene.take()[0].recipients) == names[:4]
+    assert sorted(scene.pop_orders()[0].recipients) == names[:4]
 
 
 def test_one_clock_serves_all_jobs() -> None:
@@ -82,9 +81,9 @@ def test_one_clock_serves_all_jobs() -> None:
     scene.beat("b", job="two")
     scene.ask("a", job="two")
     scene.until(20)
-    assert [(order.job, scene.now) for order in scene.take()] == [("one", 20)]
+    assert [(order.job, scene.now) for order in scene.pop_orders()] == [("one", 20)]
     scene.until(23)
-    assert [(order.job, scene.now) for order in scene.take()] == [("two", 23)]
+    assert [(order.job, scene.now) for order in scene.pop_orders()] == [("two", 23)]
 
 
 def test_the_step_of_an_ended_job_is_remembered_for_as_many_jobs_as_are_served() -> None:
@@ -95,10 +94,10 @@ def test_the_step_of_an_ended_job_is_remembered_for_as_many_jobs_as_are_served()
     for number in range(10):  # names without any progress push nothing out
         scene.beat("a", job=f"noise {number}")
         scene.leave("a", job=f"noise {number}")
-    scene.take()
+    scene.pop_orders()
     for job in ("one", "two"):
         scene.ask("a", step=1, job=job)
-    assert [order.lost_from for order in scene.take()] == [None, 7]
+    assert [order.lost_from for order in scene.pop_orders()] == [None, 7]
 
 
 def test_a_job_too_many_is_refused() -> None:
@@ -125,7 +124,7 @@ def test_a_group_too_many_is_refused() -> None:
     with pytest.raises(RequestRefused, match="job 'job' has 2 groups, the limit"):
         scene.house.check_room("job")
     scene.ask_all("a", "b")
-    assert scene.take_quorums() == [(1, ["a", "b"])]
+    assert scene.pop_quorums() == [(1, ["a", "b"])]
 
 
 def test_a_quorum_that_would_be_too_long_is_refused_to_who_makes_it_so() -> None:
@@ -154,7 +153,7 @@ def test_what_was_published_leaves_room_for_the_next_quorum() -> None:
     scene = Scene(config(max_quorum_bytes=1000))
     for step in range(5):
         scene.ask("a", step=step, data="x" * 600)
-    assert len(scene.take_quorums()) == 5
+    assert len(scene.pop_quorums()) == 5
 
 
 @pytest.mark.parametrize("job", ["", "x" * 257, "a\nb"])

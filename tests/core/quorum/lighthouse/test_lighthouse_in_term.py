@@ -6,19 +6,18 @@ import dataclasses
 from typing import Any
 
 import pytest
+from support.core.house import AnswerQuorum, EndTerm, House
 from support.core.scenes import JOB, SECONDS, Scene, config, member
 
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse.gathering import GATHER_S
-from torchft_svc.core.quorum.lighthouse.job import MAX_LOSSES_TOLD, MISSED_AFTER_S
-from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
-    AnswerQuorum,
+from torchft_svc.core.quorum.lighthouse.jobs import (
+    MAX_LOSSES_SENT,
+    MISSING_AFTER_S,
     ReportEviction,
     ReportLoss,
     ReportStraggler,
-    ReportTermEnds,
 )
+from torchft_svc.core.quorum.lighthouse.membership import GATHER_S
 from torchft_svc.core.quorum.session_messages import Leave, Lost, NewcomerWaits
 from torchft_svc.core.quorum.term import LOOK_S, TermEnds
 from torchft_svc.core.quorum.types import LastQuorum, QuorumConfig
@@ -34,16 +33,16 @@ class Term(Scene):
         for each in "abc":
             self.asks(each, 5, steady=steady)
         self.now = 100.0
-        assert self.take_quorums() == [(1, ["a", "b", "c"])]
+        assert self.pop_quorums() == [(1, ["a", "b", "c"])]
 
     def asks(self, replica_id: str, step: int, *, agreed: bool = False, **fields: Any) -> None:
         self._caller += 1
         asker = member(replica_id, step, **{"steady": True, "step_quorum_id": 1, **fields})
-        self._note(self.house.request(JOB, asker, self._caller, self.now, agreed=agreed))
+        self._record(self.house.request(JOB, asker, self._caller, self.now, agreed=agreed))
 
     def told(self) -> list[tuple[int | None, tuple[str, ...]]]:
         """Of the end of a term: from which step on, and who."""
-        ends = [each for each in self.take() if isinstance(each, ReportTermEnds)]
+        ends = [each for each in self.pop_orders() if isinstance(each, EndTerm)]
         assert all(each.news.quorum_id == 1 for each in ends)
         return [(each.news.step, tuple(sorted(each.recipients))) for each in ends]
 
@@ -58,11 +57,11 @@ def test_groups_that_go_on_in_an_older_quorum_learn_that_the_job_goes_on_without
     scene = Scene(SECONDS)
     for each in "ab":
         scene.opened(each, quorum_id=7, max_step=20)
-    scene.does("a", Phase.QUORUM, 21)
+    scene.report("a", Phase.QUORUM, 21)
     scene.opened("c", quorum_id=8, max_step=1)
     scene.ask("c", 2, seen_quorum_id=8, has_history=True)
     scene.until(60.0)
-    told = [each for each in scene.take() if isinstance(each, ReportStraggler)]
+    told = [each for each in scene.pop_orders() if isinstance(each, ReportStraggler)]
     assert [(each.replica_id, each.quorum_id, each.recipients) for each in told] == [
         ("a", 8, ("a",)),
         ("b", 8, ("b",)),
@@ -79,7 +78,7 @@ def test_a_term_ends_if_groups_come_from_a_newer_quorum_and_both_do_not_train_on
     assert news == TermEnds(1, None, "d, e trained on in a newer quorum elsewhere")
     for each in "abc":
         term.asks(each, 6, agreed=True)
-    told = [each for each in term.take() if isinstance(each, ReportStraggler)]
+    told = [each for each in term.pop_orders() if isinstance(each, ReportStraggler)]
     assert [(each.replica_id, each.quorum_id, each.recipients) for each in told] == [
         ("d", 9, ("d",)),
         ("e", 9, ("e",)),
@@ -97,7 +96,7 @@ def test_two_terms_do_not_last_beside_each_other_at_a_lighthouse_that_is_new_to_
     for each in order:
         quorum_id = 9 if each in "cd" else 7
         scene.opened(each, quorum_id, 20, 2)
-        for ends in scene.take():
+        for ends in scene.pop_orders():
             for who in ends.recipients:
                 told[who].append(ends.news)
         told[each] += scene.house.missed_news(JOB, each, LastQuorum(quorum_id, 20), 2)
@@ -107,7 +106,7 @@ def test_two_terms_do_not_last_beside_each_other_at_a_lighthouse_that_is_new_to_
     assert not any(each.quorum_id == 9 for who in "ab" for each in told[who])
     for each in "cd":
         scene.ask(each, 20, seen_quorum_id=9, has_history=True, last_num_groups=2, steady=True)
-    taken = scene.take()
+    taken = scene.pop_orders()
     behind = [each for each in taken if isinstance(each, ReportStraggler)]
     assert [(each.replica_id, each.quorum_id) for each in behind] == [("a", 9), ("b", 9)]
     assert [each.quorum.quorum_id for each in taken if isinstance(each, AnswerQuorum)] == [10]
@@ -119,8 +118,8 @@ def test_who_asks_at_a_new_lighthouse_ends_no_term_as_a_rival() -> None:
     scene.opened("c", 9, 20, 2)
     scene.ask("a", 20, seen_quorum_id=7, has_history=True)
     scene.opened("a", 7, 20, 2)
-    assert scene.take() == []
-    assert scene.take_newcomers() == ["a"]
+    assert scene.pop_orders() == []
+    assert scene.pop_newcomers() == ["a"]
     assert scene.house.missed_news(JOB, "c", LastQuorum(9, 20), 2) == [NewcomerWaits("a")]
 
 
@@ -133,14 +132,14 @@ def test_a_member_that_asks_alone_ends_the_term_for_the_others() -> None:
     assert term.told() == [(8, ("a", "c"))]
     term.asks("a", 8)
     term.asks("c", 9, agreed=True)
-    assert [kind for kind in term.take() if isinstance(kind, ReportTermEnds)] == []
+    assert [kind for kind in term.pop_orders() if isinstance(kind, EndTerm)] == []
 
 
 def test_the_quorum_after_a_break_has_another_id() -> None:
     term = Term()
     for each in "abc":
         term.asks(each, 8)
-    assert term.take_quorums() == [(2, ["a", "b", "c"])]
+    assert term.pop_quorums() == [(2, ["a", "b", "c"])]
 
 
 def test_the_quorum_after_a_loss_that_was_told_has_another_id() -> None:
@@ -150,14 +149,14 @@ def test_the_quorum_after_a_loss_that_was_told_has_another_id() -> None:
     term.opened("c", 1, 5)
     for each in "abc":
         term.asks(each, 8, agreed=True)
-    assert term.take_quorums() == [(2, ["a", "b", "c"])]
+    assert term.pop_quorums() == [(2, ["a", "b", "c"])]
 
 
 def test_if_all_know_the_id_stays() -> None:
     term = Term()
     for each in "abc":
         term.asks(each, 8, agreed=True)
-    assert term.take_quorums() == [(1, ["a", "b", "c"])]
+    assert term.pop_quorums() == [(1, ["a", "b", "c"])]
 
 
 def test_who_is_in_an_earlier_step_may_finish_it_and_one_that_waits_there_is_told() -> None:
@@ -185,11 +184,11 @@ def test_who_was_told_of_a_loss_asks_and_that_is_no_news() -> None:
     """Neither for the others, nor for the one that was given up, which learns why."""
     settings = dataclasses.replace(SECONDS, hang_timeout_s=5.0, on_hang="evict")
     term = Term(settings)
-    term.does("c", Phase.TRAINING, 7)
+    term.report("c", Phase.TRAINING, 7)
     for each in "ab":
-        term.does(each, Phase.QUORUM, 7)
+        term.report(each, Phase.QUORUM, 7)
     term.until(105.0)
-    (evicted,) = (each for each in term.take() if isinstance(each, ReportEviction))
+    (evicted,) = (each for each in term.pop_orders() if isinstance(each, ReportEviction))
     assert sorted(evicted.recipients) == ["a", "b", "c"]
     term.asks("a", 7)
     assert term.told() == []
@@ -200,7 +199,7 @@ def test_a_newcomer_ends_nothing(steady: bool) -> None:
     term = Term()
     term.asks("d", 0, steady=steady, step_quorum_id=0)
     assert term.told() == []
-    assert term.take_newcomers() == ["d"]
+    assert term.pop_newcomers() == ["d"]
 
 
 def test_where_each_step_asks_nobody_is_told() -> None:
@@ -216,7 +215,7 @@ def test_where_groups_heal_each_step_asks(steps: tuple[int, int, int]) -> None:
     scene.beat("a", "b", "c")
     for each, step in zip("abc", steps, strict=True):
         scene.ask(each, step, steady=True)
-    scene.take()
+    scene.pop_orders()
     scene.session_ends("a")
     assert lost(scene) == [("a", ("a", "b", "c"))]
 
@@ -251,7 +250,7 @@ def test_a_lighthouse_that_is_new_to_the_job_ends_a_term_of_another() -> None:
         scene.opened(each, 7, 5)
     asks = member("b", 6, steady=True)
     orders = scene.house.request(JOB, asks, 1, 0.0)
-    (ends,) = [each for each in orders if isinstance(each, ReportTermEnds)]
+    (ends,) = [each for each in orders if isinstance(each, EndTerm)]
     assert (ends.news.quorum_id, ends.news.step, ends.recipients) == (7, 6, ("a",))
 
 
@@ -264,9 +263,9 @@ def committed(term: Term) -> int:
 
 def test_the_job_is_where_all_members_have_told_to_be() -> None:
     term = Term()
-    term.does("a", Phase.TRAINING, 9)
-    term.does("b", Phase.TRAINING, 8)
-    term.does("c", Phase.VOTING, 9)
+    term.report("a", Phase.TRAINING, 9)
+    term.report("b", Phase.TRAINING, 8)
+    term.report("c", Phase.VOTING, 9)
     assert committed(term) == 5, "it is noted when a member asks or is gone"
     term.leave("c")
     assert committed(term) == 8
@@ -275,7 +274,7 @@ def test_the_job_is_where_all_members_have_told_to_be() -> None:
 def test_an_update_that_may_be_under_way_is_not_counted() -> None:
     term = Term()
     for each in "abc":
-        term.does(each, Phase.IDLE, 9)
+        term.report(each, Phase.IDLE, 9)
     term.asks("a", 9)
     assert committed(term) == 8
 
@@ -284,9 +283,9 @@ def test_an_update_that_may_be_under_way_is_not_counted() -> None:
 def test_without_word_of_one_member_the_step_of_the_quorum_stays(silent: Phase | None) -> None:
     term = Term()
     for each in "ab":
-        term.does(each, Phase.TRAINING, 9)
+        term.report(each, Phase.TRAINING, 9)
     if silent is not None:
-        term.does("c", silent, 9)
+        term.report("c", silent, 9)
     term.leave("a")
     assert committed(term) == 5
 
@@ -294,10 +293,10 @@ def test_without_word_of_one_member_the_step_of_the_quorum_stays(silent: Phase |
 def test_after_a_member_has_asked_beats_count_no_more() -> None:
     term = Term()
     for each in "abc":
-        term.does(each, Phase.TRAINING, 7)
+        term.report(each, Phase.TRAINING, 7)
     term.leave("c")
     for each in "ab":
-        term.does(each, Phase.TRAINING, 9)
+        term.report(each, Phase.TRAINING, 9)
     term.asks("a", 8)
     assert committed(term) == 7
 
@@ -306,7 +305,7 @@ def test_a_member_is_believed_as_far_as_the_slowest_member_shows() -> None:
     term = Term()
     for each, step in {"a": 50, "b": 51, "c": 50}.items():
         term.asks(each, step)
-    assert term.take_quorums() == [(2, ["a", "b", "c"])]
+    assert term.pop_quorums() == [(2, ["a", "b", "c"])]
     assert committed(term) == 51
 
 
@@ -315,12 +314,12 @@ def test_a_member_that_goes_back_to_a_checkpoint_of_the_term_heals(is_reported: 
     """It has committed step 40 in this quorum, too, and so have the others their later ones."""
     term = Term()
     for each in "abc":
-        term.does(each, Phase.APPLYING, 51)
+        term.report(each, Phase.APPLYING, 51)
     if is_reported:
-        term.does("c", Phase.IDLE, 40)
+        term.report("c", Phase.IDLE, 40)
     for each, step in {"c": 40, "a": 51, "b": 51}.items():
         term.asks(each, step)
-    (order,) = [each for each in term.take() if isinstance(each, AnswerQuorum)]
+    (order,) = [each for each in term.pop_orders() if isinstance(each, AnswerQuorum)]
     assert [each.step for each in order.quorum.participants] == [51, 51, 40], "all are believed"
 
 
@@ -328,13 +327,13 @@ def test_a_member_that_goes_back_to_a_checkpoint_of_the_term_heals(is_reported: 
 def test_a_member_that_went_back_to_a_checkpoint_does_not_go_on_alone(is_reported: bool) -> None:
     term = Term()
     for each in "abc":
-        term.does(each, Phase.APPLYING, 51)
+        term.report(each, Phase.APPLYING, 51)
     if is_reported:
-        term.does("c", Phase.IDLE, 40)
+        term.report("c", Phase.IDLE, 40)
     for each in "ab":
         term.leave(each)
     term.asks("c", 40)
-    assert term.take_quorums() == []
+    assert term.pop_quorums() == []
     assert committed(term) == 51
 
 
@@ -342,7 +341,7 @@ def test_how_far_the_term_is_need_not_have_been_reported() -> None:
     term = Term()
     for each, step in {"c": 40, "a": 51, "b": 50}.items():
         term.asks(each, step)
-    (order,) = [each for each in term.take() if isinstance(each, AnswerQuorum)]
+    (order,) = [each for each in term.pop_orders() if isinstance(each, AnswerQuorum)]
     assert [each.step for each in order.quorum.participants] == [51, 50, 40]
     assert committed(term) == 51
 
@@ -351,7 +350,7 @@ def test_a_wait_for_the_quorum_that_is_heard_of_later_is_no_progress_in_it() -> 
     """The group asked with the lowest step of its workers, and one of them was ahead."""
     term = Term()
     for each in "abc":
-        term.does(each, Phase.QUORUM, 6, for_s=2.0)
+        term.report(each, Phase.QUORUM, 6, for_s=2.0)
     term.leave("a")
     assert committed(term) == 5
 
@@ -363,7 +362,7 @@ def test_a_step_of_elsewhere_is_not_believed() -> None:
     term.asks("d", 60)  # of no member, whatever it tells
     term.asks("b", 6, agreed=True)
     term.asks("c", 6, agreed=True)
-    (order,) = [each for each in term.take() if isinstance(each, AnswerQuorum)]
+    (order,) = [each for each in term.pop_orders() if isinstance(each, AnswerQuorum)]
     assert [each.doubted_step for each in order.quorum.participants] == [50, 0, 0, 60]
     assert committed(term) == 6
 
@@ -372,12 +371,12 @@ def test_a_new_lighthouse_does_not_wait_for_a_step_that_one_group_has_committed_
     """a gets its sums complete, when b has given the step up, and is lost."""
     scene = Scene(SECONDS)
     scene.opened("a", 7, 5, 2)
-    scene.does("a", Phase.TRAINING, 9)
+    scene.report("a", Phase.TRAINING, 9)
     scene.leave("a")
     scene.opened("b", 7, 7, 2)
     scene.ask("b", 8, seen_quorum_id=7, has_history=True, last_num_groups=2)
     scene.until(GATHER_S)
-    assert scene.take_quorums() == [(8, ["b"])]
+    assert scene.pop_quorums() == [(8, ["b"])]
 
 
 # -- stragglers (E6) -----------------------------------------------------------------------------
@@ -385,9 +384,9 @@ def test_a_new_lighthouse_does_not_wait_for_a_step_that_one_group_has_committed_
 
 def waiting_for_c(term: Term) -> None:
     """a and b wait in step 7, which c has not begun."""
-    term.does("c", Phase.IDLE, 7)
+    term.report("c", Phase.IDLE, 7)
     for each in "ab":
-        term.does(each, Phase.QUORUM, 7)
+        term.report(each, Phase.QUORUM, 7)
 
 
 def test_who_does_not_begin_a_step_is_waited_for_as_long_as_if_the_others_had_asked() -> None:
@@ -396,23 +395,23 @@ def test_who_does_not_begin_a_step_is_waited_for_as_long_as_if_the_others_had_as
     term.before(110.0)
     assert term.told() == []
     term.until(110.0)
-    term.does("c", Phase.IDLE, 7)
+    term.report("c", Phase.IDLE, 7)
     term.until(110.0 + LOOK_S)
     assert term.told() == [(7, ("a", "b", "c"))]
     term.asks("a", 7)
     term.asks("b", 7)
-    assert term.take_quorums() == [(2, ["a", "b"])], "and the next quorum does not wait for it"
+    assert term.pop_quorums() == [(2, ["a", "b"])], "and the next quorum does not wait for it"
 
 
 def test_the_quorum_after_a_member_was_late_has_another_id_though_it_asks() -> None:
     term = Term()
     waiting_for_c(term)
     term.until(110.0)
-    term.does("c", Phase.IDLE, 7)
+    term.report("c", Phase.IDLE, 7)
     term.until(110.0 + LOOK_S)
     for each in "cab":
         term.asks(each, 7, agreed=True)
-    assert term.take_quorums() == [(2, ["a", "b", "c"])]
+    assert term.pop_quorums() == [(2, ["a", "b", "c"])]
 
 
 def test_a_member_whose_session_has_ended_is_missed_and_not_late() -> None:
@@ -420,21 +419,21 @@ def test_a_member_whose_session_has_ended_is_missed_and_not_late() -> None:
     term = Term()
     waiting_for_c(term)
     term.until(110.0)
-    term.does("c", Phase.IDLE, 7)
+    term.report("c", Phase.IDLE, 7)
     term.session_ends("c")
     term.until(110.0 + 2 * LOOK_S)
-    assert term.take() == []
+    assert term.pop_orders() == []
 
 
 def test_waits_that_ended_in_time_do_not_delay_the_news_about_later_ones() -> None:
     term = Term()
-    term.does("a", Phase.QUORUM, 6)
+    term.report("a", Phase.QUORUM, 6)
     term.until(101.0)
     waiting_for_c(term)  # and the first wait is looked at while these last
     term.before(111.0)
     assert term.told() == []
     term.now = 111.0
-    term.does("c", Phase.IDLE, 7)
+    term.report("c", Phase.IDLE, 7)
     term.until(111.0)
     assert term.told() == [(7, ("a", "b", "c"))]
 
@@ -445,7 +444,7 @@ def test_who_has_reported_nothing_since_the_wait_became_too_long_may_have_begun_
     waiting_for_c(term)
     term.until(112.0)
     assert term.told() == []
-    term.does("c", Phase.TRAINING, 8)
+    term.report("c", Phase.TRAINING, 8)
     term.until(120.0)
     assert term.told() == []
 
@@ -454,7 +453,7 @@ def test_who_has_reported_nothing_since_the_wait_became_too_long_may_have_begun_
 def test_who_has_begun_the_step_is_no_straggler(phase: Phase) -> None:
     term = Term()
     waiting_for_c(term)
-    term.does("c", phase, 7)
+    term.report("c", phase, 7)
     term.until(110.0 + 5 * LOOK_S)
     assert term.told() == []
 
@@ -463,9 +462,9 @@ def test_who_begins_the_step_in_time_costs_nothing() -> None:
     term = Term()
     waiting_for_c(term)
     term.until(109.0)
-    term.does("c", Phase.TRAINING, 7)
+    term.report("c", Phase.TRAINING, 7)
     for each in "ab":
-        term.does(each, Phase.TRAINING, 8)
+        term.report(each, Phase.TRAINING, 8)
     term.until(200.0)
     assert term.told() == []
 
@@ -480,49 +479,49 @@ def test_a_wait_that_ended_with_a_question_counts_for_who_has_not_begun_the_step
     term.asks("b", 7)
     assert term.told() == [(7, ("b", "c"))]
     term.before(110.0)
-    assert term.take_quorums() == []
+    assert term.pop_quorums() == []
     term.until(110.0)
-    assert term.take_quorums() == [(2, ["a", "b"])]
+    assert term.pop_quorums() == [(2, ["a", "b"])]
 
 
 def test_a_wait_that_was_over_before_it_is_heard_of_counts_at_once() -> None:
     """Nothing is left for a tick: the next deadline of a lighthouse is never in the past."""
     term = Term()
     term.now = 130.0
-    term.does("c", Phase.IDLE, 7)
-    term.does("b", Phase.IDLE, 8)
-    term.does("a", Phase.QUORUM, 7, for_s=20.0)
+    term.report("c", Phase.IDLE, 7)
+    term.report("b", Phase.IDLE, 8)
+    term.report("a", Phase.QUORUM, 7, for_s=20.0)
     assert term.told() == [(7, ("a", "b", "c"))]
     term = Term()
     waiting_for_c(term)
     term.now = 112.0  # nobody has looked meanwhile
     for each in "ab":
         term.asks(each, 7)
-    assert term.take_quorums() == [(2, ["a", "b"])]
+    assert term.pop_quorums() == [(2, ["a", "b"])]
 
 
 def test_it_does_not_count_for_who_has_begun_the_step() -> None:
     term = Term()
     waiting_for_c(term)
-    term.does("c", Phase.TRAINING, 7)
+    term.report("c", Phase.TRAINING, 7)
     term.until(109.0)
     for each in "ab":
         term.asks(each, 7)
     term.before(119.0)
-    assert term.take_quorums() == []
+    assert term.pop_quorums() == []
     term.until(119.0)
-    assert term.take_quorums() == [(2, ["a", "b"])]
+    assert term.pop_quorums() == [(2, ["a", "b"])]
 
 
 def test_a_wait_in_an_earlier_step_does_not_count() -> None:
     term = Term()
     waiting_for_c(term)
     term.until(109.0)
-    term.does("c", Phase.IDLE, 8)  # step 7 was committed, and that is all that was heard
+    term.report("c", Phase.IDLE, 8)  # step 7 was committed, and that is all that was heard
     for each in "ab":
         term.asks(each, 8)
     term.before(119.0)
-    assert term.take_quorums() == []
+    assert term.pop_quorums() == []
 
 
 def test_where_each_step_asks_a_member_that_waits_in_a_sum_ends_nothing() -> None:
@@ -545,17 +544,17 @@ def test_what_is_known_of_an_earlier_quorum_says_nothing_of_a_newer_one() -> Non
 def test_losses_of_an_earlier_quorum_are_not_counted_in_a_newer_one() -> None:
     """The members of that one had left these behind."""
     scene = Scene(SECONDS)
-    early = [f"e{number}" for number in range(MAX_LOSSES_TOLD + 2)]
+    early = [f"e{number}" for number in range(MAX_LOSSES_SENT + 2)]
     for each in early:
         scene.opened(each, 5, 3, len(early))
     for each in early[1:]:
         scene.leave(each)
-    assert [len(each.recipients) for each in scene.take()] == [6, 5, 4, 3, 1]
+    assert [len(each.recipients) for each in scene.pop_orders()] == [6, 5, 4, 3, 1]
     for each in "abc":
         scene.opened(each, 9, 30, 3)
-    scene.take()
+    scene.pop_orders()
     scene.leave("c")
-    (loss,) = scene.take()
+    (loss,) = scene.pop_orders()
     assert sorted(loss.recipients) == ["a", "b", "c"]
 
 
@@ -576,13 +575,13 @@ def test_who_was_left_out_while_its_line_was_cut_is_told_over_its_next_session(
     term = Term()
     waiting_for_c(term)
     term.until(110.0)
-    term.does("c", Phase.IDLE, 7)
+    term.report("c", Phase.IDLE, 7)
     term.until(111.0)
     for each in "ab":
         term.asks(each, 7)
-    assert term.take_quorums() == [(2, ["a", "b"])]
+    assert term.pop_quorums() == [(2, ["a", "b"])]
     if then == "heals":
-        term.does("c", Phase.HEALING, 7)
+        term.report("c", Phase.HEALING, 7)
     if then.startswith("asks") or then == "is in the next quorum":
         term.asks("c", 7)
     if then == "asks, and gives up":
@@ -590,7 +589,7 @@ def test_who_was_left_out_while_its_line_was_cut_is_told_over_its_next_session(
     if then == "is in the next quorum":
         for each in "ab":
             term.asks(each, 7, agreed=True)
-        assert term.take_quorums() == [(3, ["a", "b", "c"])]
+        assert term.pop_quorums() == [(3, ["a", "b", "c"])]
     assert term.house.is_past(JOB, "c", LastQuorum(1, 7)) == is_past
     assert not term.house.is_past(JOB, "c", LastQuorum(9, 7)), "of elsewhere, and later"
 
@@ -600,7 +599,7 @@ def test_who_was_left_out_while_its_line_was_cut_is_told_over_its_next_session(
 
 def lost(term: Scene) -> list[tuple[str, tuple[str, ...]]]:
     """Who is gone, and who is told that."""
-    losses = [each for each in term.take() if isinstance(each, ReportLoss)]
+    losses = [each for each in term.pop_orders() if isinstance(each, ReportLoss)]
     return [(each.replica_id, tuple(sorted(each.recipients))) for each in losses]
 
 
@@ -609,11 +608,11 @@ def test_a_member_without_a_session_stays_while_nobody_misses_it() -> None:
     term.session_ends("b")
     term.now = 150.0
     term.opened("b", 1, 5)
-    assert term.take() == []
+    assert term.pop_orders() == []
     assert not term.house.is_past(JOB, "b", LastQuorum(1, 5))
     for each in "abc":
         term.asks(each, 9, agreed=True)
-    assert term.take_quorums() == [(1, ["a", "b", "c"])]
+    assert term.pop_quorums() == [(1, ["a", "b", "c"])]
 
 
 def test_it_is_gone_when_it_gives_no_sign_of_life() -> None:
@@ -634,25 +633,25 @@ def test_it_is_gone_when_a_member_asks(agreed: bool, told: tuple[str, ...]) -> N
     term = Term()
     term.session_ends("b")
     term.asks("a", 8, agreed=agreed)
-    orders = term.take()
+    orders = term.pop_orders()
     (loss,) = (each for each in orders if isinstance(each, ReportLoss))
     assert tuple(sorted(loss.recipients)) == told
-    assert not any(isinstance(each, ReportTermEnds) for each in orders)
+    assert not any(isinstance(each, EndTerm) for each in orders)
     term.asks("c", 8, agreed=agreed)
-    assert term.take_quorums() == [(2, ["a", "c"])]
+    assert term.pop_quorums() == [(2, ["a", "c"])]
 
 
 @pytest.mark.parametrize("waited_s", [0.0, 0.5])
 def test_it_is_gone_when_others_wait_in_a_step(waited_s: float) -> None:
     """Not every backend notices that a peer is dead."""
     term = Term()
-    term.does("a", Phase.QUORUM, 8, for_s=waited_s)
+    term.report("a", Phase.QUORUM, 8, for_s=waited_s)
     term.session_ends("b")
-    term.now += 0.9 * MISSED_AFTER_S
-    term.does("a", Phase.QUORUM, 8, for_s=waited_s + 0.9 * MISSED_AFTER_S)
+    term.now += 0.9 * MISSING_AFTER_S
+    term.report("a", Phase.QUORUM, 8, for_s=waited_s + 0.9 * MISSING_AFTER_S)
     assert lost(term) == []
-    term.now += 0.1 * MISSED_AFTER_S
-    term.does("a", Phase.QUORUM, 8, for_s=waited_s + MISSED_AFTER_S)
+    term.now += 0.1 * MISSING_AFTER_S
+    term.report("a", Phase.QUORUM, 8, for_s=waited_s + MISSING_AFTER_S)
     assert lost(term) == [("b", ("a", "b", "c"))]
 
 
@@ -660,10 +659,10 @@ def test_it_is_not_missed_by_who_may_not_wait_any_more() -> None:
     """What is known of the others is as old as their last heartbeats."""
     term = Term()
     term.session_ends("b")
-    term.does("a", Phase.QUORUM, 8)
+    term.report("a", Phase.QUORUM, 8)
     term.until(105.0)
     assert lost(term) == []
-    term.does("a", Phase.QUORUM, 50)
+    term.report("a", Phase.QUORUM, 50)
     assert lost(term) == []
 
 
@@ -672,7 +671,7 @@ def test_it_is_gone_when_another_incarnation_is_there() -> None:
     for step in (6, 7):  # in the second one it is up to date, so that is a term
         for each in ("d:1", *"abc"):
             term.asks(each, step, agreed=True, step_quorum_id=2, seen_quorum_id=step - 5)
-        assert term.take_quorums() == [(2, ["a", "b", "c", "d:1"])]
+        assert term.pop_quorums() == [(2, ["a", "b", "c", "d:1"])]
     term.session_ends("d:1")
     assert lost(term) == []
     term.opened("d:2")
@@ -688,7 +687,7 @@ def test_outside_of_a_term_a_session_that_ends_is_a_loss(why: str) -> None:
         term.asks("b", 8)
     if why == "killed":
         term.house.killed(JOB, "b", "an operator kills it")
-    term.take()
+    term.pop_orders()
     term.session_ends("b")
     assert [who for who, _ in lost(term)] == ["b"]
 
@@ -706,7 +705,7 @@ def test_after_the_end_of_a_term_a_session_that_ends_is_a_loss() -> None:
     term = Term()
     waiting_for_c(term)
     term.until(110.0)
-    term.does("c", Phase.IDLE, 7)
+    term.report("c", Phase.IDLE, 7)
     term.until(110.0 + LOOK_S)
     assert term.told() == [(7, ("a", "b", "c"))]
     term.session_ends("b")
@@ -717,17 +716,17 @@ def test_a_wait_for_the_quorum_is_no_wait_for_a_member_without_a_session() -> No
     """It is heard of a moment later."""
     term = Term()
     term.session_ends("b")
-    term.now += 2 * MISSED_AFTER_S
-    term.does("a", Phase.QUORUM, 5, for_s=5.0)  # since before the quorum was formed
+    term.now += 2 * MISSING_AFTER_S
+    term.report("a", Phase.QUORUM, 5, for_s=5.0)  # since before the quorum was formed
     assert lost(term) == []
-    term.does("a", Phase.QUORUM, 5, for_s=1.0)
+    term.report("a", Phase.QUORUM, 5, for_s=1.0)
     assert lost(term) == [("b", ("a", "b", "c"))]
 
 
 def test_what_all_have_reached_is_noted_before_a_silent_member_is_forgotten() -> None:
     term = Term()
     for each in "abc":
-        term.does(each, Phase.TRAINING, 9)
+        term.report(each, Phase.TRAINING, 9)
     term.session_ends("b")
     term.asks("a", 9)
     assert term.house.committed_step(JOB) == 9
@@ -738,10 +737,10 @@ def test_what_members_have_reported_before_the_quorum_is_no_progress_in_it() -> 
     term = Term()
     for each in "ab":
         term.asks(each, 8)
-        term.does(each, Phase.QUORUM, 9)
+        term.report(each, Phase.QUORUM, 9)
     term.now += 0.1
     term.session_ends("c")
-    assert term.take_quorums() == [(2, ["a", "b"])]
+    assert term.pop_quorums() == [(2, ["a", "b"])]
     term.now += 0.1
     term.asks("a", 8)
     assert term.house.committed_step(JOB) == 8
@@ -765,14 +764,14 @@ class NewLighthouse(Term):
 
     def __init__(self, num_groups: int = 3, began_s: float = 0.0) -> None:
         Scene.__init__(self, SECONDS)
-        self.house = Lighthouse(SECONDS, now=-began_s)
+        self.house = House(SECONDS, now=-began_s)
         for each in "ab":
             self.opened(each, 1, 7, num_groups)
-        self.does("b", Phase.TRAINING, 8)
+        self.report("b", Phase.TRAINING, 8)
         self.waits()
 
     def waits(self) -> None:
-        self.does("a", Phase.QUORUM, 8, for_s=self.now)
+        self.report("a", Phase.QUORUM, 8, for_s=self.now)
         self.beat("b")
 
     def waits_until(self, at: float) -> list[tuple[int | None, tuple[str, ...]]]:
@@ -815,7 +814,7 @@ def test_a_lighthouse_that_has_formed_the_quorum_misses_nobody_in_it() -> None:
     term.opened("a", 1, 5, num_groups=3)
     while term.now < 250.0:
         term.until(term.now + 0.5)
-        term.does("a", Phase.QUORUM, 8, for_s=0.4)
+        term.report("a", Phase.QUORUM, 8, for_s=0.4)
         term.beat("b", "c")
     assert term.told() == []
 
@@ -840,7 +839,7 @@ def test_who_does_not_wait_loses_no_step_for_one_that_has_not_come_back() -> Non
     for step in range(9, 300):
         term.until(float(step))
         for each in "ab":
-            term.does(each, Phase.QUORUM, step, for_s=0.9 * MISSED_AFTER_S)
+            term.report(each, Phase.QUORUM, step, for_s=0.9 * MISSING_AFTER_S)
     assert term.told() == []
 
 
@@ -850,5 +849,5 @@ def test_members_of_an_older_quorum_are_not_missed() -> None:
     for each in "ab":
         term.opened(each, 2, 7, 2)
     term.asks("c", 8, step_quorum_id=0)
-    term.take()
+    term.pop_orders()
     assert term.waits_until(200.0) == []

@@ -6,8 +6,11 @@ import pytest
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse.job import MAX_ANNOUNCED, MAX_ANNOUNCEMENTS
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportStraggler
+from torchft_svc.core.quorum.lighthouse.jobs import (
+    MAX_ANNOUNCED,
+    MAX_ANNOUNCEMENTS,
+    ReportStraggler,
+)
 from torchft_svc.core.quorum.lighthouse.membership import Membership
 
 SILENT = "no sign of life for 100 s"
@@ -17,9 +20,9 @@ def test_q1_a_request_counts_as_a_sign_of_life() -> None:
     scene = Scene(config(min_replicas=2))
     caller = scene.ask("a")
     scene.before(100)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.until(100)
-    assert scene.take() == [
+    assert scene.pop_orders() == [
         loss("a", SILENT),
         Refused(caller, "QuorumFailed", f"no quorum: 'a' is out: {SILENT}"),
     ]
@@ -29,7 +32,7 @@ def test_q1_who_gave_up_is_not_in_the_quorum() -> None:
     scene = Scene(config(min_replicas=2))
     scene.withdraw(scene.ask("a"))
     scene.ask("b")
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why() == "waiting for a: alive, but has not asked"
 
 
@@ -42,43 +45,43 @@ def test_q1_withdrawing_twice_or_an_unknown_caller_changes_nothing() -> None:
     scene.withdraw(first, job="unknown")
     again = scene.ask("a")
     scene.ask("b")
-    assert scene.take() == [answer(1, member("a"), member("b"), callers=(again, 3))]
+    assert scene.pop_orders() == [answer(1, member("a"), member("b"), callers=(again, 3))]
 
 
 def test_q1_a_newer_request_of_a_group_takes_the_place_of_the_older() -> None:
     scene = Scene(config(min_replicas=2))
     scene.ask("a")
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.ask("a", step=3)
     sentence = "no quorum: a newer request of 'a' has taken the place of this one"
-    assert scene.take() == [Refused(1, "QuorumFailed", sentence)]
+    assert scene.pop_orders() == [Refused(1, "QuorumFailed", sentence)]
     scene.withdraw(1)  # the shell tells that the refused caller is gone
     scene.ask("b")
-    assert scene.take() == [answer(1, member("a", 3), member("b"), callers=(2, 3))]
+    assert scene.pop_orders() == [answer(1, member("a", 3), member("b"), callers=(2, 3))]
 
 
 def test_q2_all_members_are_back() -> None:
     scene = formed("a", "b")
     scene.ask("a", step=1)
     scene.beat("c")
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.ask("b", step=1)
-    assert scene.take() == [answer(1, member("a", 1), member("b", 1), callers=(3, 4))]
+    assert scene.pop_orders() == [answer(1, member("a", 1), member("b", 1), callers=(3, 4))]
 
 
 def test_q2_a_newcomer_that_asks_is_in() -> None:
     scene = formed("a", "b")
     scene.ask_all("c", "a", "b")
-    assert scene.take_quorums() == [(2, ["a", "b", "c"])]
+    assert scene.pop_quorums() == [(2, ["a", "b", "c"])]
 
 
 def test_who_joins_is_told_apart_from_who_stays() -> None:
     scene = formed("a", "b")
     scene.ask_all("c", "a", "b", step=1)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert order.quorum.joining == {"c"}
     scene.ask_all("c", "a", "b", step=2)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert order.quorum.joining == frozenset()
 
 
@@ -86,18 +89,18 @@ def test_i3_who_joined_and_could_not_heal_is_told_apart_until_it_has() -> None:
     """Its step is that of the others, its state is not, and both have discarded the step."""
     scene = formed("a", "b")
     scene.ask_all("c", "a", "b", step=1)
-    scene.take()
+    scene.pop_orders()
     for _ in range(2):
         scene.ask_all("a", "b", step=1)
         scene.ask("c", step=1, unhealed=True)
-        (order,) = scene.take()
+        (order,) = scene.pop_orders()
         assert [each.replica_id for each in order.quorum.up_to_date] == ["a", "b"]
     scene.leave("a")
     scene.leave("b")
-    scene.take()
+    scene.pop_orders()
     scene.ask("d", step=1, unhealed=True)
     scene.ask("c", step=1, unhealed=True)  # nobody else is left: one of them is right from now on
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert [each.replica_id for each in order.quorum.up_to_date] == ["c"]
 
 
@@ -106,11 +109,11 @@ def test_i3_of_groups_from_different_quorums_the_newest_is_right() -> None:
     scene = formed("a:1", "b:1", "c:1")
     scene.leave("b:1")
     scene.leave("c:1")
-    scene.take()
+    scene.pop_orders()
     scene.ask("b:2", step=7, seen_quorum_id=40, has_history=True)
     scene.ask("c:2", step=7, seen_quorum_id=50, has_history=True)
     scene.ask("a:1", step=1)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert [each.replica_id for each in order.quorum.up_to_date] == ["c:2"]
 
 
@@ -119,11 +122,11 @@ def test_q3_a_missing_member_is_waited_for_until_the_deadline() -> None:
     scene.until(150)
     scene.ask("a", step=1)
     scene.before(160)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why() == "waiting for b: alive, but has not asked"
     scene.until(160)
     behind = ReportStraggler(JOB, "b", 1, recipients=("b",))
-    assert scene.take() == [behind, answer(2, member("a", 1), callers=(3,))]
+    assert scene.pop_orders() == [behind, answer(2, member("a", 1), callers=(3,))]
 
 
 def test_q3_not_enough_at_the_deadline_then_enough() -> None:
@@ -131,10 +134,10 @@ def test_q3_not_enough_at_the_deadline_then_enough() -> None:
     scene.beat("b")
     scene.ask("a")
     scene.until(50)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why() == "1 of at least 2 groups ask (--min-replicas)"
     scene.ask("c")
-    assert scene.take_quorums() == [(1, ["a", "c"])]
+    assert scene.pop_quorums() == [(1, ["a", "c"])]
 
 
 def test_q3_a_cold_start_waits_for_all_who_live() -> None:
@@ -142,34 +145,34 @@ def test_q3_a_cold_start_waits_for_all_who_live() -> None:
     scene.beat("a", "b", "c")
     scene.ask_all("b", "a")
     scene.before(20)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.until(20)
-    assert scene.take_quorums() == [(1, ["a", "b"])]
+    assert scene.pop_quorums() == [(1, ["a", "b"])]
 
 
 def test_q3_a_cold_start_is_over_when_all_have_asked() -> None:
     scene = Scene()
     scene.beat("a", "b", "c")
     scene.ask_all("b", "a", "c")
-    assert scene.take_quorums() == [(1, ["a", "b", "c"])]
+    assert scene.pop_quorums() == [(1, ["a", "b", "c"])]
 
 
 def test_a_loss_names_the_quorum_that_it_is_a_loss_for() -> None:
     """The group may come back, under the same id, into a later one."""
     scene = formed("a", "b")
     scene.leave("b")
-    assert [order.quorum_id for order in scene.take()] == [1]
+    assert [order.quorum_id for order in scene.pop_orders()] == [1]
     fresh = Scene()
     fresh.beat("a")
     fresh.leave("a")
-    assert [order.quorum_id for order in fresh.take()] == [0]
+    assert [order.quorum_id for order in fresh.pop_orders()] == [0]
 
 
 def test_q3_a_group_that_dies_is_waited_for_no_longer() -> None:
     scene = formed("a", "b", "c")
     scene.ask_all("a", "c", step=1)
     scene.leave("b")
-    assert scene.take() == [
+    assert scene.pop_orders() == [
         loss("b"),
         answer(2, member("a", 1), member("c", 1), callers=(4, 5)),
     ]
@@ -179,23 +182,23 @@ def test_q4_a_straggler_delays_the_others_once() -> None:
     scene = formed("a", "b", "c")
     scene.ask_all("a", "b", step=1)
     scene.until(110)
-    assert scene.take_quorums() == [(2, ["a", "b"])]
+    assert scene.pop_quorums() == [(2, ["a", "b"])]
     scene.beat("c")
     scene.ask_all("a", "b", step=2)
-    assert scene.take_quorums() == [(2, ["a", "b"])]
+    assert scene.pop_quorums() == [(2, ["a", "b"])]
 
 
 def test_q4_a_straggler_comes_back() -> None:
     scene = formed("a", "b", "c")
     scene.ask_all("a", "b", step=1)
     scene.until(110)
-    scene.take()
+    scene.pop_orders()
     scene.ask("c")
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.ask_all("a", "b", step=2)
-    assert scene.take_quorums() == [(3, ["a", "b", "c"])]
+    assert scene.pop_quorums() == [(3, ["a", "b", "c"])]
     scene.ask_all("a", "b", step=3)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why() == "waiting for c: alive, but has not asked"
 
 
@@ -206,7 +209,7 @@ def test_q4_a_straggler_that_asked_and_gave_up_is_waited_for_again() -> None:
     first = scene.ask("b", step=1)
     scene.withdraw(first)  # its turn began with a's, so its time is over again
     scene.ask_all("d", "e", step=1)
-    assert scene.take_quorums() == [(2, ["a", "d", "e"])]
+    assert scene.pop_quorums() == [(2, ["a", "d", "e"])]
 
 
 def test_q4_the_deadline_makes_stragglers_even_if_there_are_not_enough() -> None:
@@ -216,7 +219,7 @@ def test_q4_the_deadline_makes_stragglers_even_if_there_are_not_enough() -> None
     scene.withdraw(first)
     scene.ask("a", step=1)  # b hangs: it is not given join_timeout a second time
     scene.ask("c", step=1)
-    assert scene.take_quorums() == [(2, ["a", "c"])]
+    assert scene.pop_quorums() == [(2, ["a", "c"])]
 
 
 def test_q4_a_repeated_request_does_not_put_the_deadline_off() -> None:
@@ -225,7 +228,7 @@ def test_q4_a_repeated_request_does_not_put_the_deadline_off() -> None:
     scene.until(109)
     scene.ask("a", step=1)
     scene.until(110)
-    assert scene.take_quorums() == [(2, ["a"])]
+    assert scene.pop_quorums() == [(2, ["a"])]
 
 
 def test_q4_giving_up_and_asking_again_does_not_put_the_deadline_off() -> None:
@@ -236,9 +239,9 @@ def test_q4_giving_up_and_asking_again_does_not_put_the_deadline_off() -> None:
     scene.until(106)
     scene.ask("a", step=1)
     scene.until(109.9)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.until(110)
-    assert scene.take_quorums() == [(2, ["a"])]
+    assert scene.pop_quorums() == [(2, ["a"])]
 
 
 def test_q4_giving_up_for_long_is_a_new_beginning() -> None:
@@ -255,9 +258,9 @@ def test_q4_giving_up_for_long_is_a_new_beginning() -> None:
         scene.until(now)
         scene.beat("b")
         scene.beat("a")
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.until(405.5)
-    assert scene.take_quorums() == [(2, ["a"])]
+    assert scene.pop_quorums() == [(2, ["a"])]
 
 
 def test_a_member_that_was_silent_for_too_long_is_a_member_again() -> None:
@@ -268,17 +271,17 @@ def test_a_member_that_was_silent_for_too_long_is_a_member_again() -> None:
     scene.beat("n")
     scene.until(108)
     scene.ask("n", step=3)
-    assert scene.take_quorums() == [(2, ["n"])]  # nobody was left
+    assert scene.pop_quorums() == [(2, ["n"])]  # nobody was left
     scene = formed("a", "b", step=7, settings=config(heartbeat_timeout_s=8))
     scene.until(107)
     scene.beat("n")
     scene.until(109)
     scene.beat("a")
     scene.ask("n", step=3)
-    scene.take()
+    scene.pop_orders()
     assert scene.why() == "waiting for a: alive, but has not asked"
     scene.withdraw(scene.ask("a", step=6))
-    assert scene.take() == []
+    assert scene.pop_orders() == []
 
 
 def test_the_deadline_of_a_cold_start_is_not_that_of_members_who_are_back() -> None:
@@ -290,11 +293,11 @@ def test_the_deadline_of_a_cold_start_is_not_that_of_members_who_are_back() -> N
     scene.until(131)
     scene.beat("a", "b")
     scene.ask("a", step=1)  # a member has asked: b is waited for until 141
-    scene.take()
+    scene.pop_orders()
     scene.before(141)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.until(141)
-    assert scene.take_quorums() == [(2, ["a", "n"])]
+    assert scene.pop_quorums() == [(2, ["a", "n"])]
 
 
 def test_a_deadline_that_needs_no_decision_does_not_keep_the_lighthouse_awake() -> None:
@@ -305,7 +308,7 @@ def test_a_deadline_that_needs_no_decision_does_not_keep_the_lighthouse_awake() 
     scene.until(150)
     scene.beat("b", "c")
     scene.until(190)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
 
 
 def test_q5_shrink_only_keeps_newcomers_waiting() -> None:
@@ -314,9 +317,11 @@ def test_q5_shrink_only_keeps_newcomers_waiting() -> None:
     scene.ask("a", shrink_only=True)
     scene.ask("b")
     shrunk = member("a", shrink_only=True)
-    assert scene.take() == [answer(1, shrunk, member("b"), callers=(4, 5))]
+    assert scene.pop_orders() == [answer(1, shrunk, member("b"), callers=(4, 5))]
     scene.ask_all("a", "b")
-    assert scene.take() == [answer(2, member("a"), member("b"), member("c"), callers=(6, 7, 3))]
+    assert scene.pop_orders() == [
+        answer(2, member("a"), member("b"), member("c"), callers=(6, 7, 3))
+    ]
 
 
 def test_q8_a_group_lives_exactly_for_the_heartbeat_timeout() -> None:
@@ -325,21 +330,21 @@ def test_q8_a_group_lives_exactly_for_the_heartbeat_timeout() -> None:
     scene.until(50)
     scene.beat("a")
     scene.before(150)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     scene.until(150)
-    assert scene.take() == [loss("a", SILENT)]
+    assert scene.pop_orders() == [loss("a", SILENT)]
 
 
 def test_q8_a_leave_takes_the_group_and_its_request_out_at_once() -> None:
     scene = Scene(config(min_replicas=2))
     caller = scene.ask("a")
     scene.leave("a", "preempted")
-    assert scene.take() == [
+    assert scene.pop_orders() == [
         loss("a", "preempted"),
         Refused(caller, "QuorumFailed", "no quorum: 'a' is out: preempted"),
     ]
     scene.ask("b")
-    assert scene.take() == []
+    assert scene.pop_orders() == []
 
 
 def test_q8_leaving_twice_or_unknown_changes_nothing() -> None:
@@ -349,7 +354,7 @@ def test_q8_leaving_twice_or_unknown_changes_nothing() -> None:
     scene.leave("a")
     scene.leave("b")
     scene.leave("b")
-    assert scene.take() == [loss("b")]
+    assert scene.pop_orders() == [loss("b")]
 
 
 def test_q8_a_waiter_lives_by_its_beats() -> None:
@@ -359,7 +364,7 @@ def test_q8_a_waiter_lives_by_its_beats() -> None:
         scene.until(now)
         scene.beat("a")
     scene.ask("b")
-    assert scene.take() == [answer(1, member("a"), member("b"), callers=(1, 2))]
+    assert scene.pop_orders() == [answer(1, member("a"), member("b"), callers=(1, 2))]
 
 
 @pytest.mark.parametrize("timeout_s", [0.1, 0.2, 0.3, 0.7, 5.0])
@@ -380,14 +385,14 @@ def plain_losses(scene: Scene, at: float) -> int:
 
 def test_a_newcomer_is_announced_once() -> None:
     scene = formed("a", "b")
-    assert scene.take_newcomers() == []
+    assert scene.pop_newcomers() == []
     caller = scene.ask("c")
-    assert scene.take_newcomers() == ["c"]
+    assert scene.pop_newcomers() == ["c"]
     scene.withdraw(caller)
     scene.ask("c")
     scene.ask("a", step=1)
-    assert scene.take_newcomers() == []
-    assert scene.house.quorum_left(JOB) in (["a", "b"], ["b", "a"])
+    assert scene.pop_newcomers() == []
+    assert scene.house._jobs[JOB].members.quorum_left() in (["a", "b"], ["b", "a"])
 
 
 def test_a_newcomer_that_joins_at_once_is_not_announced() -> None:
@@ -396,7 +401,7 @@ def test_a_newcomer_that_joins_at_once_is_not_announced() -> None:
     scene.beat("b")
     scene = formed("a", "b")
     scene.ask_all("a", "b", step=1)
-    assert scene.take_newcomers() == []
+    assert scene.pop_newcomers() == []
 
 
 def test_who_is_kept_out_is_announced_to_the_next_quorum_too() -> None:
@@ -404,40 +409,40 @@ def test_who_is_kept_out_is_announced_to_the_next_quorum_too() -> None:
     scene.ask("c")
     scene.ask("a", step=1, shrink_only=True)
     scene.ask("b", step=1)
-    assert scene.take_quorums() == [(1, ["a", "b"])]
-    assert scene.take_newcomers() == ["c", "c"]
+    assert scene.pop_quorums() == [(1, ["a", "b"])]
+    assert scene.pop_newcomers() == ["c", "c"]
     scene.ask_all("a", "b", step=2)
-    assert scene.take_quorums() == [(2, ["a", "b", "c"])]
-    assert scene.take_newcomers() == []
+    assert scene.pop_quorums() == [(2, ["a", "b", "c"])]
+    assert scene.pop_newcomers() == []
 
 
 def test_a_group_that_waits_for_its_name_is_announced_when_it_gets_it() -> None:
     scene = formed("a:1", "b:1")
     scene.ask("b:2")
-    assert scene.take_newcomers() == []
+    assert scene.pop_newcomers() == []
     scene.leave("b:1")
-    assert scene.take_newcomers() == ["b:2"]
+    assert scene.pop_newcomers() == ["b:2"]
 
 
 def test_a_crowd_is_not_announced_one_by_one() -> None:
     scene = formed("a")
     for number in range(MAX_ANNOUNCED + 20):
         scene.ask(f"b{number}")
-    assert len(scene.take_newcomers()) == MAX_ANNOUNCED
+    assert len(scene.pop_newcomers()) == MAX_ANNOUNCED
 
 
 def test_the_more_are_to_be_told_the_fewer_are_announced() -> None:
     scene = formed(*(f"a{number:03}" for number in range(MAX_ANNOUNCED + 100)))
     for number in range(MAX_ANNOUNCED):
         scene.ask(f"b{number}")
-    assert len(scene.take_newcomers()) == MAX_ANNOUNCEMENTS // (MAX_ANNOUNCED + 100)
+    assert len(scene.pop_newcomers()) == MAX_ANNOUNCEMENTS // (MAX_ANNOUNCED + 100)
 
 
 def test_a_first_quorum_has_nobody_to_tell() -> None:
     scene = formed("a")
     scene.leave("a")
     scene.ask("b", job="other")
-    assert scene.take_newcomers() == []
+    assert scene.pop_newcomers() == []
 
 
 def test_who_asks_again_may_have_asked_before_all_others() -> None:
@@ -449,16 +454,16 @@ def test_who_asks_again_may_have_asked_before_all_others() -> None:
     scene.until(109)
     scene.ask("b:1", 8)
     scene.until(112)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.ask("a:1", 8)
-    assert scene.take_quorums() == [(2, ["a:1", "b:1"])]
+    assert scene.pop_quorums() == [(2, ["a:1", "b:1"])]
 
 
 @pytest.mark.parametrize("end", ["dies", "asks", "has healed"])
 def test_who_gives_up_while_others_heal_is_late_when_they_do_not_any_more(end: str) -> None:
     """Its time was up at 110, theirs would be at 140."""
     scene = formed("a:1", "b:1", "c:1", "d:1", step=7, settings=config(heal_timeout_s=40.0))
-    scene.does("b:1", Phase.HEALING, 7)
+    scene.report("b:1", Phase.HEALING, 7)
     scene.ask("a:1", 8)
     asked = scene.ask("c:1", 8)
     scene.ask("d:1", 8)
@@ -467,45 +472,45 @@ def test_who_gives_up_while_others_heal_is_late_when_they_do_not_any_more(end: s
     assert scene.why() == "waiting for b:1: alive, but has not asked; b:1 heals since 15 s"
     if end == "dies":
         scene.leave("b:1")
-        assert scene.take_quorums() == [(2, ["a:1", "d:1"])]
+        assert scene.pop_quorums() == [(2, ["a:1", "d:1"])]
     else:
         if end == "has healed":
-            scene.does("b:1", Phase.TRAINING, 7)
+            scene.report("b:1", Phase.TRAINING, 7)
         scene.ask("b:1", 8)
-        assert scene.take_quorums() == [(2, ["a:1", "b:1", "d:1"])]
+        assert scene.pop_quorums() == [(2, ["a:1", "b:1", "d:1"])]
 
 
 def test_who_gives_up_early_while_others_heal_has_no_more_time_than_ever() -> None:
     scene = formed("a:1", "b:1", "c:1", "d:1", step=7, settings=config(heal_timeout_s=40.0))
-    scene.does("b:1", Phase.HEALING, 7)
-    scene.does("d:1", Phase.HEALING, 7)
+    scene.report("b:1", Phase.HEALING, 7)
+    scene.report("d:1", Phase.HEALING, 7)
     scene.ask("a:1", 8)
     asked = scene.ask("c:1", 8)
     scene.until(105)
-    scene.does("d:1", Phase.TRAINING, 7)  # it has until 115 now
+    scene.report("d:1", Phase.TRAINING, 7)  # it has until 115 now
     scene.ask("d:1", 8)
     scene.withdraw(asked)
     scene.ask("b:1", 8)
     scene.before(110)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.until(110)
-    assert scene.take_quorums() == [(2, ["a:1", "b:1", "d:1"])]
+    assert scene.pop_quorums() == [(2, ["a:1", "b:1", "d:1"])]
 
 
 def test_an_arrival_does_not_end_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """So it costs the same for ten groups and ten thousand: nobody looks at all of them."""
     scene = formed("a:1", "b:1", "c:1", "d:1", step=7, settings=config(heal_timeout_s=40.0))
-    scene.does("b:1", Phase.HEALING, 7)
+    scene.report("b:1", Phase.HEALING, 7)
     monkeypatch.setattr(Membership, "view", lambda self: pytest.fail("somebody is waited for"))
     asked = scene.ask("a:1", 8)
     scene.ask("c:1", 8)
-    scene.does("b:1", Phase.TRAINING, 7)
+    scene.report("b:1", Phase.TRAINING, 7)
     scene.withdraw(asked)
     scene.ask("e:1", 8)
     scene.leave("c:1")
     scene.ask("a:1", 8)
     scene.before(110)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
 
 
 def test_no_later_look_than_the_first_heal_that_was_over() -> None:
@@ -513,13 +518,13 @@ def test_no_later_look_than_the_first_heal_that_was_over() -> None:
     settings = config(heal_timeout_s=40.0)
     scene = formed("a:1", "b:1", "c:1", "d:1", step=7, settings=settings)
     for replica_id in ("b:1", "c:1"):
-        scene.does(replica_id, Phase.HEALING, 7)
+        scene.report(replica_id, Phase.HEALING, 7)
     scene.ask_all("a:1", "d:1", step=8)
     for now, replica_id in ((105, "b:1"), (107, "c:1")):
         scene.until(now)
-        scene.does(replica_id, Phase.TRAINING, 7)
+        scene.report(replica_id, Phase.TRAINING, 7)
     scene.ask("c:1", 8)
     scene.before(115)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.until(115)
-    assert scene.take_quorums() == [(2, ["a:1", "c:1", "d:1"])]
+    assert scene.pop_quorums() == [(2, ["a:1", "c:1", "d:1"])]

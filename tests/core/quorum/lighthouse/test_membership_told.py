@@ -25,11 +25,11 @@ def test_a_newcomer_does_not_begin_while_those_who_tell_are_in_a_long_step(polic
     scene.ask("c", step=3)
     scene.beat("a", "b")
     scene.until(99)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     assert scene.why() == "waiting for a, b: alive, but has not asked"
     scene.ask("b", step=7)
     scene.ask("a", step=7)
-    assert scene.take_quorums() == [(101, ["a", "b", "c"])]
+    assert scene.pop_quorums() == [(101, ["a", "b", "c"])]
 
 
 def test_nor_does_a_group_that_was_left_out_before() -> None:
@@ -37,10 +37,10 @@ def test_nor_does_a_group_that_was_left_out_before() -> None:
     scene.opened("c", 4, 3)
     scene.ask("c", step=3)
     scene.until(50)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.ask("a", step=8)
     scene.ask("b", step=8)
-    assert scene.take_quorums() == [(101, ["a", "b", "c"])]
+    assert scene.pop_quorums() == [(101, ["a", "b", "c"])]
 
 
 def test_those_who_tell_are_waited_for_as_members_of_the_last_quorum() -> None:
@@ -49,31 +49,31 @@ def test_those_who_tell_are_waited_for_as_members_of_the_last_quorum() -> None:
     scene.opened("c")
     scene.ask("a", step=7)
     scene.before(10)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.until(10)
-    assert scene.take_quorums() == [(101, ["a"])]
+    assert scene.pop_quorums() == [(101, ["a"])]
     scene.ask("b", step=7)
     scene.ask("a", step=8)
-    assert scene.take_quorums() == [(102, ["a", "b"])]
+    assert scene.pop_quorums() == [(102, ["a", "b"])]
 
 
 def test_who_is_behind_what_was_told_is_held_back_until_the_newer_state_comes() -> None:
     scene = told()
     scene.leave("b")
     scene.ask("a", step=6)  # its step was discarded, and b, which had committed it, is dead
-    assert scene.take() == [loss("b")]
+    assert scene.pop_orders() == [loss("b")]
     assert scene.why().startswith("the job has committed step 7, the groups that ask have at most")
     scene.ask("c", step=7)
-    assert scene.take_quorums() == [(101, ["a", "c"])]
+    assert scene.pop_quorums() == [(101, ["a", "c"])]
 
 
 def test_when_nobody_is_left_of_those_who_told_the_loss_is_told() -> None:
     scene = told()
     scene.ask("c", step=3)
     scene.leave("a")
-    assert scene.take() == [loss("a")]
+    assert scene.pop_orders() == [loss("a")]
     scene.leave("b")
-    quorum_order = scene.take()[-1]
+    quorum_order = scene.pop_orders()[-1]
     assert (quorum_order.callers, quorum_order.lost_from) == ((1,), 7)
 
 
@@ -87,7 +87,7 @@ def test_a_group_that_was_in_a_later_quorum_knows_better() -> None:
     assert scene.why() == "waiting for c: alive, but has not asked"
     scene.ask("b", step=3)
     scene.ask("c", step=5)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert {each.replica_id: each.step for each in order.quorum.participants} == {
         "a": 0,
         "b": 3,
@@ -100,7 +100,7 @@ def test_what_is_told_to_a_lighthouse_with_a_quorum_of_the_job_is_old() -> None:
     scene = formed("a", step=3)
     scene.opened("b", 9, 8)
     scene.ask("a", step=3)
-    assert scene.take_quorums() == [(10, ["a"])]
+    assert scene.pop_quorums() == [(10, ["a"])]
     assert scene.house.committed_step(JOB) == 3
 
 
@@ -111,11 +111,11 @@ def test_but_who_was_in_any_quorum_of_the_job_may_have_the_newer_state() -> None
     scene.ask("b", step=7)
     scene.opened("a", 1, 7)
     scene.leave("b")
-    scene.take()
+    scene.pop_orders()
     scene.ask("c", step=3)
     assert scene.why() == "waiting for a: alive, but has not asked"
     scene.until(120)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     assert "committed step 7" in scene.why()
 
 
@@ -140,9 +140,9 @@ def test_the_only_group_is_back_at_once_after_its_session_broke() -> None:
     scene.leave("a", "its session ended")
     scene.opened("b")
     scene.opened("a", 1, 7)
-    scene.take()
+    scene.pop_orders()
     scene.ask("a", step=8)
-    assert scene.take_quorums() == [(2, ["a"])]
+    assert scene.pop_quorums() == [(2, ["a"])]
 
 
 def test_an_acceptance_ends_when_a_later_step_is_told() -> None:
@@ -152,7 +152,7 @@ def test_an_acceptance_ends_when_a_later_step_is_told() -> None:
     scene.accept_loss()
     scene.opened("b", 6, 9)
     scene.ask("b", step=8)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     assert "committed step 9" in scene.why()
 
 
@@ -180,16 +180,16 @@ def test_a_question_tells_how_far_the_job_is_also_after_its_group_has_died(
     if policy == "hold":
         assert scene.why().startswith(f"the job has committed step {known}, ")
     else:
-        assert scene.take()[-1].lost_from == known
+        assert scene.pop_orders()[-1].lost_from == known
 
 
 def test_a_question_of_a_group_that_is_behind_takes_back_nothing() -> None:
     """It was in a later quorum, at another lighthouse, and had not healed there."""
     scene = formed("a", step=7, settings=config(on_step_regression="hold"))
     scene.leave("a")
-    scene.take()
+    scene.pop_orders()
     scene.ask("b", step=0, seen_quorum_id=9, has_history=True)
-    assert scene.take() == []
+    assert scene.pop_orders() == []
     assert scene.why().startswith("the job has committed step 7, ")
 
 
@@ -199,7 +199,7 @@ def test_who_has_asked_does_not_go_first() -> None:
     scene.opened("b")
     scene.ask("a", step=1, seen_quorum_id=5, has_history=True)
     scene.ask("b", step=1, seen_quorum_id=6, has_history=True)
-    assert scene.take_quorums() == [(101, ["a", "b"])]
+    assert scene.pop_quorums() == [(101, ["a", "b"])]
 
 
 def begun_anew() -> Scene:
@@ -207,7 +207,7 @@ def begun_anew() -> Scene:
     scene = Scene(first_id=100)
     scene.ask("c")
     scene.ask("c", step=1)
-    assert scene.take_quorums() == [(101, ["c"]), (101, ["c"])]
+    assert scene.pop_quorums() == [(101, ["c"]), (101, ["c"])]
     return scene
 
 
@@ -216,13 +216,13 @@ def test_members_that_come_back_after_a_newcomer_has_begun_anew_are_believed() -
     scene.opened("a", 5, 836)
     scene.ask("a", step=837, seen_quorum_id=5, has_history=True, last_num_groups=2)
     scene.ask("c", step=2)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert [each.replica_id for each in order.quorum.up_to_date] == ["a"]
     assert order.quorum.max_step == 837
     scene.ask("b", step=836, seen_quorum_id=5, has_history=True, last_num_groups=2)
     scene.ask("a", step=838, seen_quorum_id=102, has_history=True, last_num_groups=2)
     scene.ask("c", step=838, seen_quorum_id=102, has_history=True, last_num_groups=2)
-    assert scene.take_quorums() == [(103, ["a", "b", "c"])]
+    assert scene.pop_quorums() == [(103, ["a", "b", "c"])]
 
 
 @pytest.mark.parametrize("late_s", [0.0, 0.1])
@@ -236,7 +236,7 @@ def test_who_comes_back_later_than_the_heartbeat_timeout_heals(late_s: float) ->
     scene.until(timeout_s - 0.1 + late_s)
     scene.ask("a", step=837, seen_quorum_id=5, has_history=True, last_num_groups=2)
     scene.ask("c", step=2)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert order.quorum.max_step == (2 if late_s else 837)
 
 
@@ -245,15 +245,15 @@ def test_only_groups_of_an_earlier_quorum_are_back(seen_quorum_id: int) -> None:
     scene = begun_anew()
     scene.ask("a", step=837, seen_quorum_id=seen_quorum_id, has_history=seen_quorum_id > 0)
     scene.ask("c", step=2)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert order.quorum.max_step == 2
 
 
 def test_who_began_together_with_a_group_of_the_job_has_not_begun_anew() -> None:
     scene = Scene(first_id=100)
     scene.ask("a", step=3, seen_quorum_id=5, has_history=True)
-    assert scene.take_quorums() == [(101, ["a"])]
+    assert scene.pop_quorums() == [(101, ["a"])]
     scene.ask("b", step=837, seen_quorum_id=4, has_history=True)
     scene.ask("a", step=4, seen_quorum_id=101, has_history=True)
-    (order,) = scene.take()
+    (order,) = scene.pop_orders()
     assert order.quorum.max_step == 4

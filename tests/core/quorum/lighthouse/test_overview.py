@@ -20,7 +20,7 @@ from torchft_svc.errors import RequestRefused
 
 def test_a_job_in_the_middle_of_a_step() -> None:
     scene = formed("a:1", "b:1", step=3, settings=config(hang_timeout_s=8.0))
-    scene.does("a:1", Phase.TRAINING, step=3)
+    scene.report("a:1", Phase.TRAINING, step=3)
     scene.until(109)
     scene.beat("a:1")
     scene.ask("b:1", step=4, address="moved:1", min_replicas=2)

@@ -10,8 +10,13 @@ import pytest
 from support.core.scenes import Scene, config, member
 from support.core.views import job_view
 
-from torchft_svc.core.quorum.lighthouse.gathering import ALL_BACK_S, EACH_BACK_S, GATHER_S
-from torchft_svc.core.quorum.lighthouse.membership import JobView, Waiter
+from torchft_svc.core.quorum.lighthouse.membership import (
+    ALL_BACK_S,
+    EACH_BACK_S,
+    GATHER_S,
+    JobView,
+    Waiter,
+)
 from torchft_svc.core.quorum.lighthouse.overview import name_some
 from torchft_svc.core.quorum.lighthouse.quorum import Formed, Waiting, Why, absent_deadlines, decide
 from torchft_svc.core.quorum.types import Member
@@ -304,21 +309,21 @@ def test_the_first_group_that_comes_does_not_go_on_alone() -> None:
     scene = Scene(config(min_replicas=1))
     scene.ask("a", step=7, last_num_groups=3)
     scene.ask("b", step=7, last_num_groups=3)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     assert "waiting for 1 more groups" in scene.house.why("job", scene.now)
     scene.ask("c", step=7, last_num_groups=3)
-    assert [names for _, names in scene.take_quorums()] == [["a", "b", "c"]]
+    assert [names for _, names in scene.pop_quorums()] == [["a", "b", "c"]]
 
 
 def test_who_does_not_come_is_waited_for_once() -> None:
     scene = Scene(config(min_replicas=1))
     scene.ask("a", step=7, last_num_groups=2)
     scene.until(GATHER_S - 0.001)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.until(GATHER_S)
-    assert [names for _, names in scene.take_quorums()] == [["a"]]
+    assert [names for _, names in scene.pop_quorums()] == [["a"]]
     scene.ask("a", step=8, last_num_groups=1)
-    assert [names for _, names in scene.take_quorums()] == [["a"]]
+    assert [names for _, names in scene.pop_quorums()] == [["a"]]
 
 
 def test_who_has_come_back_and_is_gone_again_is_not_waited_for() -> None:
@@ -328,7 +333,7 @@ def test_who_has_come_back_and_is_gone_again_is_not_waited_for() -> None:
     scene.until(GATHER_S)
     scene.leave("b")
     scene.ask("a", step=7, last_num_groups=2)
-    assert [names for _, names in scene.take_quorums()] == [["a"]]
+    assert [names for _, names in scene.pop_quorums()] == [["a"]]
 
 
 def test_where_there_is_no_other_lighthouse_all_are_back_soon_after_its_start() -> None:
@@ -337,9 +342,9 @@ def test_where_there_is_no_other_lighthouse_all_are_back_soon_after_its_start() 
     scene.until(0.5)
     scene.ask("a", step=7, last_num_groups=2, sole_lighthouse=True)
     scene.until(all_back_at - 0.001)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.until(all_back_at)
-    assert [names for _, names in scene.take_quorums()] == [["a"]]
+    assert [names for _, names in scene.pop_quorums()] == [["a"]]
 
 
 @pytest.mark.parametrize(("asked_at", "last"), [(0.5, False), (1.0, True)])
@@ -351,28 +356,28 @@ def test_who_may_be_elsewhere_or_comes_late_is_waited_for_from_the_first_request
     scene.ask("a", step=7, last_num_groups=3, sole_lighthouse=True)
     scene.ask("b", step=7, last_num_groups=3, sole_lighthouse=last)
     scene.until(asked_at + GATHER_S - 0.001)
-    assert scene.take_quorums() == []
+    assert scene.pop_quorums() == []
     scene.until(asked_at + GATHER_S)
-    assert [names for _, names in scene.take_quorums()] == [["a", "b"]]
+    assert [names for _, names in scene.pop_quorums()] == [["a", "b"]]
 
 
 def test_it_takes_no_longer_than_the_join_timeout() -> None:
     scene = Scene(config(min_replicas=1, join_timeout_s=1))
     scene.ask("a", last_num_groups=2)
     scene.until(1)
-    assert [names for _, names in scene.take_quorums()] == [["a"]]
+    assert [names for _, names in scene.pop_quorums()] == [["a"]]
 
 
 @pytest.mark.parametrize("last_num_groups", [0, 1])
 def test_newcomers_and_who_was_alone_wait_for_nobody(last_num_groups: int) -> None:
     scene = Scene(config(min_replicas=1))
     scene.ask("a", last_num_groups=last_num_groups)
-    assert [names for _, names in scene.take_quorums()] == [["a"]]
+    assert [names for _, names in scene.pop_quorums()] == [["a"]]
 
 
 def test_a_lighthouse_that_knows_the_job_waits_for_nobody_else() -> None:
     scene = Scene(config(min_replicas=1))
     scene.ask("a")
-    scene.take_quorums()
+    scene.pop_quorums()
     scene.ask("a", step=1, last_num_groups=9)
-    assert [names for _, names in scene.take_quorums()] == [["a"]]
+    assert [names for _, names in scene.pop_quorums()] == [["a"]]

@@ -8,8 +8,14 @@ import pytest
 
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import ReportHang, ReportLoss
-from torchft_svc.core.quorum.lighthouse.session_orders import (
+from torchft_svc.core.quorum.lighthouse.jobs import ReportHang, ReportLoss
+from torchft_svc.core.quorum.lighthouse.lighthouse import (
+    ID_EPOCH_S,
+    ID_STRIDE,
+    MAX_INFORMED_PER_LOOK,
+    MAX_SESSIONS_PER_GROUP,
+    REPORT_PAUSE_AFTER_S,
+    Lighthouse,
     Order,
     Orders,
     Publish,
@@ -18,14 +24,6 @@ from torchft_svc.core.quorum.lighthouse.session_orders import (
     ReportCommand,
     ReportPause,
     Send,
-)
-from torchft_svc.core.quorum.lighthouse.sessions import (
-    ID_EPOCH_S,
-    ID_STRIDE,
-    MAX_SESSIONS_PER_GROUP,
-    MAX_TOLD_PER_LOOK,
-    REPORT_PAUSE_AFTER_S,
-    LighthouseSessions,
     first_quorum_id,
 )
 from torchft_svc.core.quorum.session_messages import (
@@ -70,7 +68,7 @@ class Machine:
 
     def __init__(self, **settings: object) -> None:
         self.now = 100.0
-        self.core = LighthouseSessions(config(**settings), FIRST_ID, self.now)
+        self.core = Lighthouse(config(**settings), FIRST_ID, self.now)
 
     def open(self, stream: int, replica_id: str, last: LastQuorum = NO_QUORUM) -> Orders:
         return self.core.opened(stream, JOB, Hello(replica_id, last), self.now)
@@ -148,7 +146,7 @@ def test_a_hello_that_cannot_be_leaves_nothing() -> None:
 
 def test_who_is_back_after_its_last_session_broke_hears_that_it_is_out() -> None:
     machine = Machine()
-    quorum = machine.pair().decided.quorum
+    quorum = machine.pair().quorum
     machine.close(1)
     back = machine.open(3, "a:1", LastQuorum(quorum.quorum_id, 0))
     lost = Lost("a:1", "its session had ended", quorum.quorum_id)
@@ -167,7 +165,7 @@ def test_a_quorum_goes_to_each_that_asked_under_the_number_of_its_question() -> 
     (published,) = machine.ask(2, "b:1", number=9)
     assert isinstance(published, Publish)
     assert (published.answers, published.calls) == (((1, 7), (2, 9)), (50,))
-    members = [each.replica_id for each in published.decided.quorum.participants]
+    members = [each.replica_id for each in published.quorum.participants]
     assert members == ["a:1", "b:1", "c:1"]
 
 
@@ -251,7 +249,8 @@ def test_a_question_expires_at_its_own_time_and_says_what_was_waited_for() -> No
     late = DeadlineExceeded("quorum", 1.5, "1 of at least 3 groups ask (--min-replicas)")
     assert (streams, str(refusal)) == ((1,), str(Refusal(6, late)))
     assert machine.say(1, Withdrawal(6)) == (), "nobody waits for it"
-    assert machine.core._asked == machine.core._calls == machine.core._pauses == {}
+    sessions = machine.core._sessions
+    assert sessions.questions == sessions.calls == sessions.pauses == {}
 
 
 def test_an_expired_question_is_answered_if_the_one_before_makes_room_for_a_quorum() -> None:
@@ -288,12 +287,12 @@ def test_who_waits_long_hears_why_and_again_when_that_changes() -> None:
 
 def test_of_very_many_only_some_are_told_at_a_time() -> None:
     machine = Machine(min_replicas=5000, heartbeat_timeout_s=LONG_S)
-    for number in range(MAX_TOLD_PER_LOOK + 1):
+    for number in range(MAX_INFORMED_PER_LOOK + 1):
         machine.open(number, f"g{number}:1")
         machine.ask(number, f"g{number}:1")
     first, then = (news(machine.after(REPORT_PAUSE_AFTER_S + 0.1)) for _ in range(2))
-    assert [len(streams) for streams, _ in first] == [MAX_TOLD_PER_LOOK]
-    assert [streams for streams, _ in then] == [(MAX_TOLD_PER_LOOK,)]
+    assert [len(streams) for streams, _ in first] == [MAX_INFORMED_PER_LOOK]
+    assert [streams for streams, _ in then] == [(MAX_INFORMED_PER_LOOK,)]
 
 
 def test_jobs_that_wait_are_looked_at_each_in_its_turn() -> None:
@@ -321,7 +320,7 @@ def test_the_end_of_its_last_session_takes_a_group_out(
     error: Exception | None, reason: str
 ) -> None:
     machine = Machine()
-    quorum_id = machine.pair().decided.quorum.quorum_id
+    quorum_id = machine.pair().quorum.quorum_id
     orders = machine.core.closed(1, machine.now, error)  # type: ignore[arg-type]
     assert losses(orders) == [("a:1", reason)]
     assert news(orders) == [((2,), Lost("a:1", reason, quorum_id))]

@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.core.house import AnswerQuorum
 from support.core.scenes import Refused, Scene, config
 
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
-    AnswerQuorum,
-    ReportLoss,
-    ReportStraggler,
-)
+from torchft_svc.core.quorum.lighthouse.jobs import ReportLoss, ReportStraggler
 from torchft_svc.core.quorum.types import Member
 
 TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
@@ -25,11 +22,11 @@ TRANSCRIPTS = sorted((Path(__file__).parent / "transcripts").glob("*.txt"))
 @pytest.mark.parametrize("path", TRANSCRIPTS, ids=[path.stem for path in TRANSCRIPTS])
 def test_transcript(path: Path, request: pytest.FixtureRequest) -> None:
     story = path.read_text()
-    told = tell(story)
+    replayed = replay(story)
     if request.config.getoption("rewrite_transcripts", default=False):
-        path.write_text(told)
+        path.write_text(replayed)
     else:
-        assert told == story
+        assert replayed == story
 
 
 def test_there_are_transcripts() -> None:
@@ -45,25 +42,25 @@ def test_there_are_transcripts() -> None:
     }
 
 
-def tell(story: str) -> str:
+def replay(story: str) -> str:
     """The story with the lighthouse's orders as they are now."""
-    teller = Teller()
+    player = Player()
     lines: list[str] = []
     for line in story.splitlines():
         if line.startswith(">"):
-            lines += [line, *teller.play(line[1:].split())]
+            lines += [line, *player.play_event(line[1:].split())]
         elif line.startswith("#") or not line:
             lines.append(line)
     return "\n".join(lines) + "\n"
 
 
-class Teller:
-    """Plays events to a lighthouse: every word after the group is a field, such as step=3."""
+class Player:
+    """Passes events to a lighthouse: every word after the group is a field, such as step=3."""
 
     def __init__(self) -> None:
         self.scene = Scene()
 
-    def play(self, words: list[str]) -> list[str]:
+    def play_event(self, words: list[str]) -> list[str]:
         event, *rest = words
         names = [word for word in rest if "=" not in word]
         fields: dict[str, Any] = {
@@ -105,7 +102,9 @@ class Teller:
         return [*lines, f"  {self.clock()} now", *self.reason()]
 
     def orders(self) -> list[str]:
-        return [f"  {self.clock()} {line}" for order in self.scene.take() for line in show(order)]
+        return [
+            f"  {self.clock()} {line}" for order in self.scene.pop_orders() for line in show(order)
+        ]
 
     def reason(self) -> list[str]:
         why = self.scene.why()

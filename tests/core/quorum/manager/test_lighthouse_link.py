@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from torchft_svc.core.quorum.lighthouse.gathering import GATHER_S
+from torchft_svc.core.quorum.lighthouse.membership import GATHER_S
 from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
 from torchft_svc.core.quorum.manager.lighthouse_link import (
     DISTRUST_PAUSE_S,

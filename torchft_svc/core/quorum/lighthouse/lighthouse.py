@@ -1,600 +1,691 @@
-"""The lighthouse's decisions: many jobs, their requests, and the answer for each caller.
+"""A lighthouse: its sessions and calls, which groups they stand for, and the orders of each input.
 
-Inputs are method calls with ``now`` (monotonic seconds); each returns the orders that the shell has
-to carry out. A caller is a number of the shell's choice, unique among the requests that wait.
+Inputs are method calls with ``now``, the instant of a monotonic clock; each returns the orders that
+follow, for a `Shell` to execute: the service's driver, and the simulator's actor. Streams and calls
+are numbers of the shell's choice, each used once. What `Jobs` decides about groups and callers
+becomes an order for their streams and calls in `Sessions`.
+
+The orders of an input are one sequence, because a stream carries them in that order: members learn
+of a loss before they receive the quorum that follows, and of newcomers after it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Protocol
 
-from torchft_svc.core.limits import MAX_NAME_LENGTH, check_name
-from torchft_svc.core.quorum.activity import Activity, HangWatch, Phase
-from torchft_svc.core.quorum.layout import why_unlike
-from torchft_svc.core.quorum.lighthouse.ids import QuorumIds
-from torchft_svc.core.quorum.lighthouse.job import Announcements, EndedJob, Job
-from torchft_svc.core.quorum.lighthouse.lighthouse_orders import (
-    AnswerQuorum,
-    Order,
-    RefuseRequest,
-    ReportEviction,
-    ReportHang,
-    ReportLeftHealing,
-    ReportLoss,
-    ReportTermEnds,
-    ReportWaiting,
+from torchft_svc.core.limits import check_name
+from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
+from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.lighthouse.jobs import JobReport, Jobs
+from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.session_messages import (
+    Beat,
+    Drain,
+    Hello,
+    Kill,
+    Leave,
+    Lost,
+    News,
+    NoQuorumYet,
+    Question,
+    Refusal,
+    SessionMessage,
+    Welcome,
+    Withdrawal,
 )
-from torchft_svc.core.quorum.lighthouse.membership import GroupState, Membership
-from torchft_svc.core.quorum.lighthouse.overview import (
-    GoneGroup,
-    History,
-    JobStatus,
-    Pause,
-    describe,
-    name_some,
-)
-from torchft_svc.core.quorum.lighthouse.quorum import (
-    Formed,
-    Waiting,
-    Why,
-    absent_deadlines,
-    decide,
-    has_loss_to_accept,
-    joining,
-    look_at,
-    to_evict,
-)
-from torchft_svc.core.quorum.session_messages import Leave, Lost, NewcomerWaits
-from torchft_svc.core.quorum.term import RunningTerm, TermEnds
-from torchft_svc.core.quorum.types import (
-    NO_QUORUM,
-    DifferenceReport,
-    LastQuorum,
-    Member,
-    Quorum,
-    QuorumConfig,
-)
-from torchft_svc.errors import QuorumFailed, RequestRefused
+from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
+from torchft_svc.core.streams import EndStream, ReportStandstill
+from torchft_svc.errors import DeadlineExceeded, RequestRefused, TorchFTError, Unreachable
 
-# Heartbeats per second from all groups of a job, 0.1 to 0.2 ms each, which is gRPC's. Above that,
-# groups beat less often, but at least twice per heartbeat timeout.
-MAX_BEATS_PER_SECOND = 400.0
-MIN_BEATS_PER_TIMEOUT = 2.0
+# Ids count from the milliseconds since 2025: a restarted lighthouse is above the one before.
+ID_EPOCH_S = 1_735_689_600
+# Each lighthouse has its own remainder: if a job splits between two of them, the ids of the halves
+# differ when they meet again. Ids stay below 2**53 for 69 years.
+ID_STRIDE = 4096
+# Of a manager whose link breaks again and again, some sessions are dead without being noticed.
+MAX_SESSIONS_PER_GROUP = 8
+# A group receives the shortest time between its beats again when that has changed by this factor:
+# the first ones would else beat as if they were alone. No manager beats more often by itself than
+# at the shortest interval.
+CHANGED_INTERVAL = 1.25
+SHORTEST_INTERVAL_S = 0.05
+# Groups wait for one another in every step; longer waits are reported.
+REPORT_PAUSE_AFTER_S = 2.0
+# Informing ten thousand groups would delay the others for too long: the rest is informed at the
+# next look.
+MAX_INFORMED_PER_LOOK = 1000
 
-MAX_ENDED_SHOWN = 20  # of the jobs that have ended, if none is named
-_SESSION_ENDED = "its session ended"  # without a word
+
+def first_quorum_id(wall_s: float, remainder: int) -> int:
+    """An id that no earlier lighthouse has given out, if the clock has not gone back since."""
+    return max(0, int((wall_s - ID_EPOCH_S) * 1000)) * ID_STRIDE + remainder
+
+
+def expires_at(asked_at: float, timeout_s: float) -> float:
+    """When a question is refused that has no answer by then."""
+    return asked_at + timeout_s
+
+
+# -- orders ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send ``news`` over each of ``streams``."""
+
+    streams: tuple[int, ...]
+    news: News
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Send ``quorum`` to all that asked for it.
+
+    ``answers``: streams, each with the number of its question; ``calls``: unary ones.
+    ``lost_from``: the committed step of the job if it goes back with this quorum, else None;
+    ``begins_anew``: that step belongs to a run that had finished.
+    """
+
+    job: str
+    quorum: Quorum
+    answers: tuple[tuple[int, int], ...] = ()
+    calls: tuple[int, ...] = ()
+    lost_from: int | None = None
+    begins_anew: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseCall:
+    """Answer a unary call with ``error``."""
+
+    call: int
+    error: TorchFTError
+
+
+@dataclass(frozen=True, slots=True)
+class ReportPause:
+    """Groups of ``job`` have waited for ``for_s`` seconds; reported again when ``why`` changes."""
+
+    job: str
+    for_s: float
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReportCommand:
+    """An operator's ``command`` is sent to ``replica_id``."""
+
+    job: str
+    replica_id: str
+    command: Kill | Drain
+
+
+@dataclass(frozen=True, slots=True)
+class ReportAcceptedLoss:
+    """An operator lets ``job`` go back from ``committed_step``."""
+
+    job: str
+    committed_step: int
+
+
+Report = JobReport | ReportPause | ReportStandstill | ReportCommand | ReportAcceptedLoss
+Order = Send | Publish | RefuseCall | EndStream | Report
+Orders = tuple[Order, ...]
+
+
+class Shell(Protocol):
+    """Executes the orders of a lighthouse, one method for each kind."""
+
+    def send(self, order: Send, /) -> None: ...
+    def publish(self, order: Publish, /) -> None: ...
+    def refuse_call(self, order: RefuseCall, /) -> None: ...
+    def end_stream(self, order: EndStream, /) -> None: ...
+    def report(self, report: Report, /) -> None: ...
+
+
+def execute(orders: Orders, shell: Shell) -> None:
+    """Let ``shell`` execute all orders of an input."""
+    for order in orders:
+        if isinstance(order, Send):
+            shell.send(order)
+        elif isinstance(order, Publish):
+            shell.publish(order)
+        elif isinstance(order, RefuseCall):
+            shell.refuse_call(order)
+        elif isinstance(order, EndStream):
+            shell.end_stream(order)
+        else:
+            shell.report(order)
+
+
+# -- sessions and open questions -------------------------------------------------------------------
+
+_Key = tuple[str, str]  # job and replica id
+
+
+@dataclass(slots=True)
+class Session:
+    """A stream of a group: the number of its last question, and the caller as which that waits."""
+
+    stream: int
+    job: str
+    replica_id: str
+    beat_interval_s: float = 0.0  # as it was sent
+    number: int = 0
+    caller: int | None = None
+
+    @property
+    def key(self) -> _Key:
+        """What all sessions of the group share."""
+        return self.job, self.replica_id
+
+    @property
+    def answered(self) -> tuple[int, int]:
+        """The stream, and the number of the question that is answered over it."""
+        return self.stream, self.number
+
+
+@dataclass(slots=True)
+class OpenQuestion:
+    """A question without an answer yet: of a session, or of a unary ``call``."""
+
+    job: str
+    timeout_s: float
+    expires_at: float
+    session: Session | None = None
+    call: int = 0
+
+
+@dataclass(slots=True)
+class OpenPause:
+    """A job in which callers wait, each with the reason that it was sent."""
+
+    since: float
+    look_at: float
+    waiting: dict[int, str] = field(default_factory=dict)
+    reported: str = ""
+
+
+class Sessions:
+    """Which stream leads to which group, which question waits as which caller; the `Outputs` of
+    `Jobs`.
+
+    A group is alive as long as one of its sessions is open. A session that was cut off may go
+    unnoticed for seconds, while its manager has opened the next one; and without a token anybody
+    can open a session under the id of a living group. Every session of a group receives its news.
+    """
+
+    def __init__(self, callers: itertools.count[int]) -> None:
+        self.by_stream: dict[int, Session] = {}
+        self.questions: dict[int, OpenQuestion] = {}  # by caller
+        self.calls: dict[int, int] = {}  # the callers of unary calls
+        self.pauses: dict[str, OpenPause] = {}  # by job, the one to be looked at next first
+        #: When to look for questions that have expired; may be too early, never too late. A timer
+        #: for each would cost as much as its answer, and nearly all are answered.
+        self.expiry_at = math.inf
+        self._callers = callers
+        # The streams that lead to a group, the one that was silent the longest first.
+        self._streams: dict[_Key, dict[int, None]] = {}
+        self._orders: list[Order] = []  # of the present input
+
+    def pop_orders(self) -> list[Order]:
+        """The orders since the last call."""
+        orders, self._orders = self._orders, []
+        return orders
+
+    # -- what `Jobs` decides ---------------------------------------------------------------------
+
+    def send(self, job: str, replica_ids: Iterable[str], news: News) -> None:
+        """Order ``news`` to be sent to those of these groups that have a session."""
+        if streams := self.streams_of(job, replica_ids):
+            self._orders.append(Send(streams, news))
+
+    def publish(
+        self,
+        job: str,
+        callers: tuple[int, ...],
+        quorum: Quorum,
+        lost_from: int | None,
+        begins_anew: bool,
+    ) -> None:
+        """Order ``quorum`` to be sent to ``callers``."""
+        answers, calls = [], []
+        for caller in callers:
+            question = self.close_question(caller)
+            if question is None:
+                continue
+            if question.session is not None:
+                answers.append(question.session.answered)
+            else:
+                calls.append(question.call)
+        order = Publish(job, quorum, tuple(answers), tuple(calls), lost_from, begins_anew)
+        self._orders.append(order)
+
+    def refuse(self, caller: int, error: TorchFTError) -> None:
+        """Order ``caller`` to be refused, if it still waits."""
+        question = self.close_question(caller)
+        if question is None:
+            return
+        if question.session is None:
+            self._orders.append(RefuseCall(question.call, error))
+        else:
+            session = question.session
+            self._orders.append(Send((session.stream,), Refusal(session.number, error)))
+
+    def report(self, report: Report) -> None:
+        """Order ``report`` to be logged."""
+        self._orders.append(report)
+
+    # -- streams ---------------------------------------------------------------------------------
+
+    def send_over(self, streams: tuple[int, ...], news: News) -> None:
+        """Order ``news`` to be sent over ``streams``."""
+        self._orders.append(Send(streams, news))
+
+    def end_stream(self, stream: int, error: TorchFTError | None = None) -> None:
+        """Order ``stream`` to be ended."""
+        self._orders.append(EndStream(stream, error))
+
+    def streams_of(self, job: str, replica_ids: Iterable[str]) -> tuple[int, ...]:
+        """The streams that lead to these groups, all of each."""
+        return tuple(
+            stream for each in replica_ids for stream in self._streams.get((job, each), ())
+        )
+
+    def add_session(self, session: Session) -> int:
+        """Add a session; returns how many its group has now."""
+        self.by_stream[session.stream] = session
+        streams = self._streams.setdefault(session.key, {})
+        streams[session.stream] = None
+        return len(streams)
+
+    def remove_session(self, session: Session) -> None:
+        """Remove a session that is over."""
+        del self.by_stream[session.stream]
+        streams = self._streams[session.key]
+        del streams[session.stream]
+        if not streams:
+            del self._streams[session.key]
+
+    def has_session(self, job: str, replica_id: str) -> bool:
+        """Whether a session of the group is open."""
+        return (job, replica_id) in self._streams
+
+    def record_beat(self, session: Session) -> None:
+        """Of the sessions of its group, this one was silent for the shortest time."""
+        streams = self._streams[session.key]
+        if len(streams) > 1:
+            streams[session.stream] = streams.pop(session.stream)
+
+    def most_silent(self, session: Session) -> Session:
+        """The session of the same group that was silent for the longest time."""
+        return self.by_stream[next(iter(self._streams[session.key]))]
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def open_question(self, question: OpenQuestion, at: float) -> int:
+        """Add a question; returns the caller as which it waits."""
+        caller = next(self._callers)
+        self.questions[caller] = question
+        self.expiry_at = min(self.expiry_at, question.expires_at)
+        pause = self.pauses.get(question.job)
+        if pause is None:
+            pause = self.pauses[question.job] = OpenPause(at, at + REPORT_PAUSE_AFTER_S)
+        pause.waiting[caller] = ""
+        if question.session is not None:
+            question.session.caller = caller
+        else:
+            self.calls[question.call] = caller
+        return caller
+
+    def close_question(self, caller: int) -> OpenQuestion | None:
+        """Remove the question that waits as ``caller`` (None: there is none)."""
+        question = self.questions.pop(caller, None)
+        if question is None:
+            return None
+        if question.session is not None:
+            question.session.caller = None
+        else:
+            del self.calls[question.call]
+        pause = self.pauses[question.job]
+        del pause.waiting[caller]
+        if not pause.waiting:
+            del self.pauses[question.job]
+        return question
+
+
+# -- the machine -----------------------------------------------------------------------------------
 
 
 class Lighthouse:
-    """All jobs of one lighthouse; for its ids see `QuorumIds`."""
+    """All sessions and unary calls of one lighthouse, and the `jobs` that they are about."""
 
-    def __init__(
-        self,
-        config: QuorumConfig,
-        first_id: int = 0,
-        id_stride: int = 1,
-        *,
-        ids_per_s: float = 1000.0,
-        now: float = 0.0,
-    ) -> None:
+    def __init__(self, config: QuorumConfig, first_id: int, now: float) -> None:
         self._config = config
-        self._ids = QuorumIds(first_id, id_stride, ids_per_s, now)
-        self._began_at = now
-        self._jobs: dict[str, Job] = {}
-        self._ended: OrderedDict[str, EndedJob] = OrderedDict()
-        self._wake_at: float | None = None
+        self.clock = PausableClock(usual_look_s(config.heartbeat_timeout_s), now)
+        self._reported_missed_s = 0.0
+        self._callers = itertools.count()
+        self._begin_lead(first_id, now)
 
-    # -- inputs ----------------------------------------------------------------------------------
+    def _begin_lead(self, first_id: int, at: float) -> None:
+        self._sessions = Sessions(self._callers)
+        self.jobs = Jobs(
+            self._config, self._sessions, first_id, ID_STRIDE, ids_per_s=1000 * ID_STRIDE, now=at
+        )
 
-    def request(
-        self, job: str, member: Member, caller: int, now: float, *, agreed: bool = False
-    ) -> tuple[Order, ...]:
-        """``caller`` waits for a quorum that contains ``member``; ``agreed``: see `Question`."""
-        member.check()
-        self._check_weight(job, member)
-        state = self._job(job, member.replica_id, now, member.seen_quorum_id)
-        misfits = state.likeness.check(member, state.members)
-        orders = self._sign_of_life(state, member.replica_id, now)
-        orders += _turn_away(state, misfits, member, now)
-        state.members.seen(member.replica_id, now)
-        if member.replica_id in state.members.previous_ids:
-            state.end_progress()
-            state.note_wait(member, self._config.join_timeout_s)
-            orders += self._miss_silent(job, state, now, agreed=agreed)
-        state.hangs.reported(member.replica_id, Activity(Phase.QUORUM, member.step, now), now)
-        if not state.members.names.is_free_for(member.replica_id):
-            held_before = state.held.pop(member.replica_id, None)
-            if held_before is not None:
-                orders.append(_superseded(held_before[1], member.replica_id))
-            state.held[member.replica_id] = (member, caller)
-        else:
-            state.history.asked(member)
-            replaced = state.members.asked(member, caller, now)
-            if replaced is not None:
-                orders.append(_superseded(replaced, member.replica_id))
-            if told := state.break_off(member, agreed=agreed):
-                why = f"{member.replica_id} asks for a quorum at step {member.step}"
-                ends = TermEnds(state.members.last.quorum_id, member.step, why)
-                orders.append(ReportTermEnds(job, ends, told))
-            orders += self._end_stalled_term(job, state, now)
-        orders += self._heed_hangs(job, state, now, (member.replica_id,))
-        return self._settle(job, state, orders, now, asked=[member.replica_id])
+    # -- inputs: sessions ------------------------------------------------------------------------
 
-    def withdraw(self, job: str, caller: int, now: float) -> tuple[Order, ...]:
-        """``caller`` waits no longer (cancelled, or its deadline is over)."""
-        state = self._jobs.get(job)
-        if state is None:
-            return ()
-        state.members.withdrew(caller, now)
-        for key in [key for key, held in state.held.items() if held[1] == caller]:
-            del state.held[key]
-        return self._settle(job, state, [], now)
+    def opened(self, stream: int, job: str, hello: Hello, now: float) -> Orders:
+        """A stream has begun with ``hello``.
 
-    def opened(
-        self, job: str, replica_id: str, last: LastQuorum, now: float, *, num_groups: int = 0
-    ) -> tuple[Order, ...]:
-        """A sign of life, with the ``last`` quorum that the group was in, of ``num_groups``."""
-        check_name("replica_id", replica_id)
-        last.check()
-        state = self._job(job, replica_id, now, last.quorum_id)
-        orders = self._sign_of_life(state, replica_id, now)
-        if state.silent.keys() & set(state.members.names.earlier(replica_id)):
-            orders += self._miss_silent(job, state, now)  # it will not be back, this is its heir
-        state.members.seen(replica_id, now)
-        state.reported(replica_id, last, num_groups, now)
-        if state.term.may_go_on and state.rivals() == {replica_id}:
-            told = tuple(state.members.quorum_left())
-            orders += [ReportTermEnds(job, state.contested(), told)] if told else []
-        return self._settle(job, state, orders, now)
-
-    def heartbeat(
-        self, job: str, replica_id: str, now: float, activity: Activity | None = None
-    ) -> tuple[Order, ...]:
-        """A sign of life without a request, with the group's ``activity`` if it reports that."""
-        check_name("replica_id", replica_id)
-        state = self._job(job, replica_id, now)
-        is_new = not state.members.knows(replica_id)
-        if is_new and now < state.left.get(replica_id, -math.inf):
-            return ()
-        orders = self._sign_of_life(state, replica_id, now)
-        state.members.seen(replica_id, now)
-        if activity is not None:
-            state.hangs.reported(replica_id, activity, now)
-            is_new |= state.members.does(replica_id, activity, now)
-            if replica_id in state.members.previous_ids:
-                state.history.heard(activity.reached, now)
-                state.heard(replica_id, activity)
-                if activity.phase is Phase.QUORUM:
-                    state.term.waits(activity.since, self._config.join_timeout_s, now)
-                    orders += self._end_stalled_term(job, state, now)
-                    self._wake(state.term.due_at)
-                    if state.is_missed(activity, now):
-                        orders += self._miss_silent(job, state, now)
-                    orders += self._miss_unheard(job, state, activity, now)
-            orders += self._heed_hangs(job, state, now, (replica_id,))
-            self._wake(state.hangs.look_at())
-        if is_new or orders:
-            return self._settle(job, state, orders, now)
-        return ()
-
-    def record_difference(self, job: str, replica_id: str, report: DifferenceReport) -> None:
-        """Count a check that has found a difference, if a living group reports it."""
-        state = self._jobs.get(job)
-        if state is not None and state.members.knows(replica_id):
-            state.history.record_difference(report)
-
-    def leave(self, job: str, replica_id: str, leave: Leave, now: float) -> tuple[Order, ...]:
-        """The group is gone: its heartbeat timeout need not pass."""
-        state = self._jobs.get(job)
-        if state is None or not state.members.knows(replica_id):
-            return ()
-        state.note_left(replica_id, leave, until=now + self._config.heartbeat_timeout_s)
-        orders = self._remove(job, state, replica_id, leave, now)
-        return self._settle(job, state, orders, now)
-
-    def went_silent(self, job: str, replica_id: str, now: float) -> tuple[Order, ...]:
-        """The group's session has ended without a word: in a term it stays a member while nobody
-        misses it (rule E7), otherwise it is gone."""
-        state = self._jobs.get(job)
-        if state is None or not state.may_be_back(replica_id):
-            return self.leave(job, replica_id, Leave(_SESSION_ENDED), now)
-        state.silent[replica_id] = now
-        return ()
-
-    def killed(self, job: str, replica_id: str, reason: str) -> None:
-        """An operator ends a living group: it then ends on purpose, however it ends."""
-        self._jobs[job].killed[replica_id] = reason
-
-    def accept_loss(self, job: str, now: float) -> tuple[Order, ...]:
-        """An operator lets the next quorum through although it loses committed steps.
-
-        Forgotten when a group with the newer state asks.
-
-        Raises: RequestRefused: no quorum of this job is held back for that reason, or a group that
-        may have those steps is still awaited.
+        Raises:
+            RequestRefused: this group cannot have a session; the stream has to end.
         """
-        check_name("job", job)
-        state = self._jobs.get(job)
-        if state is None or not has_loss_to_accept(state.members.view(now), self._config, now):
-            raise RequestRefused(
-                f"job {job!r} has no loss to accept: {self.why(job, now)}; only a quorum that is "
-                "held back because it would lose committed steps can be let through"
-            )
-        state.members.accept_loss()
-        return self._settle(job, state, [], now)
+        at = self._begin_input(now)
+        replica_id, last = hello.replica_id, hello.last
+        is_past = self.jobs.is_past(job, replica_id, last)
+        session = Session(stream, job, replica_id)
+        num_sessions = self._sessions.add_session(session)  # first: its news may follow at once
+        try:
+            self.jobs.opened(job, replica_id, last, at, num_groups=hello.num_groups)
+        except RequestRefused:
+            self._sessions.remove_session(session)
+            raise
+        session.beat_interval_s = self.jobs.beat_interval_s(job)
+        if num_sessions > MAX_SESSIONS_PER_GROUP:
+            self._end_most_silent(session, at)
+        if is_past:
+            lost = Lost(replica_id, "its session had ended", last.quorum_id)
+            self._sessions.send_over((stream,), lost)
+        else:
+            for news in self.jobs.missed_news(job, replica_id, last, hello.num_groups):
+                self._sessions.send_over((stream,), news)
+        return self._end_input(Send((stream,), Welcome(session.beat_interval_s)))
 
-    def tick(self, now: float) -> tuple[Order, ...]:
+    def _end_most_silent(self, session: Session, at: float) -> None:
+        silent = self._sessions.most_silent(session)
+        self._sessions.remove_session(silent)
+        self._withdraw_question(silent, at)
+        others = f"{silent.replica_id!r} has {MAX_SESSIONS_PER_GROUP} others"
+        error = RequestRefused(f"{others}, this one was silent the longest")
+        self._sessions.end_stream(silent.stream, error)
+
+    def received(self, stream: int, message: SessionMessage, now: float) -> Orders:
+        """A message has come over ``stream``; ignored if that has ended.
+
+        Raises: RequestRefused: it breaks the protocol; the stream has to end.
+        """
+        session = self._sessions.by_stream.get(stream)
+        if session is None:
+            return ()
+        at = self._begin_input(now)
+        if isinstance(message, Beat):
+            self._record_beat(session.job, session.replica_id, message, at)
+            self._adapt_beats(session)
+            self._sessions.record_beat(session)
+        elif isinstance(message, Question):
+            self._ask(session, message, at)
+        elif isinstance(message, Withdrawal):
+            if message.number == session.number:  # else another question has replaced it
+                self._withdraw_question(session, at)
+        else:
+            self.leave_session(session, message, at)
+        return self._end_input()
+
+    def closed(self, stream: int, now: float, error: TorchFTError | None = None) -> Orders:
+        """A stream has ended, maybe with ``error``; if its group has no other one, it is gone, or
+        missing."""
+        session = self._sessions.by_stream.get(stream)
+        if session is None:
+            return ()
+        at = self._begin_input(now)
+        job, replica_id = session.key
+        self.withdraw_closed(session, at)
+        self._sessions.remove_session(session)
+        if self._sessions.has_session(job, replica_id):
+            return self._end_input()
+        if error is not None and not isinstance(error, Unreachable):
+            self._leave(job, replica_id, Leave(f"its session was refused: {error}"), at)
+        else:
+            self.jobs.went_silent(job, replica_id, at)
+        return self._end_input()
+
+    def _ask(self, session: Session, question: Question, at: float) -> None:
+        member = question.member
+        if member.replica_id != session.replica_id:
+            raise RequestRefused(
+                f"the session of {session.replica_id!r} cannot ask for {member.replica_id[:64]!r}"
+            )
+        self._withdraw_question(session, at)
+        session.number = question.number
+        until = expires_at(at, question.timeout_s)
+        opened = OpenQuestion(session.job, question.timeout_s, until, session)
+        self._request(opened, member, at, agreed=question.agreed)
+
+    def leave_session(self, session: Session, leave: Leave, at: float) -> None:
+        """The group is out before its stream ends; its question gets an answer or an error."""
+        leave.check()
+        self._sessions.remove_session(session)
+        self._leave(session.job, session.replica_id, leave, at)
+        self._withdraw_question(session, at)
+        self._sessions.end_stream(session.stream)
+
+    # -- inputs: unary calls ---------------------------------------------------------------------
+
+    def called(self, call: int, job: str, member: Member, timeout_s: float, now: float) -> Orders:
+        """Unary ``call`` waits for a quorum with ``member``; it is answered once."""
+        at = self._begin_input(now)
+        opened = OpenQuestion(job, timeout_s, expires_at(at, timeout_s), call=call)
+        self._request(opened, member, at)
+        return self._end_input()
+
+    def cancelled(self, call: int, now: float) -> Orders:
+        """Nobody waits for unary ``call`` any more; ignored if it was answered."""
+        caller = self._sessions.calls.get(call)
+        if caller is None:
+            return ()
+        at = self._begin_input(now)
+        self._withdraw_caller(caller, at)
+        return self._end_input()
+
+    def heartbeat(self, job: str, replica_id: str, now: float) -> Orders:
+        """A sign of life without a session.
+
+        Raises:
+            RequestRefused: there can be no such group.
+        """
+        at = self._begin_input(now)
+        self._record_beat(job, replica_id, Beat(), at)
+        return self._end_input()
+
+    def left(self, job: str, replica_id: str, leave: Leave, now: float) -> Orders:
+        """A group without a session leaves.
+
+        Raises: RequestRefused: there can be no such group, or reason.
+        """
+        check_name("replica_id", replica_id)
+        leave.check()
+        at = self._begin_input(now)
+        self._leave(job, replica_id, leave, at)
+        return self._end_input()
+
+    # -- inputs: operators, the election, time ---------------------------------------------------
+
+    def commanded(self, job: str, name: str, command: Kill | Drain, now: float) -> Orders:
+        """An operator kills or drains the group with this replica id or name.
+
+        Raises: RequestRefused: there is no such group, or it has no session.
+        """
+        self._begin_input(now)
+        replica_id = self.jobs.find_group(job, name)
+        streams = self._sessions.streams_of(job, (replica_id,))
+        if not streams:
+            raise RequestRefused(
+                f"{replica_id!r} has no session with this lighthouse, it only sends heartbeats: "
+                "it cannot receive commands, so ask its manager instead"
+            )
+        if isinstance(command, Kill):
+            self.jobs.killed(job, replica_id, f"killed: {command.reason}")
+        self._sessions.send_over(streams, command)
+        self._sessions.report(ReportCommand(job, replica_id, command))
+        return self._end_input()
+
+    def loss_accepted(self, job: str, now: float) -> Orders:
+        """An operator lets the next quorum of ``job`` lose committed steps.
+
+        Raises:
+            RequestRefused: none is held back for that reason.
+        """
+        at = self._begin_input(now)
+        committed_step = self.jobs.committed_step(job)
+        self.jobs.accept_loss(job, at)
+        return self._end_input(ReportAcceptedLoss(job, committed_step))
+
+    def lead_ended(self, error: TorchFTError, first_id: int, now: float) -> Orders:
+        """Another lighthouse leads: inform all clients, and forget them."""
+        before = self._sessions
+        at = self._begin_input(now)
+        self._begin_lead(first_id, at)
+        calls = (RefuseCall(call, error) for call in before.calls)
+        streams = (EndStream(stream, error) for stream in before.by_stream)
+        return self._end_input(*calls, *streams)
+
+    def tick(self, now: float) -> Orders:
         """Time has passed; call it at `next_deadline`, or more often."""
-        self._wake_at = None
-        orders: list[Order] = []
-        for name, state in list(self._jobs.items()):
-            silent = Leave(f"no sign of life for {self._config.heartbeat_timeout_s:g} s")
-            for replica_id in state.members.dead(now):
-                orders += self._remove(name, state, replica_id, silent, now)
-            orders += self._heed_hangs(name, state, now)
-            orders += self._end_stalled_term(name, state, now)
-            orders += self._settle(name, state, [], now)
-        return tuple(orders)
+        at = self._begin_input(now)
+        self._expire_questions(at)
+        pauses = self._sessions.pauses
+        while pauses:
+            job, pause = next(iter(pauses.items()))
+            if pause.look_at > at:
+                break
+            self._look_at_pause(job, pause, at)
+        due_at = self.jobs.next_deadline()
+        if due_at is not None and due_at <= at:
+            self.jobs.tick(at)
+        return self._end_input()
 
     # -- questions -------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do; may be too early, never too late."""
-        return self._wake_at
-
-    def pause(self, job: str, now: float) -> Pause:
-        """Why the groups of ``job`` that ask have no quorum yet; changes nothing."""
-        state = self._jobs.get(job)
-        if state is None:
-            return Pause(Waiting(Why.NOBODY_ASKS), now)
-        held = {key: tuple(state.members.names.earlier(key)) for key in state.held}
-        return Pause(decide(state.members.view(now), self._config, now), now, held)
-
-    def why(self, job: str, now: float) -> str:
-        return self.pause(job, now).sentence()
+        """When to `tick`, on the clock of ``now``; may be too early, never too late."""
+        at = self._sessions.expiry_at
+        due_at = self.jobs.next_deadline()
+        if due_at is not None and due_at < at:
+            at = due_at
+        if self._sessions.pauses:
+            at = min(at, next(iter(self._sessions.pauses.values())).look_at)
+        return None if at == math.inf else self.clock.look_by(at)
 
     def status(self, job: str, now: float) -> list[JobStatus]:
-        """All jobs that have living groups, and the last that have ended; or the one that is named.
+        """The status of ``job``, or of all jobs (empty).
 
-        Raises:
-            RequestRefused: there is no such job.
+        Raises: RequestRefused: there is no such job.
         """
-        if job and not (job in self._jobs or job in self._ended):
-            raise RequestRefused(f"this lighthouse serves no job {job[:MAX_NAME_LENGTH]!r} now")
-        ended = [name for name, each in self._ended.items() if each.last.quorum_id]
-        names = [job] if job else [*sorted(self._jobs), *ended[-MAX_ENDED_SHOWN:][::-1]]
-        return [self._describe(name, now) for name in names]
-
-    def _describe(self, job: str, now: float) -> JobStatus:
-        if job in self._ended:
-            ended = self._ended[job]
-            status = JobStatus(
-                job=job,
-                quorum_id=ended.last.quorum_id,
-                committed_step=ended.last.max_step,
-                min_replicas=self._config.min_replicas,
-                ended_s=now - ended.at,
-                finished=ended.is_finished,
-            )
-            return ended.history.add_to(status, now)
-        state, why = self._jobs[job], self.why(job, now)
-        state.note_progress()
-        held = [member for member, _ in state.held.values()]
-        status = describe(job, state.members, state.hangs, held, why, now)
-        return state.history.add_to(status, now)
-
-    def find(self, job: str, name: str) -> str:
-        """The living group of ``job`` with this replica id or name.
-
-        Raises: RequestRefused: there is no such group, or more than one.
-        """
-        check_name("replica_id", name)
-        state = self._jobs.get(job)
-        called = state.members.called(name) if state else []
-        if not called:
-            raise RequestRefused(f"job {job!r} has no living group {name!r}")
-        if len(called) > 1:
-            raise RequestRefused(
-                f"job {job!r} has several groups {name!r}, say which: {', '.join(called)}"
-            )
-        return called[0]
-
-    def check_room(self, job: str) -> None:
-        """Raise `RequestRefused` if there is no room for another group of ``job``."""
-        state = self._jobs.get(job)
-        if state is None:
-            check_name("job", job)
-            if len(self._jobs) >= self._config.max_jobs:
-                raise RequestRefused(
-                    f"this lighthouse already serves {len(self._jobs)} jobs, its limit: "
-                    f"job {job!r} has to go to another one"
-                )
-        elif len(state.members) >= self._config.max_members_per_job:
-            raise RequestRefused(
-                f"job {job!r} has {len(state.members)} groups, the limit of this lighthouse"
-            )
-
-    def missed_news(
-        self, job: str, replica_id: str, last: LastQuorum, num_groups: int
-    ) -> list[NewcomerWaits | TermEnds | Lost]:
-        """What a member of the last quorum may not have heard, because it had no session."""
-        state = self._jobs[job]
-        members, quorum_id = state.members, state.members.last.quorum_id
-        if replica_id not in members.previous_ids or last.quorum_id != quorum_id:
-            return []
-        newcomer = min(members.groups[GroupState.JOINING], default=None)
-        news: list[NewcomerWaits | TermEnds | Lost] = [NewcomerWaits(newcomer)] if newcomer else []
-        if 0 < num_groups < self._config.min_replicas:
-            needed = f"this lighthouse needs {self._config.min_replicas} groups (--min-replicas)"
-            news.append(TermEnds(quorum_id, None, needed))
-        if state.rivals():
-            news.append(state.contested())
-        news += [Lost(who, why, quorum_id) for who, why in state.term.lost.items()]
-        if state.term.over_from:
-            news.append(TermEnds(quorum_id, state.term.over_from, "not all members take part"))
-        return news
-
-    def is_past(self, job: str, replica_id: str, last: LastQuorum) -> bool:
-        """Whether the others continued without a group that is back, and was in quorum ``last``."""
-        state = self._jobs.get(job)
-        return state is not None and state.members.is_past(replica_id, last)
-
-    def committed_step(self, job: str) -> int:
-        """The highest that a quorum of this job has shown, less what was given up since."""
-        state = self._jobs.get(job)
-        return state.members.committed_step if state else 0
-
-    def quorum_left(self, job: str) -> list[str]:
-        """The living groups of the last quorum."""
-        state = self._jobs.get(job)
-        return state.members.quorum_left() if state else []
-
-    def beat_interval_s(self, job: str) -> float:
-        """The shortest time between the heartbeats of a group."""
-        state = self._jobs.get(job)
-        groups = len(state.members) if state else 1
-        rarest = self._config.heartbeat_timeout_s / MIN_BEATS_PER_TIMEOUT
-        return min(groups / MAX_BEATS_PER_SECOND, rarest)
+        return self.jobs.status(job, self._time(now))
 
     # -- the rules -------------------------------------------------------------------------------
 
-    def _job(self, name: str, replica_id: str, now: float, told_id: int = 0) -> Job:
-        state = self._jobs.get(name)
-        self._check_told(name, state, told_id, now)
-        if state is None or not state.members.knows(replica_id):
-            self.check_room(name)
-        if state is None:
-            new = EndedJob(NO_QUORUM, self._ids.first, History(now), now)
-            ended = self._ended.pop(name, new)
-            history = History(now) if ended.is_finished else ended.history
-            last = ended.last if ended.last.max_step else NO_QUORUM  # there is nothing to lose
-            members = Membership(
-                self._config, last, is_finished=ended.is_finished, began_at=self._began_at
-            )
-            hangs = HangWatch(self._config.hang_timeout_s)
-            state = Job(members, hangs, history, max(self._ids.first, ended.last_id))
-            self._jobs[name] = state
-        state.heard_id = max(state.heard_id, told_id)
-        return state
+    def _begin_input(self, now: float) -> float:
+        """The time of the decisions; an input that was refused leaves no orders behind."""
+        self._sessions.pop_orders()
+        return self._time(now)
 
-    def _check_weight(self, job: str, member: Member) -> None:
-        """Every member receives the whole quorum: for 200 members with 64 KB each that is 2.5
-        GB."""
-        num_bytes, state = member.num_bytes, self._jobs.get(job)
-        if state is not None:
-            num_bytes += state.members.num_bytes_of_others(member.replica_id)
-            held = [each for each, _ in state.held.values()] if state.held else []
-            others = (each for each in held if each.replica_id != member.replica_id)
-            num_bytes += sum(each.num_bytes for each in others)
-        if num_bytes > self._config.max_quorum_bytes:
-            raise RequestRefused(
-                f"with the {member.num_bytes} bytes of {member.replica_id!r} the quorum of job "
-                f"{job!r} would have {num_bytes} bytes, and the limit of this lighthouse is "
-                f"{self._config.max_quorum_bytes} (--max-quorum-bytes)"
-            )
+    def _time(self, now: float) -> float:
+        """The time of the decisions, which stops with this process."""
+        if not self._sessions.questions and self.jobs.next_deadline() is None:
+            self.clock.skip_to(now)  # nobody was there who could have sent anything
+        return self.clock.now(now)
 
-    def _check_told(self, name: str, state: Job | None, told_id: int, now: float) -> None:
-        """Refuse an id that cannot have been given out."""
-        known = state or self._ended.get(name)
-        is_running = state is not None and state.members.previous is not None
-        self._ids.check_told(told_id, known.last_id if known else 0, now, is_running=is_running)
+    def _end_input(self, *first: Order) -> Orders:
+        """The orders of the input, after the ``first`` ones."""
+        orders = self._sessions.pop_orders()
+        missed_s = self.clock.missed_s - self._reported_missed_s
+        if missed_s:
+            self._reported_missed_s = self.clock.missed_s
+            return (ReportStandstill(missed_s), *first, *orders)
+        return (*first, *orders)
 
-    def _sign_of_life(self, state: Job, replica_id: str, now: float) -> list[Order]:
-        """A living incarnation keeps its name: later ones that wait for it are refused."""
-        state.silent.pop(replica_id, None)
-        orders: list[Order] = []
-        for rival in state.members.names.later(replica_id) if state.held else ():
-            if rival not in state.held:
-                continue
-            _, caller = state.held.pop(rival)
-            state.forget(rival)
-            reason = (
-                f"the name of {rival!r} is taken: {replica_id!r} is alive; "
-                "give every replica group a name of its own"
-            )
-            orders.append(RefuseRequest(caller, RequestRefused(reason)))
-        return orders
+    def _record_beat(self, job: str, replica_id: str, beat: Beat, at: float) -> None:
+        activity = None
+        if beat.phase is not None:
+            activity = Activity(beat.phase, beat.step, at - beat.lasts_s)
+        self.jobs.heartbeat(job, replica_id, at, activity)
+        for report in beat.differences:
+            self.jobs.record_difference(job, replica_id, report)
 
-    def _remove(self, job: str, state: Job, replica_id: str, how: Leave, now: float) -> list[Order]:
-        if replica_id in state.killed:
-            how = Leave(state.killed.pop(replica_id), how.between_steps, ends=True)
-        quorum_id = state.members.last.quorum_id
-        if replica_id in state.members.previous_ids:
-            state.end_progress()
-        # The news would make its peers give up a step that it has finished.
-        told = () if how.between_steps else state.loss_recipients(replica_id, how.reason)
-        orders: list[Order] = [
-            ReportLoss(
-                job, replica_id, how.reason, how.between_steps, how.is_orderly, quorum_id, told
-            )
-        ]
-        gone = GoneGroup(replica_id=replica_id, reason=how.reason, orderly=how.is_orderly)
-        state.history.gone(gone, ends=how.ends, now=now)
-        held = state.held.pop(replica_id, None)
-        caller = state.forget(replica_id)
-        for lost in (caller, held[1] if held else None):
-            if lost is not None:
-                orders.append(
-                    RefuseRequest(lost, QuorumFailed(f"{replica_id!r} is out: {how.reason}"))
-                )
-        return orders
+    def _adapt_beats(self, session: Session) -> None:
+        """Send a group how often to beat, if its job has grown or shrunk."""
+        wanted_s = self.jobs.beat_interval_s(session.job)
+        shorter_s, longer_s = sorted((session.beat_interval_s, wanted_s))
+        if longer_s > CHANGED_INTERVAL * max(shorter_s, SHORTEST_INTERVAL_S):
+            session.beat_interval_s = wanted_s
+            self._sessions.send_over((session.stream,), Welcome(wanted_s))
 
-    def _heed_hangs(
-        self, job: str, state: Job, now: float, told: Sequence[str] = ()
-    ) -> list[Order]:
-        """Report hanging groups, and evict those that others wait for, maybe since ``told`` do."""
-        kill = self._config.on_hang == "kill"
-        orders: list[Order] = [
-            ReportHang(job, replica_id, hang.phase, hang.step, now - hang.since, kill)
-            for replica_id, hang in state.hangs.newly_hung(now)
-        ]
-        if self._config.on_hang != "evict":
-            return orders
-        candidates = state.members.previous_ids if orders else told
-        evicted = to_evict(state.members, state.hangs, candidates)
-        if evicted:
-            state.members.evicted(evicted)
-            state.spent_id = state.last_id
-        for each in evicted:
-            why, quorum_id = state.hangs.why(each, now), state.members.last.quorum_id
-            told = state.loss_recipients(each, why)
-            orders.append(ReportEviction(job, each, why, quorum_id, told))
-        return orders
+    def _leave(self, job: str, replica_id: str, leave: Leave, at: float) -> None:
+        leave = leave if leave.reason else replace(leave, reason="it has left")
+        self.jobs.leave(job, replica_id, leave, at)
 
-    def _miss_silent(
-        self, job: str, state: Job, now: float, *, agreed: bool = False
-    ) -> list[Order]:
-        """Give up the members without a session (rule E7). ``agreed``: all members end their step,
-        and ask, so nobody needs to be told."""
-        silent = Leave(_SESSION_ENDED, between_steps=agreed)
-        orders: list[Order] = []
-        for replica_id in list(state.silent):
-            orders += self._remove(job, state, replica_id, silent, now)
-        return orders
+    def _request(
+        self, question: OpenQuestion, member: Member, at: float, *, agreed: bool = False
+    ) -> None:
+        caller = self._sessions.open_question(question, at)
+        try:
+            self.jobs.request(question.job, member, caller, at, agreed=agreed)
+        except RequestRefused as error:
+            self._sessions.refuse(caller, error)
 
-    def _miss_unheard(self, job: str, state: Job, activity: Activity, now: float) -> list[Order]:
-        """Members that wait in a step for one that has not reported to this lighthouse wait no
-        longer (rule E8)."""
-        if not state.waits_for_unheard(activity, self._config.heartbeat_timeout_s, now):
-            return []
-        state.term.over_from = activity.step
-        num_missing = state.term.num_groups - state.members.num_reported
-        why = f"{num_missing} of its {state.term.num_groups} groups have not come back"
-        ends = TermEnds(state.members.last.quorum_id, activity.step, why)
-        return [ReportTermEnds(job, ends, tuple(state.members.quorum_left()))]
+    def withdraw_closed(self, session: Session, at: float) -> None:
+        """Nobody waits any more for the answer to the question of a stream that has ended."""
+        self._withdraw_question(session, at)
 
-    def _end_stalled_term(self, job: str, state: Job, now: float) -> list[Order]:
-        """Groups that have not begun a step in time keep the others waiting in it no longer."""
-        step, due_at = state.stalled_step(self._config.join_timeout_s, now)
-        if step is None:
-            return []
-        late = state.late_in_term(step, due_at)
-        if not late:
-            return []
-        state.members.left_out(late)
-        state.term.over_from, state.spent_id = step, state.last_id
-        why = f"{name_some(late)} did not begin step {step} in time"
-        ends = TermEnds(state.members.last.quorum_id, step, why)
-        return [ReportTermEnds(job, ends, tuple(state.members.quorum_left()))]
+    def _withdraw_question(self, session: Session, at: float) -> None:
+        if session.caller is not None:
+            self._withdraw_caller(session.caller, at)
 
-    def _settle(
-        self, job: str, state: Job, orders: list[Order], now: float, asked: Sequence[str] = ()
-    ) -> tuple[Order, ...]:
-        """Draw all conclusions for one job, after ``asked`` have asked."""
-        newcomers = list(asked)
-        for replica_id in state.members.names.take_heirs():
-            if replica_id in state.held:
-                state.members.asked(*state.held.pop(replica_id), now)
-                newcomers.append(replica_id)
-        state.hangs.heed_again(state.members.recalled())
-        look = look_at(state.members, self._config)
-        if look <= now:
-            decision = self._decide(job, state, orders, now)
-            if isinstance(decision, Formed):
-                orders += state.leave_behind(job)
-                orders.append(self._publish(job, state, decision, now))
-                newcomers = state.members.waiting()
-            look = look_at(state.members, self._config)
-        orders += [ReportWaiting(job, each) for each in state.announce(newcomers)]
-        if not len(state.members):
-            self._end(job, state, now)
-        else:
-            self._wake(state.members.next_death())
-            self._wake(state.hangs.look_at())
-            self._wake(state.term.due_at)
-            if now < look < math.inf:
-                self._wake(look)
-            gathers_until = state.members.gathers_until
-            if gathers_until is not None and now < gathers_until:
-                self._wake(gathers_until)
-        return tuple(orders)
+    def _withdraw_caller(self, caller: int, at: float) -> None:
+        question = self._sessions.close_question(caller)
+        assert question is not None
+        self.jobs.withdraw(question.job, caller, at)
 
-    def _decide(self, job: str, state: Job, orders: list[Order], now: float) -> Formed | Waiting:
-        """Whether there is a quorum now. Groups that are out of time are stragglers from here
-        on."""
-        view = state.members.view(now)
-        state.members.sharpen(view)
-        deadlines = absent_deadlines(view, self._config)
-        late = sorted(key for key, at in deadlines.items() if at <= now)
-        for replica_id, since in state.members.left_out(late):
-            orders.append(ReportLeftHealing(job, replica_id, now - since))
-        return decide(view, self._config, now)
+    def _expire_questions(self, at: float) -> None:
+        """Refuse the questions that are out of time, with what they waited for."""
+        if at < self._sessions.expiry_at:
+            return
+        questions = self._sessions.questions
+        expired = {key: each for key, each in questions.items() if each.expires_at <= at}
+        # Before they are withdrawn, which changes the reasons.
+        whys = {each.job: self.jobs.why(each.job, at) for each in expired.values()}
+        for caller, question in expired.items():
+            if caller not in questions:
+                continue  # the one before was withdrawn, which made a quorum of the others
+            error = DeadlineExceeded("quorum", question.timeout_s, whys[question.job])
+            self._sessions.refuse(caller, error)
+            self.jobs.withdraw(question.job, caller, at)
+        open_until = (each.expires_at for each in questions.values())
+        self._sessions.expiry_at = min(open_until, default=math.inf)
 
-    def _publish(self, job: str, state: Job, formed: Formed, now: float) -> AnswerQuorum:
-        previous = state.members.previous
-        may_keep_id = (
-            previous is not None
-            and state.heard_id <= state.last_id != state.spent_id
-            and [member.place for member in formed.members]
-            == [member.place for member in previous.participants]
-            and not any(member.commit_failures for member in formed.members)
-        )
-        if not may_keep_id:
-            state.last_id = self._ids.next(max(state.last_id, state.heard_id))
-        quorum = Quorum(
-            quorum_id=state.last_id,
-            participants=formed.members,
-            joining=joining(formed.members, previous),
-        )
-        begins_anew = state.members.is_finished and formed.lost_from is not None
-        callers = state.members.publish(quorum)
-        state.announcements, state.left = Announcements(), {}
-        state.term = RunningTerm(quorum.steady, quorum.max_step, formed_at=now)
-        if formed.lost_from is not None:
-            state.history.went_back()
-        state.history.published(quorum, now)
-        return AnswerQuorum(job, callers, quorum, formed.lost_from, begins_anew)
+    def _look_at_pause(self, job: str, pause: OpenPause, at: float) -> None:
+        """Report why a job stands still, in the log and to waiting groups, when it has changed."""
+        why = self.jobs.pause(job, at)
+        reason = why.sentence(with_durations=False)  # what changes all the time is no other one
+        if reason != pause.reported:
+            pause.reported = reason
+            self._sessions.report(ReportPause(job, at - pause.since, why.sentence()))
+        callers = self.uninformed(pause, reason)
+        pause.waiting.update(dict.fromkeys(callers, reason))
+        sessions = (self._sessions.questions[caller].session for caller in callers)
+        if streams := tuple(each.stream for each in sessions if each is not None):
+            self._sessions.send_over(streams, NoQuorumYet(reason))
+        pause.look_at = at + REPORT_PAUSE_AFTER_S
+        self._sessions.pauses[job] = self._sessions.pauses.pop(job)
 
-    def _end(self, job: str, state: Job, now: float) -> None:
-        del self._jobs[job]
-        last_id = max(state.last_id, state.heard_id)
-        if state.members.last.quorum_id or last_id > self._ids.first:
-            is_finished = state.history.end() or state.members.is_finished
-            self._ended[job] = EndedJob(
-                state.members.last, last_id, state.history, now, is_finished
-            )
-        while len(self._ended) > self._config.max_jobs:
-            _, forgotten = self._ended.popitem(last=False)
-            self._ids.forget(forgotten.last_id, now)
-
-    def _wake(self, at: float | None) -> None:
-        if at is not None and at < (math.inf if self._wake_at is None else self._wake_at):
-            self._wake_at = at
-
-
-def _turn_away(state: Job, misfits: list[Member], trains: Member, now: float) -> list[Order]:
-    """Refuse waiting groups that are not like one that ``trains``."""
-    orders: list[Order] = []
-    for misfit in misfits:
-        caller = state.members.turned_away(misfit.replica_id, now)
-        if caller is not None:
-            refused = RequestRefused(why_unlike(misfit, trains))
-            orders.append(RefuseRequest(caller, refused))
-    return orders
-
-
-def _superseded(caller: int, replica_id: str) -> RefuseRequest:
-    reason = f"a newer request of {replica_id!r} has taken the place of this one"
-    return RefuseRequest(caller, QuorumFailed(reason))
+    def uninformed(self, pause: OpenPause, reason: str) -> list[int]:
+        """The callers that have not received ``reason``: some of them, if there are many."""
+        callers = (caller for caller, sent in pause.waiting.items() if sent != reason)
+        return list(islice(callers, MAX_INFORMED_PER_LOOK))

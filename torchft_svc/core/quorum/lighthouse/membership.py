@@ -10,12 +10,18 @@ import enum
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torchft_svc.core.quorum.activity import Activity, Phase
-from torchft_svc.core.quorum.lighthouse.gathering import NOBODY_IS_TO_COME, Gathering
 from torchft_svc.core.quorum.names import Names, stable_name
 from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum, QuorumConfig
+
+# How long a lighthouse that is new to a job waits for groups of its quorum: managers that are at
+# another lighthouse of their list look every second whether this one answers.
+GATHER_S = 2.0
+# Managers that know only this lighthouse try it at least every half second, so all of them are back
+# so long after its start. Each new session takes it 1 to 2 ms.
+ALL_BACK_S, EACH_BACK_S = 0.75, 0.002
 
 
 class GroupState(enum.Enum):
@@ -26,7 +32,7 @@ class GroupState(enum.Enum):
     ASKING = "a member of the last quorum, and asks for the next one"
     JOINING = "no member of the last quorum, and asks for the next one"
     AWAITED = "a member of the last quorum that has not asked again"
-    HEALING = "the same, and tells that it heals"
+    HEALING = "the same, and reports that it heals"
     HEALED = "the same, and its heal is over"
     ABSENT = "was in a quorum of this job, but not in the last one, and has not asked"
     NEWCOMER = "was in no quorum of this job, and has not asked"
@@ -87,6 +93,52 @@ class Heal:
 
     since: float
     ended_at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Gathering:
+    """How long a lighthouse that is new to a job waits for groups not seen yet (rules Q11, Q25).
+
+    Groups that ask report a last quorum of ``num_groups``; the others are waited for ``until`` then
+    (None: nobody is). The lighthouse has published no quorum of the job. Otherwise the first group
+    would train alone, and if the others are still at another lighthouse, both halves would commit
+    the same steps.
+
+    ``newest``: the newest quorum that those who ask know of, and how far it has come at least; they
+    may have no session, or another manager, which could not report it (rule Q12).
+    ``since``: the first of these requests. ``is_sole``: there is no other lighthouse.
+    ``starts_at``: nobody that has asked was in a quorum of the job before, so this is a cold start:
+    groups that are started together with the first one are waited for until then (None: it is not).
+    """
+
+    num_groups: int = 0
+    until: float | None = None
+    since: float = 0.0
+    is_sole: bool = True
+    newest: LastQuorum = NO_QUORUM
+    starts_at: float | None = None
+
+    def after_request(
+        self, member: Member, now: float, config: QuorumConfig, began_at: float
+    ) -> Gathering:
+        """What is waited for after another request; ``began_at``: since when this lighthouse
+        serves."""
+        newest = max(self.newest, member.last_quorum) if member.has_history else self.newest
+        if member.last_num_groups < 2:  # a newcomer, or one that was alone: there is nobody to come
+            starts_at = now + config.startup_wait_s if self.starts_at is None else self.starts_at
+            is_new = newest == NO_QUORUM and self.until is None
+            return replace(self, newest=newest, starts_at=starts_at if is_new else None)
+        num_groups = max(self.num_groups, member.last_num_groups)
+        since = now if self.until is None else self.since
+        is_sole = self.is_sole and member.sole_lighthouse
+        until = since + min(GATHER_S, config.join_timeout_s)
+        all_back_at = began_at + ALL_BACK_S + num_groups * EACH_BACK_S
+        if is_sole and since <= all_back_at:
+            until = min(until, all_back_at)
+        return Gathering(num_groups, until, since, is_sole, newest)
+
+
+NOBODY_IS_TO_COME = Gathering()
 
 
 @dataclass(slots=True)
@@ -195,19 +247,19 @@ class Membership:
     # -- what happened ---------------------------------------------------------------------------
 
     def seen(self, replica_id: str, now: float) -> None:
-        """A sign of life."""
+        """Record a sign of life."""
         group = self._known.get(replica_id)
         if group is None:
-            self.names.came(replica_id)
+            self.names.add(replica_id)
             group = self._known[replica_id] = GroupRecord(now, Tenure.NEW)
             # A member was silent for too long, but is back.
             was_member = replica_id in self._previous_ids
-            self._take_part(replica_id, Tenure.MEMBER if was_member else Tenure.NEW)
+            self._set_tenure(replica_id, Tenure.MEMBER if was_member else Tenure.NEW)
         group.seen_at = now
         self._known.move_to_end(replica_id)
 
     def reported(self, replica_id: str, last: LastQuorum) -> None:
-        """A group reports the ``last`` quorum that it was in, maybe elsewhere.
+        """Record the ``last`` quorum that a group reports to have been in, maybe elsewhere.
 
         Until one is published here, the newest reported quorum stands for it: newcomers do not
         continue without its members, and no group continues without its step.
@@ -227,19 +279,19 @@ class Membership:
             self._loss_accepted = False  # it was about an earlier step
         self._previous_ids.add(replica_id)
         self._were_here.add(stable_name(replica_id))
-        self._take_part(replica_id, Tenure.MEMBER)
+        self._set_tenure(replica_id, Tenure.MEMBER)
 
     def _was_in(self, replica_id: str, quorum_id: int) -> None:
-        """The group tells of a quorum: if that is newer than the last here, the job may have gone
+        """The group reports a quorum: if that is newer than the last here, the job may have gone
         on there."""
         if self._known[replica_id].tenure is Tenure.NEW:
-            self._take_part(replica_id, Tenure.VETERAN)
+            self._set_tenure(replica_id, Tenure.VETERAN)
         if self.previous is not None and quorum_id > self.last.quorum_id:
             self.ahead.add(replica_id)
 
     def asked(self, member: Member, caller: int, now: float) -> int | None:
-        """``caller`` asks for ``member``, which has been seen; returns the caller that it replaces,
-        if any.
+        """Record that ``caller`` asks for ``member``, which has been seen; returns the caller that
+        it replaces, if any.
 
         A repeated request counts from the first one, also if it was withdrawn in between: a client
         with a shorter timeout than ours would otherwise never see a straggler left out.
@@ -251,7 +303,7 @@ class Membership:
         if now - gave_up_at > self._config.heartbeat_timeout_s:
             asked_at = now
         if replaced is not None:
-            asked_at = self._take_request(replica_id, group).asked_at
+            asked_at = self._remove_request(replica_id, group).asked_at
         self._waiting[replica_id] = Waiter(member, asked_at)
         group.num_bytes = member.num_bytes
         self._waiting_bytes += group.num_bytes
@@ -270,16 +322,16 @@ class Membership:
         return replaced
 
     def withdrew(self, caller: int, now: float) -> None:
-        """``caller`` waits no longer; its group is still alive."""
+        """Record that ``caller`` waits no longer; its group is still alive."""
         replica_id = self._replica_of.get(caller)
         if replica_id is None:
             return
         group = self._known[replica_id]
-        group.gave_up = (self._take_request(replica_id, group).asked_at, now)
+        group.gave_up = (self._remove_request(replica_id, group).asked_at, now)
         self._place(replica_id, group)
 
-    def does(self, replica_id: str, activity: Activity, now: float) -> bool:
-        """A living group reports its activity; returns whether its state has changed."""
+    def record_activity(self, replica_id: str, activity: Activity, now: float) -> bool:
+        """Record what a living group reports to do; returns whether its state has changed."""
         group = self._known[replica_id]
         heal = group.heal
         if activity.phase is Phase.HEALING and group.caller is None:
@@ -295,20 +347,20 @@ class Membership:
         return group.state is not before
 
     def _is_back_to_heal(self, group: GroupRecord) -> bool:
-        """Whether it counts as late only because it had not reported yet that it heals, or heals
-        again: a session that breaks loses that report, and the next session does not repeat it."""
+        """Whether the group was marked late only because its report that it heals, or heals again,
+        was lost with a session that broke: the next session does not repeat it."""
         is_late = group.state is GroupState.STRAGGLING and group.tenure is Tenure.MEMBER
         is_news = group.heal is None or group.heal.ended_at is not None
         return is_late and is_news and self._config.heal_timeout_s is not None
 
     def evicted(self, replica_ids: Iterable[str]) -> None:
-        """These awaited groups hang: they are not awaited until they ask."""
+        """Leave out awaited groups that hang: they are not awaited until they ask."""
         for replica_id in replica_ids:
             self._leave_out(replica_id, Conduct.HANGS)
 
     def left_out(self, replica_ids: Iterable[str]) -> list[tuple[str, float]]:
-        """These groups have not asked in time. Returns those that heal, and since when, each
-        only once."""
+        """Leave out groups that have not asked in time. Returns those that heal, and since when,
+        each only once."""
         healing = []
         for replica_id in replica_ids:
             self._leave_out(replica_id, Conduct.LATE)
@@ -319,8 +371,10 @@ class Membership:
         return healing
 
     def recalled(self) -> list[str]:
-        """Groups that are awaited again, as no other member of the last quorum is left: newcomers
-        must not start a second history while these hang. To be called when a group is gone."""
+        """Await evicted groups again if no other member of the last quorum is left; returns them.
+
+        Newcomers must not start a second history while these hang. To be called when a group is
+        gone."""
         evicted = self.groups[GroupState.EVICTED]
         if not evicted or self.groups[GroupState.ASKING] or self.num_awaited:
             return []
@@ -330,7 +384,7 @@ class Membership:
         return recalled
 
     def turned_away(self, replica_id: str, now: float) -> int | None:
-        """A request is refused; returns its caller. The group may be alive."""
+        """Remove a request that is refused; returns its caller. The group may be alive."""
         group = self._known.get(replica_id)
         caller = group.caller if group else None
         if caller is not None:
@@ -338,23 +392,24 @@ class Membership:
         return caller
 
     def gone(self, replica_id: str) -> int | None:
-        """The group is dead or has left; returns the caller that waited for it, if any."""
+        """Forget a group that is dead or has left; returns the caller that waited for it, if
+        any."""
         group = self._known.pop(replica_id, None)
         if group is None:
             return None
         caller = group.caller
         if caller is not None:
-            self._take_request(replica_id, group)
+            self._remove_request(replica_id, group)
         self._remove(replica_id, group.state)
         self._num_veterans -= group.tenure is not Tenure.NEW
-        self.names.went(replica_id)
+        self.names.remove(replica_id)
         self.ahead.discard(replica_id)
         if self.previous is None:
             self._previous_ids.discard(replica_id)
         return caller
 
     def publish(self, quorum: Quorum) -> tuple[int, ...]:
-        """Returns the callers of the members, in member order."""
+        """Make ``quorum`` the last one; returns the callers of its members, in member order."""
         callers = []
         before = self._previous_ids
         self._previous_ids = {member.replica_id for member in quorum.participants}
@@ -363,8 +418,8 @@ class Membership:
             group = self._known[member.replica_id]
             assert group.caller is not None
             callers.append(group.caller)
-            self._take_request(member.replica_id, group)
-            self._take_part(member.replica_id, Tenure.MEMBER)
+            self._remove_request(member.replica_id, group)
+            self._set_tenure(member.replica_id, Tenure.MEMBER)
         if self.previous is None and self.last == NO_QUORUM:
             knows_one = any(member.has_history for member in quorum.participants)
             self._begun_anew = 0 if knows_one else quorum.quorum_id
@@ -379,6 +434,7 @@ class Membership:
         return tuple(callers)
 
     def accept_loss(self) -> None:
+        """Let the next quorum go back behind the committed step."""
         self._loss_accepted = True
 
     # -- the records -----------------------------------------------------------------------------
@@ -404,7 +460,7 @@ class Membership:
             self.groups[state].clear()  # going through the empty places of a large set takes long
             self.first.pop(state, None)
 
-    def _take_part(self, replica_id: str, tenure: Tenure) -> None:
+    def _set_tenure(self, replica_id: str, tenure: Tenure) -> None:
         group = self._known[replica_id]
         self._num_veterans += (tenure is not Tenure.NEW) - (group.tenure is not Tenure.NEW)
         group.tenure = tenure
@@ -415,15 +471,15 @@ class Membership:
         for replica_id in self._known.keys() & replica_ids:
             group = self._known[replica_id]
             group.left_out = group.left_out and Conduct.LATE
-            self._take_part(replica_id, Tenure.VETERAN)
+            self._set_tenure(replica_id, Tenure.VETERAN)
 
     def _leave_out(self, replica_id: str, why: Conduct | None) -> None:
         group = self._known[replica_id]
         group.left_out = why
         self._place(replica_id, group)
 
-    def _take_request(self, replica_id: str, group: GroupRecord) -> Waiter:
-        """It waits no longer; `_place` must follow."""
+    def _remove_request(self, replica_id: str, group: GroupRecord) -> Waiter:
+        """Remove the request of a group; `_place` must follow."""
         assert group.caller is not None
         del self._replica_of[group.caller]
         group.caller = None
@@ -439,6 +495,7 @@ class Membership:
     # -- what follows ----------------------------------------------------------------------------
 
     def view(self, now: float) -> JobView:
+        """All that a decision depends on."""
         is_young = now < self._began_at + self._config.heartbeat_timeout_s
         return JobView(
             waiting=self._waiting,
@@ -455,12 +512,12 @@ class Membership:
             ahead=self._believed_ahead() if self.ahead else self.ahead,
             last_quorum_id=self.last.quorum_id,
             gathering=self._gathering,
-            num_gone=sum(not self.names.of(name) for name in self._were_here),
+            num_gone=sum(not self.names.owners(name) for name in self._were_here),
             begun_anew=self._begun_anew if is_young else 0,
         )
 
     def _first_of_all(self) -> dict[GroupState, float]:
-        """As `first`, but exact, which matters only if a group is awaited (see `patience`)."""
+        """The exact value of `first`, which matters only if a group is awaited (see `patience`)."""
         awaited = AWAITED_MEMBERS if self.groups[GroupState.ASKING] else SILENT
         if not any(self.groups[state] for state in awaited):
             return self.first
@@ -482,7 +539,7 @@ class Membership:
         return {key: heal for key in silent if (heal := self._known[key].heal) is not None}
 
     def sharpen(self, view: JobView) -> None:
-        """Keep what ``view`` has counted."""
+        """Keep the exact times of ``view``."""
         self.first = dict(view.first)
 
     def _believed_ahead(self) -> set[str]:
@@ -515,7 +572,7 @@ class Membership:
 
     def called(self, name: str) -> list[str]:
         """The living groups with this replica id or, if there is none, with this stable name."""
-        return [name] if name in self._known else self.names.of(name)
+        return [name] if name in self._known else self.names.owners(name)
 
     def quorum_left(self) -> list[str]:
         """The living groups of the last quorum."""
@@ -525,8 +582,8 @@ class Membership:
         """The living groups of the last quorum that did not ask for the next one in time. Others
         that do not ask: those that report a newer one or, before the first, an older one (Q12)."""
         left = sorted(self.groups[GroupState.STRAGGLING] | self.groups[GroupState.ABSENT])
-        told = (Tenure.VETERAN, Tenure.MEMBER) if self.previous is None else (Tenure.MEMBER,)
-        return [each for each in left if self._known[each].tenure in told or each in self.ahead]
+        were_in = (Tenure.VETERAN, Tenure.MEMBER) if self.previous is None else (Tenure.MEMBER,)
+        return [each for each in left if self._known[each].tenure in were_in or each in self.ahead]
 
     @property
     def previous_ids(self) -> Set[str]:
@@ -540,22 +597,23 @@ class Membership:
 
     @property
     def num_awaited(self) -> int:
+        """How many living members of the last quorum have not asked, and may be waited for."""
         return sum(len(self.groups[state]) for state in AWAITED_MEMBERS)
 
     def state(self, replica_id: str) -> GroupState | None:
-        """None: it is not alive."""
+        """The state of a group (None: it is not alive)."""
         group = self._known.get(replica_id)
         return group.state if group else None
 
     @property
     def committed_step(self) -> int:
         """The highest that a quorum of this job has shown, less what was given up since."""
-        told = self._gathering.told
-        return max(self.last.max_step, told.max_step if told >= self.last else 0)
+        newest = self._gathering.newest
+        return max(self.last.max_step, newest.max_step if newest >= self.last else 0)
 
     @property
     def min_replicas(self) -> int:
-        """Of the lighthouse; groups may ask for more."""
+        """The setting of the lighthouse; groups may ask for more."""
         return self._config.min_replicas
 
     @property
@@ -566,10 +624,11 @@ class Membership:
         return gathering.starts_at if gathering.until is None else gathering.until
 
     def asking(self) -> list[Member]:
+        """The groups that ask, as they describe themselves."""
         return [waiter.member for waiter in self._waiting.values()]
 
     def num_bytes_of_others(self, replica_id: str) -> int:
-        """Of a quorum of all groups that ask, without this one."""
+        """The size of a quorum of all groups that ask, without this one."""
         group = self._known.get(replica_id)
         return self._waiting_bytes - (group.num_bytes if group else 0)
 
@@ -578,6 +637,7 @@ class Membership:
         return [(replica_id, now - group.seen_at) for replica_id, group in self._known.items()]
 
     def waiting(self) -> list[str]:
+        """The groups that ask."""
         return list(self._waiting)
 
     def is_past(self, replica_id: str, last: LastQuorum) -> bool:
@@ -591,10 +651,11 @@ class Membership:
         return not is_in and (group.heal is None or group.heal.ended_at is not None)
 
     def is_member(self, replica_id: str) -> bool:
-        """Of the last quorum that was published here."""
+        """Whether the group is in the last quorum that was published here."""
         return self.previous is not None and replica_id in self._previous_ids
 
     def knows(self, replica_id: str) -> bool:
+        """Whether the group is alive."""
         return replica_id in self._known
 
     def __len__(self) -> int:

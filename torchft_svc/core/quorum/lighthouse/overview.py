@@ -28,7 +28,7 @@ class Pause:
     held: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     def sentence(self, *, with_durations: bool = True) -> str:
-        """For people; without durations it does not change all the time."""
+        """The reason for people; without durations it does not change all the time."""
         held = [
             f"{key} waits until {', '.join(earlier[:MAX_NAMES])}, which had its name before, is "
             "dead or has left"
@@ -110,7 +110,7 @@ class GroupStatus:
 class GoneGroup:
     """A group that is no longer alive, since ``gone_s`` seconds, because of ``reason``.
 
-    ``orderly``: it left on purpose (it has shut down, was told to end, or went to another
+    ``orderly``: it left on purpose (it has shut down, was drained or killed, or went to another
     lighthouse); else it was lost.
     """
 
@@ -173,19 +173,21 @@ class History:
         self._gone: deque[tuple[GoneGroup, float]] = deque(maxlen=MAX_GONE_KEPT)
 
     def end(self) -> bool:
-        """The last group is gone: returns whether all of the last quorum ended on purpose."""
+        """End the history as the last group is gone; returns whether all of the last quorum ended
+        on purpose."""
         is_finished = self._quorum is not None and not self._remaining
         self._quorum, self._remaining, self._behind = None, set(), set()
         return is_finished
 
     def asked(self, member: Member) -> None:
-        """A group asks for the next quorum: its part in the last one is over."""
+        """Record that a group asks for the next quorum: its part in the last one is over."""
         if member.replica_id in self._behind:
             self._behind.discard(member.replica_id)
             assert self._quorum is not None
             self._num_heals += member.step >= self._quorum.max_step and not member.unhealed
 
     def published(self, quorum: Quorum, now: float) -> None:
+        """Record that the job has another quorum."""
         last, self._quorum = self._quorum, quorum
         if last is not None:
             known = {member.replica_id for member in last.participants}
@@ -200,7 +202,7 @@ class History:
             up_to_date = {member.replica_id for member in quorum.up_to_date}
             self._behind = self._remaining - up_to_date
         self._num_expected = max(self._num_expected, len(self._remaining))
-        self.heard(quorum.max_step, now)
+        self.record_step(quorum.max_step, now)
 
     def record_difference(self, report: DifferenceReport) -> None:
         """Count the check that has found this difference, once: each group reports it."""
@@ -210,13 +212,13 @@ class History:
             self._num_differences += 1
             self._last_difference = report.sentence
 
-    def heard(self, step: int, now: float) -> None:
-        """A group of the last quorum has reached ``step``."""
+    def record_step(self, step: int, now: float) -> None:
+        """Record that a group of the last quorum has reached ``step``."""
         if step > self._highest:
             self._highest, self._moved_at = step, now
 
     def gone(self, group: GoneGroup, *, ends: bool, now: float) -> None:
-        """``ends``: for good, and on purpose."""
+        """Record that a group is gone; ``ends``: for good, and on purpose."""
         if group.replica_id in self._remaining and ends:
             self._remaining.discard(group.replica_id)
             self._num_expected -= 1
@@ -224,10 +226,11 @@ class History:
         self._gone.appendleft((replace(group, reason=group.reason[:MAX_REASON_KEPT]), now))
 
     def went_back(self) -> None:
-        """The next quorum continues from an earlier step: it and what follows is progress again."""
+        """Record that the next quorum continues from an earlier step: that is progress again."""
         self._highest = -1
 
     def add_to(self, status: JobStatus, now: float) -> JobStatus:
+        """The status with what has happened to the job."""
         return replace(
             status,
             num_expected=max(self._num_expected, status.min_replicas),
@@ -248,17 +251,19 @@ def describe(
     why: str,
     now: float,
 ) -> JobStatus:
-    """``held``: groups that wait until an earlier incarnation is gone; ``why``: see
-    `Pause.sentence`."""
+    """The status of a job with living groups, without its history.
+
+    ``held``: groups that wait until an earlier incarnation is gone; ``why``: see `Pause.sentence`.
+    """
     previous = members.previous
     peers = {each.replica_id: each for each in previous.participants} if previous else {}
     askers = {each.replica_id: each for each in (*members.asking(), *held)}
     groups = []
-    told = 0
+    min_replicas = 0
     for replica_id, silent_s in members.silences(now):
         known = askers.get(replica_id, peers.get(replica_id, Member(replica_id=replica_id)))
         doing = hangs.activity(replica_id)
-        told = max(told, known.min_replicas)
+        min_replicas = max(min_replicas, known.min_replicas)
         groups.append(
             GroupStatus(
                 replica_id=replica_id,
@@ -277,7 +282,7 @@ def describe(
         job=job,
         quorum_id=previous.quorum_id if previous else 0,
         committed_step=members.committed_step,
-        min_replicas=told or members.min_replicas,
+        min_replicas=min_replicas or members.min_replicas,
         waiting_for=why if askers else "",
         groups=tuple(sorted(groups, key=lambda group: group.replica_id)),
     )

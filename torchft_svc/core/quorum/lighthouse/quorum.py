@@ -37,7 +37,7 @@ class Why(enum.Enum):
     STARTING = "a cold start waits for groups that are started together"
     AWAITED = "groups that live have not asked"
     TOO_FEW = "too few groups ask"
-    NOT_BELIEVED = "all that ask tell a step that is not believed"
+    NOT_BELIEVED = "all that ask report a step that is not believed"
     WOULD_GO_BACK = "the job would lose committed steps"
 
 
@@ -68,6 +68,7 @@ class Waiting:
 
 
 def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
+    """Decide whether the groups that ask are a quorum now."""
     too_early = _before_all_are_here(view, config, now)
     if too_early is not None:
         return too_early
@@ -75,7 +76,7 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
     num_asking = len(view.waiting)
     if num_asking < num_needed:  # at a cold start, most decisions end here
         return Waiting(Why.TOO_FEW, num_asking=num_asking, num_needed=num_needed)
-    candidates = _candidates(view)
+    candidates = candidates_of(view)
     num_kept_out = num_asking - len(candidates)
     if len(candidates) < num_needed:
         return Waiting(
@@ -84,13 +85,14 @@ def decide(view: JobView, config: QuorumConfig, now: float) -> Formed | Waiting:
             num_needed=num_needed,
             num_kept_out=num_kept_out,
         )
-    return _check_progress(view, config, candidates)
+    return check_progress(view, config, candidates)
 
 
 def patience(
     groups: Mapping[GroupState, Set[str]], first: Mapping[GroupState, float], config: QuorumConfig
 ) -> dict[GroupState, float]:
-    """Until when groups that have not asked are awaited, by state; groups in other states are not.
+    """The instants until which groups that have not asked are awaited, by state; groups in other
+    states are not.
 
     ``first``: see `JobView`; for HEALED, when the first heal ended.
 
@@ -125,8 +127,8 @@ def _healed_until(since: float, healed_at: float, config: QuorumConfig) -> float
 
 
 def look_at(members: Membership, config: QuorumConfig) -> float:
-    """Before this time there is nothing to decide, because a group is awaited (-inf: none is).
-    The cost does not depend on the number of groups."""
+    """The time before which there is nothing to decide, because a group is awaited (-inf: none
+    is). The cost does not depend on the number of groups."""
     until = patience(members.groups, members.first, config)
     ats = [at for state, at in until.items() if members.groups[state]]
     return min(ats) if ats else -math.inf
@@ -178,7 +180,7 @@ def _longest_heal(view: JobView, awaited: Iterable[str]) -> tuple[str, float] | 
     return key, since
 
 
-def _candidates(view: JobView) -> list[Member]:
+def candidates_of(view: JobView) -> list[Member]:
     """All groups that ask; with shrink_only, no newcomers (rule Q5)."""
     back = [waiter.member for key, waiter in view.waiting.items() if key in view.previous]
     if any(member.shrink_only for member in back):
@@ -186,11 +188,11 @@ def _candidates(view: JobView) -> list[Member]:
     return [waiter.member for waiter in view.waiting.values()]
 
 
-def _check_progress(
+def check_progress(
     view: JobView, config: QuorumConfig, candidates: list[Member]
 ) -> Formed | Waiting:
     """Hold back a quorum that would silently lose committed steps (rule Q7), or skip some."""
-    doubted = _doubted(view, config, candidates)
+    doubted = doubted_steps(view, config, candidates)
     believed = [member for member in candidates if member.replica_id not in doubted]
     if not believed:
         return Waiting(
@@ -203,7 +205,7 @@ def _check_progress(
     )
     if max_step >= view.committed_step:
         return Formed(members)
-    if view.loss_accepted or _is_loss_allowed(view, config):
+    if view.loss_accepted or is_loss_allowed(view, config):
         return Formed(members, lost_from=view.committed_step)
     return Waiting(
         Why.WOULD_GO_BACK,
@@ -213,7 +215,7 @@ def _check_progress(
     )
 
 
-def _doubted(view: JobView, config: QuorumConfig, candidates: list[Member]) -> dict[str, int]:
+def doubted_steps(view: JobView, config: QuorumConfig, candidates: list[Member]) -> dict[str, int]:
     """The groups whose step is not believed (rule Q14), and that step: it is more than a commit
     ahead of the job, and a living group of the last quorum does not report the same.
 
@@ -253,15 +255,16 @@ def _highest_believed(view: JobView) -> int:
 
 
 def _with_doubt(member: Member, *, is_doubted: bool) -> Member:
-    """As it is published: a group with step 0 heals, whatever version its manager has."""
+    """The member as it is published: a group with step 0 heals, whatever version its manager
+    has."""
     if is_doubted:
         return replace(member, step=0, doubted_step=member.step)
     return replace(member, doubted_step=0) if member.doubted_step else member
 
 
-def _is_loss_allowed(view: JobView, config: QuorumConfig) -> bool:
-    """Without an operator. No group that took part in the job takes it back: it was frozen, or
-    cut off, and the others went on."""
+def is_loss_allowed(view: JobView, config: QuorumConfig) -> bool:
+    """Whether a quorum may lose committed steps without an operator. No group that took part in
+    the job may take it back: it was frozen, or cut off, and the others went on."""
     policy = config.on_step_regression
     is_restart = view.num_veterans == 0 and (policy == "auto" or view.is_finished)
     return policy == "warn" or is_restart
@@ -271,10 +274,10 @@ def has_loss_to_accept(view: JobView, config: QuorumConfig, now: float) -> bool:
     """Whether the groups that ask are held back because they are behind the job's committed
     step, or would be as soon as they are enough. A group that is still awaited may have the
     newer state."""
-    if _before_all_are_here(view, config, now) is not None or _is_loss_allowed(view, config):
+    if _before_all_are_here(view, config, now) is not None or is_loss_allowed(view, config):
         return False
-    candidates = _candidates(view)
-    doubted = _doubted(view, config, candidates)
+    candidates = candidates_of(view)
+    doubted = doubted_steps(view, config, candidates)
     steps = [member.step for member in candidates if member.replica_id not in doubted]
     return bool(steps) and max(steps) < view.committed_step
 
@@ -314,8 +317,8 @@ def _has_missed(member: Member, quorum: Quorum) -> bool:
 
 
 def _most_trusted(strangers: list[Member]) -> set[str]:
-    """Of ``strangers`` at one step, those whose state all take, because no other group is as
-    far."""
+    """The most advanced of ``strangers`` that are at one step; every other group heals from
+    them."""
     healthy = [each for each in strangers if not each.unhealed]
     if not healthy:
         return {strangers[0].replica_id}  # the group that should have served them is gone
@@ -330,14 +333,17 @@ def to_evict(members: Membership, hangs: HangWatch, candidates: Iterable[str]) -
     nobody. So a member of the last quorum must wait that was not left out itself. One that trains
     for less than the hang timeout may stand still in the same place, and exceed it a moment later.
     """
-    if not hangs.unheeded or not any(_waits(members, hangs, each) for each in candidates):
+    if not hangs.unhandled or not any(
+        waits_for_others(members, hangs, each) for each in candidates
+    ):
         return []
-    evicted = sorted(each for each in hangs.unheeded if members.state(each) in AWAITED_MEMBERS)
-    hangs.unheeded.clear()
+    evicted = sorted(each for each in hangs.unhandled if members.state(each) in AWAITED_MEMBERS)
+    hangs.unhandled.clear()
     return evicted
 
 
-def _waits(members: Membership, hangs: HangWatch, replica_id: str) -> bool:
+def waits_for_others(members: Membership, hangs: HangWatch, replica_id: str) -> bool:
+    """Whether a group of the last quorum waits: for the next one, or for others in a step."""
     doing = hangs.activity(replica_id)
     waits = doing is not None and doing.phase is Phase.QUORUM
     return waits and members.state(replica_id) in (GroupState.ASKING, *AWAITED_MEMBERS)
