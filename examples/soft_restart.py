@@ -86,10 +86,10 @@ class ReconfigurableGroup:
         self.pg.prepare()  # an isolated group starts a process, which the others need not wait for
         self.round = 0
         self.newest: WorkerEvent | None = None
-        on_worker_event(self.note)
+        on_worker_event(self.record_event)
 
-    def note(self, event: WorkerEvent) -> None:
-        """On another thread: nobody must wait for members that are frozen, or will never come."""
+    def record_event(self, event: WorkerEvent) -> None:
+        """End waits for members that are frozen or will never come; called on another thread."""
         self.newest = event
         self.pg.lose_member(self.round, "another world replaces this one")
         if event.change_event is WorldChangeEvent.SCALE_DOWN:
@@ -98,7 +98,7 @@ class ReconfigurableGroup:
     def join(self, info: WorkerInfo) -> None:
         self.round = info.round
         ack_worker_event()
-        newest = self.newest  # `note` may have been called before it knew this round
+        newest = self.newest  # `record_event` may have been called before it knew this round
         if newest is not None and (newest.worker_info, newest.worker_state) != (info, HEALTHY):
             raise RuntimeError("another world has replaced this one")
         store = f"{info.master_addr}:{info.master_port}/soft_restart/{info.round}"
@@ -201,7 +201,7 @@ def agree(training: Training, group: Group, info: WorkerInfo) -> None:
 
 
 def train_step(training: Training, group: Group, info: WorkerInfo) -> bool:
-    """One update by all workers; whether all of them leave this world now."""
+    """Make one update with all workers; returns whether all of them leave this world now."""
     contexts, targets = training.batch(info)
     training.optimizer.zero_grad()
     loss = functional.cross_entropy(training.model(contexts), targets)
@@ -252,7 +252,7 @@ def main() -> None:
     else:
         group = ReconfigurableGroup(options.group)
 
-    worker_info = get_worker_info()  # tells the launcher that the initialization is over
+    worker_info = get_worker_info()  # reports to the launcher that the initialization is over
     while training.step < options.steps:
         try:
             group.join(worker_info)

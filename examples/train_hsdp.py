@@ -82,7 +82,7 @@ def draw_batch(text: Tensor, seed: int) -> Tensor:
 
 
 def digest(model: nn.Module) -> int:
-    """Of this worker's shards: equal in all groups after every step, to the bit."""
+    """Checksum of this worker's shards: equal in all groups after every step, to the bit."""
     sum_ = 0
     for parameter in model.parameters():
         shard = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -156,7 +156,7 @@ def train(info: WorkerInfo, text: Tensor, options: argparse.Namespace) -> None:
             train_with(manager, OptimizerWrapper(manager, adam), model, info, text, options)
     except Exception as error:
         if manager.is_draining():  # the launcher ends this worker, too: no other world is for it
-            raise SystemExit(f"told to end, and the group is lost: {error}") from error
+            raise SystemExit(f"asked to end, and the group is lost: {error}") from error
         raise
 
 

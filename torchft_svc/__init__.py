@@ -80,5 +80,5 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        told = f"torchft_svc.{name} needs PyTorch, which is not installed here: pip install torch"
-        raise ModuleNotFoundError(told, name="torch") from None
+        reason = f"torchft_svc.{name} needs PyTorch, which is not installed here: pip install torch"
+        raise ModuleNotFoundError(reason, name="torch") from None

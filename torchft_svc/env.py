@@ -23,13 +23,13 @@ _MAX_PORT = 65535
 LIGHTHOUSE_BIND_VARIABLE = "TORCHFT_LIGHTHOUSE_BIND"
 MANAGER_BIND_VARIABLE = "TORCHFT_MANAGER_BIND"
 LOG_VARIABLE = "TORCHFT_LOG"
-# What our launcher tells its workers.
+# A variable that our launcher sets for its workers.
 WORLD_ROUND_VARIABLE = "TORCHFT_WORLD_ROUND"
 LOG_LEVELS = ("debug", "info", "warning", "error", "off")
 
 
 def keep_grpc_out_of_forks() -> None:
-    """Have gRPC leave ``fork`` alone, unless the user has decided otherwise.
+    """Keep gRPC's handlers out of ``fork``, unless the user has decided otherwise.
 
     A trainer forks DataLoader workers, which never call gRPC. Its handlers would only write a line
     to stderr for each of them. gRPC reads the variable once, when it is imported.
@@ -38,7 +38,7 @@ def keep_grpc_out_of_forks() -> None:
 
 
 def keep_grpc_quiet() -> None:
-    """Have gRPC's core log errors only, unless the user has decided otherwise.
+    """Make gRPC's core log errors only, unless the user has decided otherwise.
 
     It writes a line to stderr for each connection that fails to agree on TLS, so a peer with a
     wrong certificate that keeps trying would fill the log. Our own errors name the cause.
@@ -76,7 +76,7 @@ def is_set(name: str) -> bool:
 
 
 def value_of(name: str, default: str) -> str:
-    """Of a variable of another program."""
+    """Return the value of another program's variable."""
     return os.environ.get(name, default)
 
 
@@ -203,7 +203,7 @@ class Environment:
         return self._text("TORCHFT_WORKER_CHANNEL")
 
     def torchrun_worker(self) -> TorchrunWorker:
-        """What torchrun tells each of its workers.
+        """Read what torchrun sets for each of its workers.
 
         Raises:
             ConfigError: this process was not started by it, or a variable is wrong.
@@ -223,7 +223,7 @@ class Environment:
             local_rank=local_rank,
             role_rank=_first(self._int("ROLE_RANK", 0), rank),
             rank=rank,
-            # Other launchers do not tell it; it is at least this.
+            # Other launchers do not set it; it is at least this.
             local_world_size=_first(self._int("LOCAL_WORLD_SIZE", 1), local_rank + 1),
             role_world_size=_first(self._int("ROLE_WORLD_SIZE", 1), world_size),
             world_size=world_size,
@@ -298,7 +298,7 @@ class Environment:
 
     @property
     def min_replicas(self) -> int | None:
-        """``TORCHFT_MIN_REPLICAS``: the fewest groups that the job trains with; 0: not told."""
+        """``TORCHFT_MIN_REPLICAS``: the fewest groups that the job trains with; 0: not set."""
         return self._int("TORCHFT_MIN_REPLICAS", 0)
 
     @property

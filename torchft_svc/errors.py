@@ -11,11 +11,11 @@
     └── PeerError                   a peer's or the network's: trying again may help
         ├── Unreachable             nobody answers at that address                 (ConnectionError)
         │   └── GivenUp             and nobody starts that service any more
-        ├── NotLeader               another lighthouse leads; its address is told if it is known
+        ├── NotLeader               another lighthouse leads; has its address if it is known
         ├── DeadlineExceeded        an answer did not come in time                 (TimeoutError)
-        ├── QuorumFailed            this round has no quorum; the reason is told
+        ├── QuorumFailed            this round has no quorum; has the reason
         │   └── MemberLost          a member of a quorum that was formed is gone
-        ├── CommitFailed            this vote has no answer; the reason is told
+        ├── CommitFailed            this vote has no answer; has the reason
         ├── GroupLeft               the group was drained: it takes part in no quorum any more
         ├── ChannelClosed           an agent and its worker cannot reach each other any more
         ├── WorkerEnding            there is no other world for a worker that its agent ends
@@ -130,7 +130,7 @@ class Unauthorized(UsageError):
 
 @dataclass(eq=False)
 class Unreachable(PeerError, ConnectionError):
-    """Nobody answers as ``peer`` (its role, such as ``lighthouse``) at ``address``."""
+    """No answer from ``peer`` (its role, such as ``lighthouse``) at ``address``."""
 
     peer: str
     address: str
@@ -170,7 +170,7 @@ class DeadlineExceeded(PeerError, TimeoutError):
 
 @dataclass(eq=False)
 class QuorumFailed(PeerError):
-    """There is no quorum in this round, because of ``reason``."""
+    """No quorum in this round, because of ``reason``."""
 
     reason: str
 

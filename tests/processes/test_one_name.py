@@ -25,6 +25,6 @@ def test_the_newcomer_gets_a_clear_error_at_once(make_fleet: Callable[..., Fleet
         asked = fleet.await_event(Joined, 0.0, wanted=lambda event: event.incarnation == 1)
         check("a second group has the name", ended.at - asked.at, NEWS_S)
         assert second.status == 1
-        assert "group-0" in second.said()
-        print(second.said()[-400:])
+        assert "group-0" in second.output()
+        print(second.output()[-400:])
         assert not fleet.of(0, Discarded)

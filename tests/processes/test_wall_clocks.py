@@ -94,7 +94,7 @@ def test_clocks_jump_while_groups_train(tmp_path: Path, election: tuple[str, ...
             for clock in (at_lighthouse, at_groups):
                 clock.jump(away)
                 fleet.await_commits(GROUPS, DEADLINE_S, since=time.monotonic(), num_members=2)
-        assert all("lost the lighthouse" not in each.said() for each in fleet.lives), (
+        assert all("lost the lighthouse" not in each.output() for each in fleet.lives), (
             fleet.summary()
         )
         discarded = [fleet.of(group, Discarded, since=met_at) for group in GROUPS]
@@ -111,7 +111,7 @@ def test_clocks_jump_while_groups_train(tmp_path: Path, election: tuple[str, ...
         assert all(len(fleet.of(group, Discarded)) <= 1 for group in GROUPS), fleet.summary()
         check_ids_and_weights(fleet)
         assert told_at(second.errors(), "quorum changed") < datetime.now() - DAY / 2
-        assert told_at(fleet.lives[0].said(), "lost the lighthouse") < datetime.now() - DAY / 2
+        assert told_at(fleet.lives[0].output(), "lost the lighthouse") < datetime.now() - DAY / 2
 
 
 def check_ids_and_weights(fleet: Fleet) -> None:

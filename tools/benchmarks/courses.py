@@ -28,7 +28,7 @@ class Course(ABC, Generic[J]):
     @property
     @abstractmethod
     def name(self) -> str:
-        """For the lines that tell how far it is."""
+        """The course's name in lines of progress."""
 
     @abstractmethod
     def start(self) -> contextlib.AbstractContextManager[J]:
@@ -36,14 +36,14 @@ class Course(ABC, Generic[J]):
 
     @abstractmethod
     def wait(self, job: J) -> None:
-        """For a moment to hit it."""
+        """Wait for a moment at which to hit the job."""
 
     @abstractmethod
     def hit(self, job: J) -> str:
         """Kill a part of it; what was measured, in words, once it has recovered."""
 
     def run(self) -> None:
-        """Until all kills are done."""
+        """Hit jobs until all kills are done."""
         num_in_vain = 0
         while self.num_hits < self.num_kills and num_in_vain < _MAX_IN_VAIN:
             num_in_vain += 1
@@ -53,9 +53,9 @@ class Course(ABC, Generic[J]):
                         self.wait(job)
                         num_in_vain = 0
                         self.num_hits += 1
-                        told = self.hit(job)
-                        click.echo(f"{self.name}: kill {self.num_hits}: {told}", err=True)
+                        outcome = self.hit(job)
+                        click.echo(f"{self.name}: kill {self.num_hits}: {outcome}", err=True)
             except ChildError as error:
                 self.num_ended += 1
-                told = str(error)[:300]
-                click.echo(f"{self.name}: kill {self.num_hits} ended the job: {told}", err=True)
+                reason = str(error)[:300]
+                click.echo(f"{self.name}: kill {self.num_hits} ended the job: {reason}", err=True)

@@ -83,14 +83,14 @@ class Fleet:
         return [json.loads(child.read_line(_WAIT_S)) for child in self.load]
 
     def start(self) -> float:
-        """Until all are in the first quorum, in seconds."""
+        """Start all groups; the seconds until all are in the first quorum."""
         for child in self.deaf:
             child.send('{"do": "start"}')
         began_at = min(each["at"] for each in self._ask_all({"do": "start"}))
         return max(each["quorum_at"] for each in self.all_in(self.groups)) - began_at
 
     def train(self, seconds: float) -> dict[str, object]:
-        """Nobody comes, and nobody goes."""
+        """Train while no group joins or leaves."""
         before, server_s, load_s = self._steps(), self.lighthouse.cpu_s(), self._load_cpu_s()
         began_at = time.monotonic()
         time.sleep(seconds)
@@ -116,17 +116,17 @@ class Fleet:
             child.read_line(START_TIMEOUT_S)
             child.send('{"do": "start"}')
             joined_at = json.loads(child.read_line(_WAIT_S))["at"]
-            told = self.all_in(self.groups + 1)
-            self.joins.append(max(each["quorum_at"] for each in told) - joined_at)
+            answers = self.all_in(self.groups + 1)
+            self.joins.append(max(each["quorum_at"] for each in answers) - joined_at)
             if self.num_deaf:
                 return  # their sessions are about to be ended
             time.sleep(_PAUSE_S)
             killed_at = time.monotonic()
             child.kill()
-            told = self.all_in(self.groups)
-            assert sum(each["num_told"] for each in told) >= self.groups
-            self.news.append(max(each["lost_at"] for each in told) - killed_at)
-            self.losses.append(max(each["quorum_at"] for each in told) - killed_at)
+            answers = self.all_in(self.groups)
+            assert sum(each["num_informed"] for each in answers) >= self.groups
+            self.news.append(max(each["lost_at"] for each in answers) - killed_at)
+            self.losses.append(max(each["quorum_at"] for each in answers) - killed_at)
         time.sleep(_PAUSE_S)
 
 

@@ -23,8 +23,8 @@ from tools.benchmarks.processes import (
     Child,
     ChildError,
     lighthouse_address,
+    printed_lines,
     start_lighthouse,
-    told_lines,
 )
 from tools.benchmarks.table import Column, Result, hand_over
 
@@ -104,7 +104,7 @@ class Job:
     agents: dict[int, Child] = field(default_factory=dict)
     last: dict[int, Step] = field(default_factory=dict)
 
-    def begin(self, node: int) -> None:
+    def start_agent(self, node: int) -> None:
         backend = "lighthouse" if self.side.module == OURS else "c10d"
         options = [
             *self.side.arguments,
@@ -128,8 +128,8 @@ class Job:
         self.agents[node] = self.stack.enter_context(child)
 
     def steps(self, timeout_s: float) -> Iterator[Step]:
-        """As they are told, for ``timeout_s``."""
-        for node, line in told_lines(self.agents, timeout_s):
+        """Yield steps as workers print them, for ``timeout_s``."""
+        for node, line in printed_lines(self.agents, timeout_s):
             kind, *words = line.split()
             if kind == "step":
                 pid, world, world_size, _, at_ns = map(int, words)
@@ -182,7 +182,7 @@ class Job:
         if kind == "frozen":
             self._signal_node(node, signal.SIGCONT)
         if kind == "node":
-            self.begin(node)
+            self.start_agent(node)
 
     def _signal_node(self, node: int, number: int) -> int:
         agent = self.agents[node]
@@ -227,7 +227,7 @@ class LaunchedCourse(Course[Job]):
                 endpoint = f"localhost:{store.read_line(_START_S)}"
             job = Job(self.side, self.init_s, self.is_idle, stack, endpoint)
             for node in range(NUM_NODES):
-                job.begin(node)
+                job.start_agent(node)
             nowhere = {node: Step(node, (0, 0), 0, 0) for node in range(NUM_NODES)}
             job.all_step(NUM_NODES, nowhere, _START_S)
             yield job
@@ -236,7 +236,7 @@ class LaunchedCourse(Course[Job]):
         job.train_for(self.dice.uniform(*_CALM_S))
 
     def hit(self, job: Job) -> str:
-        """Once, until all nodes are in one world again."""
+        """Kill once, and wait until all nodes are in one world again."""
         # The first one may host the store of the rendezvous.
         victim = self.dice.randrange(1, NUM_NODES)
         before = {node: step for node, step in job.last.items() if node != victim}

@@ -27,7 +27,7 @@ from tools.benchmarks.table import Column, Result, hand_over
 from torchft_svc.client.process_groups.rendezvous import MembersMeeting
 
 _ROUND_TIMEOUT_S = 150.0
-# Until then all members have been told when they meet.
+# Within this time all members have received when they meet.
 _LEAD_S = 0.3
 _LEAD_PER_MEMBER_S = 0.001
 # Torch looks up the name of each peer of a store, which a name server may delay for seconds.
@@ -75,9 +75,9 @@ class Meetings:
         asked = {"at": at, "late_at": at + late_s, "quorum": self.quorum, "connect": connect}
         for child in self.load:
             child.send(json.dumps(asked))
-        told = [each for child in self.load for each in json.loads(_line(child))]
-        last_met_at = max(met_at for met_at, _ in told)
-        return last_met_at - at - late_s, max(at for _, at in told) - last_met_at
+        met = [each for child in self.load for each in json.loads(_line(child))]
+        last_met_at = max(met_at for met_at, _ in met)
+        return last_met_at - at - late_s, max(at for _, at in met) - last_met_at
 
     def measure(self, late_s: float) -> None:
         """One ordinary meeting, and one at which a member is late."""

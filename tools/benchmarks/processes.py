@@ -1,6 +1,6 @@
 """The processes of a benchmark: started with pipes, read line by line with deadlines, always ended.
 
-A child is told to die with this process (Linux), and only children started here are ever killed.
+A child dies with this process (Linux), and only children started here are ever killed.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class Child:
             self._process.stdin.close()
 
     def error(self, what: str) -> ChildError:
-        """To be raised when this child has failed, with its last words."""
+        """Return the error to raise when this child has failed, with its last output."""
         name = " ".join(self.command[3:6])
         words = ""
         if self._errors is not None:
@@ -172,8 +172,8 @@ class Child:
             self._errors = None
 
 
-def told_lines(children: Mapping[int, Child], timeout_s: float) -> Iterator[tuple[int, str]]:
-    """The lines of ``children`` as they are told, for ``timeout_s``, each with its child's key.
+def printed_lines(children: Mapping[int, Child], timeout_s: float) -> Iterator[tuple[int, str]]:
+    """Yield the lines of ``children`` as they print them, for ``timeout_s``, with the child's key.
 
     Raises:
         ChildError: one of them has ended.

@@ -21,10 +21,10 @@ from tools.benchmarks.processes import (
     ChildError,
     lighthouse_address,
     peer_python,
+    printed_lines,
     program,
     root_with_package_of,
     start_lighthouse,
-    told_lines,
 )
 from tools.benchmarks.table import Column, Result, hand_over
 
@@ -73,7 +73,7 @@ class World:
     trainers: dict[int, Child] = field(default_factory=dict)
     _built_at_ns: dict[int, int] = field(default_factory=dict)
 
-    def begin(self, group: int) -> int:
+    def start_trainer(self, group: int) -> int:
         """Start a group's trainer; the instant before (ns)."""
         at_ns = time.monotonic_ns()
         self._built_at_ns.pop(group, None)
@@ -94,8 +94,8 @@ class World:
         return at_ns
 
     def commits(self, timeout_s: float) -> Iterator[Commit]:
-        """The commits of all groups as they are told, for ``timeout_s``."""
-        for group, line in told_lines(self.trainers, timeout_s):
+        """Yield the commits of all groups as they are printed, for ``timeout_s``."""
+        for group, line in printed_lines(self.trainers, timeout_s):
             kind, *words = line.split()
             if kind == "built":
                 self._built_at_ns[group] = int(words[0])
@@ -103,7 +103,7 @@ class World:
                 yield Commit(group, int(words[1]), int(words[2]))
 
     def all_commit(self, participants: int, since_ns: int) -> int:
-        """When the last of the living groups first committed with so many participants (ns).
+        """Time when the last of the living groups first committed with so many participants (ns).
 
         Raises:
             ChildError: not within a long time.
@@ -125,7 +125,7 @@ class World:
             pass
 
     def built_at_ns(self, group: int) -> int:
-        """When torch was imported and the trainer's model made."""
+        """Time when torch was imported and the trainer's model made."""
         return self._built_at_ns[group]
 
 
@@ -146,7 +146,7 @@ class Course:
         victim = dice.randrange(world.num_groups)
         killed_ns = world.kill(victim, with_manager=self.with_manager)
         paused_ns = world.all_commit(world.num_groups - 1, killed_ns) - killed_ns
-        began_ns = world.begin(victim)
+        began_ns = world.start_trainer(victim)
         whole_ns = world.all_commit(world.num_groups, began_ns) - began_ns
         self.pauses_ms.append(paused_ns / 1e6)
         self.rejoins_s.append(whole_ns / 1e9)
@@ -186,7 +186,7 @@ def whole_world(
 
         world = World(start, num_groups)
         for group in range(num_groups):
-            world.begin(group)
+            world.start_trainer(group)
         world.all_commit(num_groups, 0)
         yield world
 

@@ -28,8 +28,8 @@ from tools.benchmarks.processes import (
     Child,
     ChildError,
     lighthouse_address,
+    printed_lines,
     start_lighthouse,
-    told_lines,
 )
 from tools.benchmarks.table import Column, Result, hand_over
 
@@ -87,7 +87,7 @@ _NAMES = [side.name for side in SIDES]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One that a worker has committed, and when that was read."""
+    """A step that a worker has committed, and when that was read."""
 
     step: int
     num_groups: int
@@ -104,8 +104,8 @@ class Groups:
     last: dict[tuple[int, int], Step] = field(default_factory=dict)
 
     def steps(self, timeout_s: float) -> Iterator[tuple[int, Step]]:
-        """With the group whose worker has told it, for ``timeout_s``."""
-        for group, line in told_lines(self.agents, timeout_s):
+        """Yield each step with the group whose worker printed it, for ``timeout_s``."""
+        for group, line in printed_lines(self.agents, timeout_s):
             if match := _STEP.match(line):
                 step = Step(*map(int, match.groups()), time.monotonic())
                 yield group, step
@@ -116,7 +116,7 @@ class Groups:
             pass
 
     def wait_for_all(self) -> None:
-        """Until all workers have taken a step with both groups."""
+        """Wait until all workers have made a step with both groups."""
         seen: set[tuple[int, int]] = set()
         for group, step in self.steps(_PATIENCE_S):
             if step.num_groups == 2:

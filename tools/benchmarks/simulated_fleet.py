@@ -47,7 +47,7 @@ class Cost:
 
 
 def group_member(number: int, step: int, incarnation: int = 0) -> Member:
-    """What the manager of a group tells of it."""
+    """Return what the manager of a group reports of it."""
     return Member(
         replica_id=f"group-{number:05}:{uuid.UUID(int=(incarnation << 32) + number)}",
         address=f"http://10.0.{number // 250}.{number % 250}:29511",
@@ -94,7 +94,7 @@ class SimulatedFleet:
             took_s, orders = self._timed(
                 lambda now, n=number, q=question: self._core.received(n, q, now)
             )
-            self._note(kind if self.published is before else "quorum", took_s, orders)
+            self._record_cost(kind if self.published is before else "quorum", took_s, orders)
 
     def beat(self, seconds: float) -> None:
         """Everybody beats as often as allowed, each time in another step."""
@@ -114,7 +114,7 @@ class SimulatedFleet:
             self._feed(kind, lambda now, n=number: self._core.closed(n, now))
 
     def join(self, number: int, incarnation: int, when: str = "") -> None:
-        """One that was killed is back, as a new incarnation, and asks."""
+        """Bring a killed group back as a new incarnation that asks."""
         self.alive[number] = group_member(number, 0, incarnation)
         self.open([number], f"session of a newcomer{when}")
         self.ask([number], f"question of a newcomer{when}")
@@ -128,7 +128,7 @@ class SimulatedFleet:
             )
 
     def _feed(self, kind: str, take: Callable[[float], Orders]) -> None:
-        self._note(kind, *self._timed(take))
+        self._record_cost(kind, *self._timed(take))
 
     def _timed(self, take: Callable[[float], Orders]) -> tuple[float, Orders]:
         began_at = time.perf_counter()
@@ -140,7 +140,7 @@ class SimulatedFleet:
                 self.published = order
         return took_s, orders
 
-    def _note(self, kind: str, took_s: float, orders: Orders) -> None:
+    def _record_cost(self, kind: str, took_s: float, orders: Orders) -> None:
         cost = self.costs.setdefault(kind, Cost(kind))
         cost.times.append(took_s)
         for order in orders:

@@ -99,7 +99,7 @@ class Course:
 
 
 def staged(command: list[str], last_stage: str, root: Path = ROOT) -> Start:
-    """Start a program that tells its stages, until the last one; then it is killed."""
+    """Start a program that prints its stages; kill it after the last one."""
     began_ns = at_ns = time.monotonic_ns()
     stages_s: dict[str, float] = {}
     with Child(command, _ENVIRONMENT, root=root) as child:
@@ -127,7 +127,7 @@ def listening(command: list[str], root: Path = ROOT) -> Start:
 
 
 def _cpu_s(child: Child) -> float:
-    """Of a program and what it has started, so far."""
+    """CPU time so far of a program and of what it has started, in seconds."""
     total = child.cpu_s()
     for process in child.children():
         with contextlib.suppress(psutil.NoSuchProcess):

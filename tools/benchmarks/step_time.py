@@ -93,7 +93,7 @@ class Pair:
         }
 
     def ratios(self, other: Pair) -> list[float]:
-        """Of neighbouring blocks' step times, so that drift cancels."""
+        """Ratios of neighbouring blocks' step times, so that drift cancels."""
         return [
             statistics.median(mine["total"]) / statistics.median(theirs["total"])
             for mine, theirs in zip(self.blocks, other.blocks, strict=True)

@@ -159,7 +159,7 @@ class _Course:
 
 
 def _steps(folder: Path, after_ns: int) -> dict[int, list[int]]:
-    """When each process began its steps since ``after_ns``."""
+    """Times at which each process began its steps since ``after_ns``."""
     found = {}
     for path in folder.iterdir():
         times = [int(line) for line in path.read_text().split("\n")[:-1]]
@@ -168,7 +168,7 @@ def _steps(folder: Path, after_ns: int) -> dict[int, list[int]]:
 
 
 def _wait_until_all_step(folder: Path, without: set[int], num_workers: int, after_ns: int) -> int:
-    """When ``num_workers`` workers other than ``without`` had each done a step after that (ns)."""
+    """Time when ``num_workers`` workers but ``without`` had done a step after ``after_ns`` (ns)."""
     deadline = time.monotonic() + _PATIENCE_S
     while time.monotonic() < deadline:
         done = sorted(

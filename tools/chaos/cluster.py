@@ -180,7 +180,7 @@ class Cluster:
             self.start(group)
 
     def accept_loss(self, job: str) -> None:
-        """As an operator who knows that the newest state of the job is gone for good.
+        """Accept the loss as an operator who knows that the newest state is gone for good.
 
         Raises:
             RequestRefused: no quorum of the job is held back.

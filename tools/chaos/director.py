@@ -81,10 +81,10 @@ class Director:
     _winding_down: bool = False
 
     def run(self) -> None:
-        """From the first commit of all to the last worker's end.
+        """Run from the first commit of all to the last worker's end.
 
         Raises:
-            RunFailed: a group died by itself, never recovered, or did not end when told to.
+            RunFailed: a group died by itself, never recovered, or did not end when asked to.
         """
         self._began_at = time.monotonic()
         self._wait(lambda: self._all_back(self._began_at), "the start")
@@ -104,7 +104,7 @@ class Director:
             # Who needs the lighthouse now waits until it is back.
             allowed_s += LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S
             if fault.kind is Kind.STALE_SURVIVOR:
-                # The others have to train on without a group that the lighthouse has heard of.
+                # The others have to train on without a group that the lighthouse knows.
                 self._pause(LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S)
         number = len(self.incidents) + 1
         incident = Incident(number, fault, job, time.monotonic(), allowed_s)
@@ -114,8 +114,8 @@ class Director:
         self._wait(lambda: self._is_over(incident), incident.name())
         stall = f"{incident.stall_s:.2f}" if incident.stall_s is not None else "-"
         late = "" if (incident.stall_s or 0.0) <= allowed_s else f", ALLOWED {allowed_s:.2f} s"
-        told = f"{incident.name()}: {stall} s{late}, all back after {incident.back_s:.2f} s"
-        self.say(self._elapsed_s(), told)
+        summary = f"{incident.name()}: {stall} s{late}, all back after {incident.back_s:.2f} s"
+        self.say(self._elapsed_s(), summary)
 
     def _has_gone_on(self, incident: Incident) -> bool:
         """Whether all that have to have committed again, and if so, when the last had."""
@@ -214,7 +214,7 @@ class Director:
         if is_over or event.group in self.cluster.gone:
             return
         if not event.expected and not any(worker.told_to_go for worker in workers):
-            said = workers[event.worker].said().strip()[-2000:]
+            said = workers[event.worker].output().strip()[-2000:]
             raise RunFailed(f"group {event.group} died, status {event.status}: {said}")
         fleet = self.cluster.fleet_of(event.group)
         if event.status == 0 and any(worker.is_running for worker in workers):

@@ -33,7 +33,7 @@ _HOST_FROZEN_S = 8.0
 
 
 class Kind(Enum):
-    """What goes wrong; the value is what people are told."""
+    """What goes wrong; the value is how people read it."""
 
     WORKER_KILLED = "a worker is killed"
     GROUP_KILLED = "a worker and its manager are killed"

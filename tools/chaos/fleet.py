@@ -84,14 +84,14 @@ class Worker:
         with self.options.commands.open("w") as pipe:
             pipe.write(command + "\n")
 
-    def said(self) -> str:
-        """All that it, and its manager, have written to their output."""
+    def output(self) -> str:
+        """The output of the worker and of its manager."""
         return self.options.output.read_text(errors="replace")
 
 
 @dataclass(slots=True)
 class Fleet:
-    """The groups of one job and all that they told; ``settings`` are options of all workers."""
+    """The groups of one job and all their events; ``settings`` are options of all workers."""
 
     fork_server: ForkServer
     folder: Path
@@ -126,7 +126,7 @@ class Fleet:
         pid = self.fork_server.fork(options.encode().encode())
         worker = Worker(options, pid, EventTail(options.events), began_at)
         self.lives.append(worker)
-        self._note(Started(at=began_at, pid=pid, **_life(options)))
+        self._record(Started(at=began_at, pid=pid, **_life(options)))
         return worker
 
     def lives_of(self, group: int) -> list[Worker]:
@@ -140,10 +140,10 @@ class Fleet:
         worker.told_to_go = True
         send = worker.signal_all if with_manager else worker.signal
         at = send(signal.SIGKILL)
-        self._note(Killed(at=at, whole_group=with_manager, **_life(worker.options)))
+        self._record(Killed(at=at, whole_group=with_manager, **_life(worker.options)))
         return at
 
-    def _note(self, event: Event) -> None:
+    def _record(self, event: Event) -> None:
         self.events.append(event)
 
     def read(self) -> list[Event]:
@@ -156,7 +156,7 @@ class Fleet:
             if ended is not None:
                 worker.status, at = ended
                 expected = worker.told_to_go or worker.status == 0
-                self._note(
+                self._record(
                     Exited(at=at, status=worker.status, expected=expected, **_life(worker.options))
                 )
         new = self.events[self._num_read :]
@@ -191,7 +191,7 @@ class Fleet:
     def await_commits(
         self, groups: set[int], within_s: float, *, since: float, num_members: int | None = None
     ) -> float:
-        """When the last of ``groups`` had committed an update that it began after ``since``.
+        """Time when the last of ``groups`` had committed an update that it began after ``since``.
 
         ``num_members``: only updates of a quorum with so many groups count.
         """
@@ -211,7 +211,7 @@ class Fleet:
         return at
 
     def _begun_at(self, commit: Committed) -> float:
-        """When its forward pass began."""
+        """Time when the forward pass of ``commit`` began."""
         return max(
             (
                 event.at
@@ -247,9 +247,9 @@ class Fleet:
 
     def summary(self, num_lines: int = 12) -> str:
         """The last events, and the last words of every worker, for a failure's message."""
-        told = [str(event) for event in sorted(self.events, key=lambda event: event.at)]
-        words = [f"-- {worker.options.life}: {worker.said()[-1500:]}" for worker in self.lives]
-        return "\n".join(told[-num_lines:] + words)
+        events = [str(event) for event in sorted(self.events, key=lambda event: event.at)]
+        words = [f"-- {worker.options.life}: {worker.output()[-1500:]}" for worker in self.lives]
+        return "\n".join(events[-num_lines:] + words)
 
     def end(self) -> None:
         """Kill every worker, and wait until their managers are gone, too."""

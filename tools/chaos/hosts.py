@@ -11,8 +11,9 @@ _CLONE_NEWNET = 0x40000000
 
 
 def move_to(address: str, namespace: str) -> None:
-    """To be called before the process has a second thread; ``namespace``: its name, as iproute2
-    has it (empty: the process stays in its own).
+    """Move this process, which has one thread yet, to a host's network ``namespace``.
+
+    ``namespace``: its name, as iproute2 has it (empty: the process stays in its own).
 
     Others find what listens on all addresses under the name of the host, so that is the address.
 

@@ -1,4 +1,4 @@
-"""Decides what a worker is told when it is started: plain values, sent as one line of JSON."""
+"""The options with which a worker is started: plain values, sent as one line of JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class WorkerOptions:
     ``folder`` takes its event log, its output and its commands. ``step_s`` is how long the forward
     pass takes, ``ballast`` the bytes of state beyond the model's, for heals that take a while.
     ``manager`` are keywords of `torchft_svc.client.Manager`; those that end in ``_s`` are seconds,
-    and ``world_size_mode`` is given by its name. ``program`` is for trainers that can be told what
+    and ``world_size_mode`` is given by its name. ``program`` is for trainers that can be asked what
     to train: plain values, too. ``host``: the address of the host that it runs on, and
     ``namespace``: the network namespace which is that host (empty: this machine).
     """
@@ -67,7 +67,7 @@ class WorkerOptions:
 
     @property
     def store_port(self) -> Path:
-        """Where the first worker of a group tells the others the port of their store."""
+        """The file in which the first worker of a group writes the port of their store."""
         return self.folder / f"{self.group_life}.port"
 
     def encode(self) -> str:

@@ -53,7 +53,7 @@ def _middle_and_worst(times: Sequence[float]) -> tuple[str, str]:
 
 
 def write_json(run: Run, verdicts: Sequence[Verdict], seed: int, path: Path) -> None:
-    """For programs to read."""
+    """Write the figures of a run, for programs to read."""
     figures = {
         "seed": seed,
         "incidents": [

@@ -43,7 +43,7 @@ class Track:
         return commit if commit is not None and commit.begun_at >= since else None
 
     def first_after(self, place: Place, since: float) -> float | None:
-        """When a worker first committed an update that it had begun after ``since``."""
+        """Time when a worker first committed an update that it had begun after ``since``."""
         found = None
         for commit in reversed(self.commits):
             if commit.event.at < since:

@@ -45,8 +45,8 @@ class Commands:
         self._pipe = os.open(options.commands, os.O_RDWR | os.O_NONBLOCK)
         self._left: list[str] = []
 
-    def take(self, what: str) -> str | None:
-        """The arguments of the next command called ``what``, if there is one."""
+    def pop_command(self, what: str) -> str | None:
+        """Return the arguments of the next command called ``what``, if there is one."""
         with suppress(BlockingIOError):
             self._left += os.read(self._pipe, 65536).decode().splitlines()
         for command in self._left:
@@ -65,7 +65,7 @@ class Gloo(ProcessGroupGloo):
         self._commands = commands
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        if self._commands.take("fail") is not None:
+        if self._commands.pop_command("fail") is not None:
             raise OnPurpose("this sum fails on purpose")
         return super().allreduce(tensors, opts)
 
@@ -101,7 +101,7 @@ class Transport(HTTPTransport[Any]):
 
 
 class State:
-    """A small model with Adam and some ballast; ``loaded`` hears when another's was put in place"""
+    """A small model with Adam and some ballast; ``loaded`` is called after a heal."""
 
     def __init__(self, options: WorkerOptions, loaded: Callable[[], None]) -> None:
         torch.manual_seed(1000 * options.seed + 100 * options.group + options.incarnation)
@@ -213,17 +213,17 @@ def _inputs(options: WorkerOptions, step: int) -> torch.Tensor:
 def _obey(commands: Commands) -> None:
     """What a training loop may do to itself between two steps."""
     _hang(commands, "hang")
-    if commands.take("raise") is not None:
+    if commands.pop_command("raise") is not None:
         raise OnPurpose("this loop ends on purpose")
 
 
 def _hang(commands: Commands, command: str) -> None:
-    """For the seconds that the command names, or until the command ``wake``."""
-    hang_s = commands.take(command)
+    """Hang for the seconds that the command names, or until the command ``wake``."""
+    hang_s = commands.pop_command(command)
     if hang_s is None:
         return
     until = time.monotonic() + float(hang_s)
-    while time.monotonic() < until and commands.take("wake") is None:
+    while time.monotonic() < until and commands.pop_command("wake") is None:
         time.sleep(_LOOK_S)
 
 

@@ -254,8 +254,8 @@ def judge_exits(run: Run) -> Verdict:
         statuses.append(event.status)
         unseen.discard((*event.life, event.worker))
         if (*event.life, event.worker) not in killed and event.status != 0:
-            told = _peer_was_killed(event, killed)
-            if not told:
+            is_consequence = _peer_was_killed(event, killed)
+            if not is_consequence:
                 faults.append(f"group {event.group} ended with status {event.status}")
     if unseen and not (run.failure or run.interrupted):
         faults.append(f"the end of {len(unseen)} workers was not seen: {sorted(unseen)}")

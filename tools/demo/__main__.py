@@ -31,7 +31,7 @@ _DEFAULT_KILLS_BY_STEPS = 3
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerFlags:
-    """What every trainer is told."""
+    """The options of every trainer."""
 
     seed: int
     model_size: str
@@ -59,7 +59,7 @@ def check_options(groups: int, kills: int | None, seconds: float | None, steps: 
 
 
 def num_kills(groups: int, kills: int | None, interval_s: float, seconds: float | None) -> int:
-    """As many as asked for; else as many as fit into the time, with a calm start and end."""
+    """The number asked for; else as many as fit into the time, with a calm start and end."""
     if kills is not None:
         return kills
     if groups < 2:

@@ -21,7 +21,7 @@ _LOOK_EVERY_S = 0.02
 _LOOK_CLOSELY_EVERY_S = 0.001
 # So long may pass without any commit, the start of all processes included, before the run fails.
 _MAX_SILENCE_S = 120.0
-# On a machine that is busy with other work; who does not leave is told of.
+# On a machine that is busy with other work; who does not leave is reported.
 _LEAVE_GRACE_S = 30.0
 # After Ctrl-C everything is gone within two seconds.
 _AT_ONCE_GRACE_S = 1.2
@@ -73,7 +73,7 @@ class Director:
         self._killer = Killer(orders, script.num_kills)
 
     def run(self) -> Run:
-        """Everything from the first process to the last; failures are told in the result."""
+        """Everything from the first process to the last; failures are in the result."""
         self._began_at = time.monotonic()
         failure, interrupted = "", False
         with _sigterm_as_interrupt(), self.screen:
@@ -98,7 +98,7 @@ class Director:
 
     def _start(self) -> None:
         address = self.cluster.start_lighthouse()
-        self.screen.tell(self._elapsed_s(), f"lighthouse listens on {address}")
+        self.screen.show_event(self._elapsed_s(), f"lighthouse listens on {address}")
         for group in range(self.script.num_groups):
             self.cluster.start_group(group)
 
@@ -119,7 +119,7 @@ class Director:
             self._history.append(event)
             sentence = self._board.apply(event)
             if sentence:
-                self.screen.tell(self._elapsed_s(), f"group {event.group} {sentence}")
+                self.screen.show_event(self._elapsed_s(), f"group {event.group} {sentence}")
             if isinstance(event, Exited) and restart:
                 self._restart(event)
 
@@ -175,7 +175,7 @@ class Director:
             forced = self.cluster.stop(grace_s=0.0)
             left = self.cluster.end_leftovers()
             self._take_events(restart=False)
-        late = [] if at_once else [f"{name} did not end when told to" for name in forced]
+        late = [] if at_once else [f"{name} did not end when asked to" for name in forced]
         return late + left
 
     def _elapsed_s(self) -> float:

@@ -17,7 +17,7 @@ from typing import Any
 class Event:
     """Something that happened to one incarnation (0, 1, ...) of a replica group.
 
-    ``worker`` is the group rank of the worker that tells it.
+    ``worker`` is the group rank of the worker that reports it.
     """
 
     group: int
@@ -87,7 +87,7 @@ class Discarded(Event):
 class Healed(Event):
     """Another group's state was put in place; the update after it is the next to be committed.
 
-    ``step`` and ``whole``, as in `PhaseBegan`, tell of the moment at which the groups are equal.
+    ``step`` and ``whole``, as in `PhaseBegan`, describe the moment at which the groups are equal.
     """
 
     step: int = 0
@@ -110,7 +110,7 @@ class Killed(Event):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Exited(Event):
-    """The process is gone; ``status`` is ``Popen.returncode``, ``expected``: it was told to go."""
+    """The process is gone; ``status`` is ``Popen.returncode``, ``expected``: on request."""
 
     status: int
     expected: bool

@@ -64,7 +64,7 @@ def _incident(
 
 
 def _phase_of(kill: Killed, before: Sequence[Event]) -> str:
-    """From what the victim wrote last: its own clock decides, not when the file was read."""
+    """The phase that the victim wrote last: its own clock decides, not when the file was read."""
     life = [event for event in before if event.life == kill.life]
     if not any(isinstance(event, Committed) and event.participating for event in life):
         return "heal" if any(isinstance(event, Joined) for event in life) else "start"
@@ -86,7 +86,7 @@ def _training_groups(before: Sequence[Event]) -> set[int]:
 def _stall_s(
     kill: Killed, survivors: set[int], after: Sequence[Event], *, begun_after: bool
 ) -> float | None:
-    """Until every survivor committed; one that is killed itself before is not waited for."""
+    """Seconds until every survivor committed; one that is killed before is not waited for."""
     waiting, last = set(survivors), kill.at
     begun = set() if begun_after else set(survivors)
     for event in after:

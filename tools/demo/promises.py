@@ -218,7 +218,7 @@ def _name(incident: Incident) -> str:
 
 
 def judge_loss(run: Run) -> Verdict:
-    """Against the run's first commits: a group that joins later starts with what others learned."""
+    """Judge each loss against the run's first commits: a later group starts with others' state."""
     promise = "the loss of every group fell clearly"
     faults, proofs = [], []
     first = [commit.loss for commit in run.commits() if commit.participating][:_LOSS_WINDOW]
@@ -241,7 +241,7 @@ def judge_exits(run: Run) -> Verdict:
         for event in run.events
         if isinstance(event, Exited) and not event.expected
     ]
-    return Verdict.of(promise, faults, "all ended when told to")
+    return Verdict.of(promise, faults, "all ended when asked to")
 
 
 def judge_leftovers(run: Run) -> Verdict:

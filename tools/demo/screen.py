@@ -27,11 +27,11 @@ class Screen(Protocol):
 
     def __exit__(self, *_: object) -> None: ...
 
-    def tell(self, elapsed_s: float, sentence: str) -> None:
-        """Something happened."""
+    def show_event(self, elapsed_s: float, sentence: str) -> None:
+        """Show an event."""
 
     def show(self, elapsed_s: float, board: Board) -> None:
-        """This is how things stand; called often, shown as often as it is useful."""
+        """Show the present state; called often, shown as often as it is useful."""
 
 
 def make_screen(console: Console) -> Screen:
@@ -51,7 +51,7 @@ class PlainScreen:
     def __exit__(self, *_: object) -> None:
         return
 
-    def tell(self, elapsed_s: float, sentence: str) -> None:
+    def show_event(self, elapsed_s: float, sentence: str) -> None:
         self._write(f"{elapsed_s:6.1f} s  {sentence}")
 
     def show(self, elapsed_s: float, board: Board) -> None:
@@ -88,7 +88,7 @@ class LiveScreen:
     def __exit__(self, *_: object) -> None:
         self._live.stop()
 
-    def tell(self, elapsed_s: float, sentence: str) -> None:
+    def show_event(self, elapsed_s: float, sentence: str) -> None:
         self._lines.append(f"{elapsed_s:6.1f} s  {sentence}")
 
     def show(self, elapsed_s: float, board: Board) -> None:

@@ -22,7 +22,7 @@ from tools.demo.orphans import MARK, end_leftovers
 from tools.matrix.program import Program, decode, draw
 from tools.matrix.runner import ProgramRunner
 from tools.matrix.smallest import find_smallest
-from tools.matrix.verdicts import Run, judge, judge_stalls, tell
+from tools.matrix.verdicts import Run, judge, judge_stalls, report_failure
 
 # How long to look for a smaller program that fails, too.
 _SHRINK_S = 90.0
@@ -100,7 +100,7 @@ class Series:
             self._show_failure(run)
 
     def _show_failure(self, run: Run) -> None:
-        print(tell(run), flush=True)
+        print(report_failure(run), flush=True)
         smallest = run.program
         if self.shrinks:
             deadline = time.monotonic() + _SHRINK_S

@@ -1,4 +1,4 @@
-"""A small model that has what a program's features ask for, and can tell what of it must agree."""
+"""A small model that has what a program's features ask for, and knows what of it must agree."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class Feature(Enum):
 
 
 class Moment(Enum):
-    """Where in its step a worker is killed."""
+    """A place in a step at which a worker is killed."""
 
     QUORUM = "while the quorum forms"
     FORWARD = "in the forward pass"
@@ -259,7 +259,7 @@ def draw(seed: int) -> Program:
 
 
 def _draw_kills(dice: random.Random, program: Program) -> tuple[Kill, ...]:
-    """One while all train, and perhaps one while the group that came back heals."""
+    """Draw one kill while all train, and perhaps one while the group that came back heals."""
     victim = dice.randrange(program.num_groups)
     first = _kill_of(dice, program, victim, dice.choice(_ANY_STEP))
     kills = [dataclasses.replace(first, step=dice.randint(1, 8))]

@@ -85,7 +85,7 @@ class ProgramRunner:
             events=events,
             missed=missed,
             is_lost=execution.is_lost,
-            words={worker.options.life: worker.said() for worker in fleet.lives},
+            words={worker.options.life: worker.output() for worker in fleet.lives},
         )
 
 
@@ -168,7 +168,7 @@ class _Execution:
             self.is_lost = True
 
     def _handle_end(self, end: Exited) -> None:
-        """As a launcher does: a group that lost one of its workers is started anew as a whole."""
+        """Start a group that lost one of its workers anew as a whole, as a launcher does."""
         workers = self.fleet.lives_of(end.group)
         if workers[0].options.incarnation != end.incarnation or end.status == 0:
             return

@@ -1,4 +1,4 @@
-"""Trains one worker of a program's group as users' programs do, and kills itself where it is told.
+"""Trains one worker of a program's group as users' programs do, and kills itself on request.
 
 The order of the calls is that of the documentation, so this is also a list of what has to work.
 """
@@ -113,14 +113,14 @@ class Bomb:
         self._step = 0
 
     def count(self, quorum: QuorumResult) -> None:
-        """One more step was committed. It counts if all groups have committed the one before in the
+        """Count a committed step. It counts if all groups have committed the one before in the
         same quorum: then the others have a state to go on with."""
         is_whole = len(quorum.replica_ids) == self._num_groups
         self._step += is_whole and quorum.quorum_id == self._quorum_id
         self._quorum_id = quorum.quorum_id
 
     def at(self, moment: Moment) -> None:
-        """Here the training is now; may be called on any thread."""
+        """Kill this worker if it is to die at ``moment``, which is now; on any thread."""
         for kill in self._left:
             if kill.moment is moment and self._step >= kill.step:
                 self._left.remove(kill)
@@ -139,9 +139,9 @@ class Bomb:
 
 
 def _marked(kind: type[CheckpointTransport[Any]], bomb: Bomb) -> type[CheckpointTransport[Any]]:
-    """The transport, which tells the bomb when it begins to send and to receive."""
+    """The transport, which reports to the bomb when it begins to send and to receive."""
 
-    def telling(name: str, moment: Moment) -> Callable[..., Any]:
+    def reporting(name: str, moment: Moment) -> Callable[..., Any]:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
             bomb.at(moment)
             return getattr(kind, name)(self, *args, **kwargs)
@@ -151,7 +151,7 @@ def _marked(kind: type[CheckpointTransport[Any]], bomb: Bomb) -> type[Checkpoint
     calls = {"send_checkpoint": Moment.SERVE, "recv_checkpoint": Moment.HEAL}
     if kind.can_stripe:
         calls = {"send_striped": Moment.SERVE, "recv_striped": Moment.HEAL}
-    return type(kind.__name__, (kind,), {name: telling(name, at) for name, at in calls.items()})
+    return type(kind.__name__, (kind,), {name: reporting(name, at) for name, at in calls.items()})
 
 
 class Training:
@@ -188,7 +188,7 @@ class Training:
             growth_interval=3,
             enabled=program.has(Feature.GRAD_SCALER),
         )
-        self._has_healed = False  # and not told it yet
+        self._has_healed = False  # and not reported it yet
         self._stumbles = updates_fail(program, options)
         self.is_spoiled = False  # an update has failed, and no state was loaded since
         self._num_extra = 1 + options.group % 2  # passes that the other groups need not make
@@ -314,18 +314,18 @@ class Training:
         return {"default": self.state_dict(), **pieces, "torchft": self.manager.state_dict()}
 
     def digest(self) -> str:
-        """Of all that must be equal in groups that have committed the same step."""
+        """Digest of all that must be equal in groups that have committed the same step."""
         return self._digest_with(shared_part(self._model_state(), self.program))
 
     def whole_digest(self) -> str:
-        """Of all that a group heals by: equal to that of the source, where it has just healed."""
+        """Digest of all that a group heals by: equal to the source's, right after a heal."""
         return self._digest_with(self._model_state())
 
     def _digest_with(self, model: dict[str, Any]) -> str:
         whole = {"model": model, "manager": self.manager.state_dict(), **self._rest()}
         return fingerprint(tree_map(_local, whole))
 
-    def _tell_heal(self, *, is_whole: bool) -> None:
+    def _report_heal(self, *, is_whole: bool) -> None:
         """``is_whole``: this is the moment at which it has what the source has."""
         if self._has_healed:
             self._has_healed = False
@@ -336,8 +336,8 @@ class Training:
 
     def update(self, inputs: list[Tensor]) -> tuple[bool, float]:
         """One step: whether it was committed, and its loss."""
-        self._begin()
-        self._tell_heal(is_whole=True)  # with that it goes forward, as the source does
+        self._begin_step()
+        self._report_heal(is_whole=True)  # with that it goes forward, as the source does
         self.bomb.at(Moment.QUORUM)
         loss = self._pass(inputs)
         if self.program.has(Feature.CLEARS_TWICE):
@@ -360,7 +360,7 @@ class Training:
                 self.scheduler.step(1.0)  # a loss that is equal in all groups, and gets no better
             else:
                 self.scheduler.step()
-        self._tell_heal(is_whole=committed)  # it came at the end of the step
+        self._report_heal(is_whole=committed)  # it came at the end of the step
         return committed, loss
 
     def _pass(self, inputs: list[Tensor]) -> float:
@@ -380,7 +380,7 @@ class Training:
             torch.autograd.grad(model(own).sum(), own)
         self.net.train()
 
-    def _begin(self) -> None:
+    def _begin_step(self) -> None:
         if not self.writes_calls:
             self.optimizer.zero_grad()
             return
@@ -461,7 +461,7 @@ def _make_pg(program: Program) -> ProcessGroup:
 
 
 def _shard(net: Net, program: Program, mesh: Any) -> None:
-    """As users of FSDP2 do: parts first, the whole last; checkpointing goes around the parts."""
+    """Shard as users of FSDP2 do: parts first, the whole last; checkpointing around the parts."""
     if program.has(Feature.CHECKPOINTING):
         from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
@@ -511,7 +511,7 @@ def run(options: WorkerOptions) -> None:
         log.write(Joined)
         last = options.steps
         while manager.current_step() < last:
-            last = int(commands.take("last") or last)
+            last = int(commands.pop_command("last") or last)
             _one_step(training, options, log)
         log.write(Finished, step=manager.current_step())
 

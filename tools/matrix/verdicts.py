@@ -1,4 +1,4 @@
-"""Decides whether a program did what is promised to it: pure rules over what its workers told."""
+"""Decides whether a program did what is promised to it: pure rules over its workers' events."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def judge_end(run: Run) -> Verdict:
 
 
 def judge_stalls(run: Run) -> Verdict:
-    """Nobody stands still for long between two steps."""
+    """Check that no group stands still for long between two steps."""
     last: dict[tuple[int, int, int], float] = {}
     faults = []
     longest: dict[int, float] = defaultdict(float)
@@ -95,19 +95,19 @@ def judge_stalls(run: Run) -> Verdict:
 
 
 def judge_heals(run: Run) -> Verdict:
-    """Who has healed has all that its source has, averages of the source's own data included.
+    """Check that a healed group has all of its source's state, averages of its data included.
 
-    Not all can be compared: a source may have died before it told what it had.
+    Not all can be compared: a source may have died before it wrote what it had.
     """
-    told: dict[tuple[int, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    wholes_at: dict[tuple[int, int], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for event in run.events:
         if isinstance(event, PhaseBegan) and event.whole:
-            told[event.step, event.worker][event.group].add(event.whole)
+            wholes_at[event.step, event.worker][event.group].add(event.whole)
     faults = []
     num_compared = 0
     for event in run.events:
         if isinstance(event, Healed) and event.whole:
-            groups = told[event.step, event.worker]
+            groups = wholes_at[event.step, event.worker]
             others = [wholes for group, wholes in groups.items() if group != event.group]
             if len(others) == run.program.num_groups - 1:
                 num_compared += 1
@@ -156,8 +156,8 @@ def judge_ends_of_heals(run: Run) -> Verdict:
     return Verdict.of("a group that heals wrongly is ended", faults, _REFUSAL)
 
 
-def tell(run: Run) -> str:
-    """What is wrong, the last that happened, and the last words of every life."""
+def report_failure(run: Run) -> str:
+    """Describe what is wrong, the last events, and the last output of every life."""
     last = [event for event in run.events if not isinstance(event, PhaseBegan)][-_NUM_EVENTS:]
     said = [
         f"    -- {life}\n" + "\n".join(f"    {line[:_MAX_LINE]}" for line in lines[-_NUM_LINES:])

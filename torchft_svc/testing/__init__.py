@@ -1,4 +1,4 @@
-"""For tests of programs that use this package: faults on demand, and a contract for transports."""
+"""Tools for users' tests: faults on demand, and a contract for checkpoint transports."""
 
 from torchft_svc.testing.faults import FakeProcessGroupWrapper
 from torchft_svc.testing.proxy import Proxy

@@ -88,7 +88,7 @@ class Proxy:
             connection.start()
 
     def _connect(self, near: socket.socket) -> None:
-        """The whole life of a connection."""
+        """Carry one connection from its start to its end."""
         self._passing.wait()
         try:
             far = socket.create_connection(self._to, DEADLINE_S)
@@ -116,10 +116,10 @@ class Proxy:
     def _pass_on(
         self, source: socket.socket, sink: socket.socket, *, downstream: bool = False
     ) -> None:
-        """From ``source`` to ``sink``, until either ends."""
+        """Copy from ``source`` to ``sink`` until either ends."""
         with contextlib.suppress(OSError):
             while data := source.recv(self._piece_bytes):
-                passed = self._see(data) if downstream else data
+                passed = self._apply_hook(data) if downstream else data
                 if passed is None:
                     break
                 if self._delay_s:
@@ -129,7 +129,7 @@ class Proxy:
         _end(source)
         _end(sink)
 
-    def _see(self, data: bytes) -> bytes | None:
+    def _apply_hook(self, data: bytes) -> bytes | None:
         with self._lock:
             place = self._place
             self._place += len(data)

@@ -151,7 +151,7 @@ class TransportContract:
     # -- what only some can do ---------------------------------------------------------------------
 
     def test_what_comes_later_arrives_beside_the_rest(self) -> None:
-        """For a transport with ``can_defer``."""
+        """Rules for a transport with ``can_defer``."""
         with self._opened() as run:
             if not run.source.can_defer:
                 return
@@ -165,7 +165,7 @@ class TransportContract:
             assert bits(run.result(received)) == bits(example_state(2))
 
     def test_an_extra_source_that_cannot_be_found_is_done_without(self) -> None:
-        """For a transport with ``can_stripe``."""
+        """Rules for a transport with ``can_stripe``."""
 
         def lookup() -> str:
             raise Unreachable("manager", "nowhere:1", "it is gone")
@@ -296,7 +296,7 @@ class InMemoryTransport(CheckpointTransport[Any]):
             self._changed.notify_all()
 
     def disallow_checkpoint(self) -> None:
-        """Nothing to do: what was offered is a copy."""
+        """Return at once: what was offered is a copy."""
 
     def retract_checkpoint(self) -> None:
         with self._changed:

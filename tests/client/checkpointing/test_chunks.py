@@ -38,7 +38,7 @@ class Table:
         self.chunks.give_back(conn)
 
     def bring(self, conn: ConnectionId, digest: bytes = GOOD) -> int:
-        chunk = self.chunks.take(conn)
+        chunk = self.chunks.next_chunk(conn)
         assert chunk is not None
         assert self.chunks.arrived(conn, digest) == (digest is GOOD or not self.chunks.has_digests)
         return chunk
@@ -48,7 +48,7 @@ def test_an_only_source_needs_no_law() -> None:
     table = Table(2)
     assert [table.bring(A), table.chunks.unreported(0, 9), table.bring(A)] == [0, [0], 1]
     assert table.chunks.is_complete
-    assert table.chunks.take(A) is None
+    assert table.chunks.next_chunk(A) is None
     assert [table.chunks.unreported(0, 9), table.chunks.unreported(0, 9)] == [[1], []]
 
 
@@ -105,10 +105,10 @@ def test_the_law_outlives_the_lead() -> None:
 
 def test_a_source_that_leaves_gives_its_chunks_back_and_the_last_one_is_told() -> None:
     table = Table(1, 1)
-    assert table.chunks.take(B) == 0
+    assert table.chunks.next_chunk(B) == 0
     assert table.chunks.remove_source(1)
     table.chunks.give_back(B)
-    assert table.chunks.take(B) is None
+    assert table.chunks.next_chunk(B) is None
     assert table.bring(A) == 0
     assert not table.chunks.remove_source(0)
     assert not table.chunks.add_source(2)
@@ -117,7 +117,7 @@ def test_a_source_that_leaves_gives_its_chunks_back_and_the_last_one_is_told() -
 def test_what_is_far_slower_is_asked_from_another_source_in_the_end() -> None:
     table = Table(2, 1)
     table.chunks.apply_digests(0, [GOOD] * 2)
-    assert table.chunks.take(B) == 0
+    assert table.chunks.next_chunk(B) == 0
     table.clock.now = 0.1
     table.bring(A)
     table.clock.now = SLOW_S + 0.1
@@ -130,7 +130,7 @@ def test_what_is_far_slower_is_asked_from_another_source_in_the_end() -> None:
 def test_the_only_chunk_is_asked_from_another_source_in_the_end() -> None:
     table = Table(1, 1)
     table.chunks.apply_digests(0, [GOOD])
-    assert table.chunks.take(A) == 0
+    assert table.chunks.next_chunk(A) == 0
     table.clock.now = SLOW_WITHOUT_PACE_S
     assert table.bring(B) == 0
     assert table.cut == [A]
@@ -138,7 +138,7 @@ def test_the_only_chunk_is_asked_from_another_source_in_the_end() -> None:
 
 def test_a_source_that_comes_after_all_are_lost_leads() -> None:
     table = Table(1)
-    assert table.chunks.take(A) == 0
+    assert table.chunks.next_chunk(A) == 0
     assert not table.chunks.remove_source(0)
     table.chunks.give_back(A)
     assert table.chunks.add_source(1)
@@ -149,10 +149,10 @@ def test_a_source_that_comes_after_all_are_lost_leads() -> None:
 def test_slow_is_better_than_nobody() -> None:
     table = Table(3, 1)
     table.chunks.apply_digests(0, [GOOD] * 3)
-    assert table.chunks.take(B) == 0
+    assert table.chunks.next_chunk(B) == 0
     table.bring(A), table.bring(A)
     table.clock.now = 2 * SLOW_S
-    assert table.chunks.take(A) == 0
+    assert table.chunks.next_chunk(A) == 0
     table.chunks.give_back(A)
     assert table.chunks.remove_source(0)
     assert not table.chunks.is_slow(1)
@@ -167,5 +167,5 @@ def test_it_is_over(why: str) -> None:
     else:
         table.bring(A)
     table.chunks.wait_until_over()
-    assert table.chunks.take(A) is None
+    assert table.chunks.next_chunk(A) is None
     assert not table.chunks.add_source(1)

@@ -48,7 +48,7 @@ def test_what_was_expected_is_ready() -> None:
     kept = Staging()
     kept.expect(NUM_BYTES)
     assert kept.wait(LONG_S)
-    taken = kept.take(NUM_BYTES)
+    taken = kept.pop_filling(NUM_BYTES)
     assert taken._place == NUM_BYTES
     assert faults_of_writing(taken.view(NUM_BYTES)) < HUGE_PAGES // 2
 
@@ -57,7 +57,7 @@ def test_a_larger_state_than_expected_has_its_first_part_ready() -> None:
     kept = Staging()
     kept.expect(NUM_BYTES)
     assert kept.wait(LONG_S)
-    taken = kept.take(2 * NUM_BYTES)
+    taken = kept.pop_filling(2 * NUM_BYTES)
     assert len(taken.view(2 * NUM_BYTES)) == 2 * NUM_BYTES
     assert taken._place >= NUM_BYTES
     assert taken.wait(LONG_S)  # and the rest is made ready meanwhile
@@ -68,7 +68,7 @@ def test_a_smaller_state_than_expected_has_only_what_it_needs() -> None:
     kept = Staging()
     kept.expect(NUM_BYTES)
     assert kept.wait(LONG_S)
-    taken = kept.take(3 * MIB)
+    taken = kept.pop_filling(3 * MIB)
     assert taken._place == 4 * MIB
     assert len(taken.view(3 * MIB)) == 3 * MIB
 
@@ -96,7 +96,7 @@ def test_what_is_expected_no_more_is_freed() -> None:
 def test_what_is_taken_is_kept_no_more() -> None:
     kept = Staging()
     kept.expect(NUM_BYTES)
-    first, second = kept.take(NUM_BYTES), kept.take(NUM_BYTES)
+    first, second = kept.pop_filling(NUM_BYTES), kept.pop_filling(NUM_BYTES)
     first.view(1)[0] = 7
     assert second.view(1)[0] == 0
     for filling in (first, second):
@@ -119,7 +119,7 @@ def test_a_system_that_makes_nothing_ready_gives_memory_as_well(
     kept = Staging()
     kept.expect(NUM_BYTES)
     assert kept.wait(LONG_S)
-    taken = kept.take(NUM_BYTES)
+    taken = kept.pop_filling(NUM_BYTES)
     assert taken._place == 0
     assert faults_of_writing(taken.view(NUM_BYTES)) >= HUGE_PAGES
 

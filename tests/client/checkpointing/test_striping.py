@@ -337,12 +337,12 @@ def test_a_lost_source_that_still_sends_is_heard_to_the_end(
     site.add(hook=Throttle(LINK_BYTES_PER_S))
     fetched = site.fetch()
     eventually(lambda: site.shares[0] > 0.1)
-    num_told = 0
+    num_informed = 0
     while not fetched.done():
         site.receiver.lose_source("a:1 is out: it hangs")
-        num_told += 1
+        num_informed += 1
         time.sleep(0.05)
-    assert num_told > 6
+    assert num_informed > 6
     site.expect(fetched)
 
 

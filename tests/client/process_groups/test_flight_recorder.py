@@ -176,7 +176,7 @@ def test_the_analyzer_names_who_called_something_else(
     for rank in range(3):
         recorder = FlightRecorder(tmp_path)
         members = Members("nowhere:1/x", f"group {rank}", rank, 3, quorum_id=7, group_rank=2)
-        flight = recorder.begin(members, "nccl")
+        flight = recorder.start_log(members, "nccl")
         assert flight is not None
         for numel in (4, 6 if rank == 2 else 5):
             flight.launch("allreduce", ([torch.ones(numel)],), {})

@@ -78,20 +78,20 @@ def work() -> IsolatedWork:
 def test_a_result_that_the_device_orders_is_there_before_the_end(work: IsolatedWork) -> None:
     with pytest.raises(RuntimeError, match=r"not over after 0\.05 s"):
         work.wait()  # nobody has said that it has started
-    work.take()
+    work.fetch_results()
     assert work.wait()
     assert work.result() == [torch.tensor([5.0])]
     with pytest.raises(RuntimeError, match=r"not over after 0\.05 s"):
         work.wait(SOON)  # which is until the end
     assert not work.is_completed()
-    work.settle(None)
+    work.complete(None)
     assert work.wait(SOON)
     assert work.is_success()
 
 
 def test_a_failure_after_the_start_is_raised_by_both_waits(work: IsolatedWork) -> None:
-    work.take()
-    work.settle(RuntimeError("a member is gone"))
+    work.fetch_results()
+    work.complete(RuntimeError("a member is gone"))
     for timeout in (None, SOON):
         with pytest.raises(RuntimeError, match="a member is gone"):
             work.wait(timeout)

@@ -89,7 +89,7 @@ class TestScreen:
     def test_lines_come_at_once_and_progress_every_few_seconds(self) -> None:
         output = StringIO()
         with PlainScreen(Console(file=output)) as screen:
-            screen.tell(0.5, "group 1 started")
+            screen.show_event(0.5, "group 1 started")
             for tenth in range(100):
                 screen.show(tenth / 10, self.board())
         lines = output.getvalue().splitlines()
@@ -101,7 +101,7 @@ class TestScreen:
         output = StringIO()
         console = Console(file=output, force_terminal=True, width=140)
         with LiveScreen(console) as screen:
-            screen.tell(0.5, "group 1 started")
+            screen.show_event(0.5, "group 1 started")
             screen.show(1.0, self.board())
         assert "training" in output.getvalue()
         assert "group 1 started" in output.getvalue()

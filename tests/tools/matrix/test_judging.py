@@ -6,7 +6,7 @@ import pytest
 
 from tools.demo.events import Committed, Event, Exited, Finished, Healed, Killed, PhaseBegan
 from tools.matrix.program import Feature, Program
-from tools.matrix.verdicts import MAX_STALL_S, Run, judge, tell
+from tools.matrix.verdicts import MAX_STALL_S, Run, judge, report_failure
 
 PROGRAM = Program(seed=0)
 REFUSED = Program(seed=0, features=frozenset({Feature.SPARSE}))
@@ -68,7 +68,7 @@ def test_a_good_run_has_no_faults() -> None:
 
 
 @pytest.mark.parametrize(
-    ("events", "told"),
+    ("events", "fault"),
     [
         ([*GOOD, commit(1, 2, 3.0, "others")], "step 2: groups 0 and 1 differ"),
         ([*GOOD[:2], ended(1, 1.2, 1), *GOOD[4:]], "group 1 ended with status 1"),
@@ -77,17 +77,17 @@ def test_a_good_run_has_no_faults() -> None:
         ([*GOOD[:4], commit(0, 2, 2.0 + MAX_STALL_S), finished(0, 30.0)], "stalled for"),
     ],
 )
-def test_what_is_broken_is_found(events: list[Event], told: str) -> None:
-    assert told in faults(*events)
+def test_what_is_broken_is_found(events: list[Event], fault: str) -> None:
+    assert fault in faults(*events)
 
 
 @pytest.mark.parametrize("whole", ["bits and averages", ""])
 def test_who_heals_has_all_that_its_source_has(whole: str) -> None:
-    """Nothing is compared where it is not told, or where the source may have died."""
+    """No state is compared where it is not reported, or where the source may have died."""
     source = begun(0, 1, "bits and averages")
     assert not faults(source, begun(0, 1, "changed since"), healed(1, 1, whole), *GOOD)
-    told = faults(source, healed(1, 1, "bits, and averages of its own"), *GOOD)
-    assert told == "group 1 has the state of no other group at step 1"
+    found = faults(source, healed(1, 1, "bits, and averages of its own"), *GOOD)
+    assert found == "group 1 has the state of no other group at step 1"
     assert not faults(source, healed(1, 2, "of the other"), *GOOD)
     of_three = Program(seed=0, num_groups=3)
     assert not faults(source, healed(1, 1, "of the third"), *GOOD, program=of_three)
@@ -104,8 +104,8 @@ def test_what_is_refused_names_its_reason_and_commits_nothing() -> None:
     assert not faults(program=REFUSED, **good)
     assert not faults(program=REFUSED, **good, **{"group-0.0.1": "the other one has ended"})
     assert faults(program=REFUSED, **good, **{"group-1.0.0": ""}) == "group-1.0 was not refused"
-    told = faults(commit(0, 1, 1.0), program=REFUSED, **good)
-    assert told == "steps were committed"
+    found = faults(commit(0, 1, 1.0), program=REFUSED, **good)
+    assert found == "steps were committed"
 
 
 ENDS = Program(seed=0, features=frozenset({Feature.ASSIGN}))
@@ -124,9 +124,11 @@ def test_who_heals_by_replacing_parameters_is_ended_with_the_cause() -> None:
 
 
 def test_a_failure_is_told_with_the_last_words() -> None:
-    told = tell(Run(program=PROGRAM, events=GOOD[:5], words={"group-0.0.0": "one\ntwo\n"}))
-    assert "no group finished" in told
-    assert "two" in told
+    report = report_failure(
+        Run(program=PROGRAM, events=GOOD[:5], words={"group-0.0.0": "one\ntwo\n"})
+    )
+    assert "no group finished" in report
+    assert "two" in report
 
 
 def test_a_run_that_lost_its_newest_state_with_those_that_had_it_proves_nothing() -> None:

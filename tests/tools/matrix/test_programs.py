@@ -8,7 +8,7 @@ from support.bounds import Late
 from tools.demo.promises import Outcome
 from tools.matrix.program import draw, pairs
 from tools.matrix.runner import ProgramRunner
-from tools.matrix.verdicts import judge, judge_stalls, tell
+from tools.matrix.verdicts import judge, judge_stalls, report_failure
 
 # `covering(map(draw, range(1500)), 20)`: those that show the most pairs of choices for their time.
 SEEDS = (92, 566, 93, 329, 1001, 151, 496, 1165, 219, 1468)
@@ -26,9 +26,9 @@ def test_a_program_with_kills_keeps_its_promises(seed: int, runner: ProgramRunne
     failed = judge(run)
     if failed == [verdict for verdict in [judge_stalls(run)] if verdict.outcome is Outcome.FAIL]:
         if failed:
-            raise Late(tell(run))
+            raise Late(report_failure(run))
         return
-    pytest.fail(f"{run.program}\n{tell(run)}\nagain: make programs SECONDS=0 SEED={seed}")
+    pytest.fail(f"{run.program}\n{report_failure(run)}\nagain: make programs SECONDS=0 SEED={seed}")
 
 
 def test_the_programs_show_nearly_all_pairs_of_choices() -> None:

@@ -9,7 +9,7 @@ each line on standard input (JSON) there is a line of output:
 ``{"do": "report"}``: the steps of all so far.
 
 Answers have instants in monotonic seconds: ``quorum_at`` when the last trainer here had its quorum,
-``lost_at`` when the last of the ``num_told`` that were told of a loss was told, since the last
+``lost_at`` when the last of the ``num_informed`` that were informed of a loss was, since the last
 ``wait``.
 """
 
@@ -48,7 +48,7 @@ _MAX_CONNECTING = 20
 
 
 class Fleet:
-    """What the trainers of this process have in common, and what they have heard."""
+    """What the trainers of this process have in common, and what they have received."""
 
     def __init__(self, address: str, step_s: float, *, steady: bool, deaf: bool) -> None:
         self.address = address
@@ -57,7 +57,7 @@ class Fleet:
         self.deaf = deaf
         self.sizes: Counter[int] = Counter()  # of the quorums that the trainers are in
         self.quorum_at = self.lost_at = 0.0
-        self.num_told = 0
+        self.num_informed = 0
         self.connecting = asyncio.Semaphore(_MAX_CONNECTING)
         self._changed = asyncio.Event()
         self._parsed: dict[bytes, tuple[int, int]] = {}
@@ -76,7 +76,7 @@ class Fleet:
         self._changed.set()
 
     def parse(self, news: bytes) -> tuple[int, int]:
-        """Of a quorum: how many groups it has, and its step."""
+        """Return how many groups a quorum has, and its step."""
         key = news[:_LONG_BYTES] if len(news) > _LONG_BYTES else news[:-_ANSWERS_BYTES]
         if key not in self._parsed:
             quorum = pb.SessionNews.FromString(news).quorum
@@ -164,7 +164,7 @@ class Trainer:
         elif kind == "welcome":
             self._welcomed(short.welcome)
         elif kind == "lost":
-            self._fleet.num_told += 1
+            self._fleet.num_informed += 1
             self._fleet.lost_at = now
             self._ask()  # the step is discarded
         elif kind == "term_ends" and short.term_ends.HasField("step"):
@@ -215,8 +215,8 @@ async def serve(fleet: Fleet, trainers: list[Trainer]) -> None:
         elif asked["do"] == "wait":
             await fleet.all_in(asked["groups"], len(trainers))
             answer["quorum_at"] = fleet.quorum_at
-            answer |= {"lost_at": fleet.lost_at, "num_told": fleet.num_told}
-            fleet.num_told = 0
+            answer |= {"lost_at": fleet.lost_at, "num_informed": fleet.num_informed}
+            fleet.num_informed = 0
         else:
             answer["steps"] = sum(trainer.step for trainer in trainers)
         print(json.dumps(answer), flush=True)

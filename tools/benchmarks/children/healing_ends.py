@@ -1,6 +1,6 @@
 """The two ends of the healing benchmark, whichever transport they use: the state and the talk.
 
-An end is told what to do line by line on standard input, and answers line by line.
+An end receives commands line by line on standard input, and answers line by line.
 """
 
 from __future__ import annotations

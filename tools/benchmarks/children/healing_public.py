@@ -37,7 +37,7 @@ class PublicSender:
 
 class PublicReceiver:
     def prepare(self, kind: str) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def fetch(self, kind: str, address: str, step: int) -> State | None:
         transport = _transport(kind)

@@ -1,4 +1,4 @@
-"""A worker of a launched run, which tells each step; it fails with its peers unless it survives."""
+"""A worker of a launched run that prints each step; fails with its peers unless it survives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parts of a training step that the benchmarks tell apart, and who may average it."""
+"""The parts of a training step that the benchmarks distinguish, and who may average it."""
 
 WRAPPERS = ("ours", "torch", "none")
 PHASES = ("zero_grad", "forward", "backward", "step")

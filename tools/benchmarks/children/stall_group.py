@@ -1,6 +1,6 @@
 """A replica group of the stall benchmark: a small model, and a large state that must be healed.
 
-Says ``ready URL`` with the address of its state, and is answered with the one to tell to others.
+Prints ``ready URL`` with the address of its state, and reads the one to give to receivers.
 Then it obeys lines on its standard input:
 
 ``clone``    answers with the seconds that a plain copy of the state takes, into fresh memory in

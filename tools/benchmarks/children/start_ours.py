@@ -1,11 +1,11 @@
-"""A replica group of ours that tells the stages of its start, and then trains slowly."""
+"""A replica group of ours that prints the stages of its start, and then trains slowly."""
 
 from __future__ import annotations
 
 import argparse
 import time
 
-from tools.benchmarks.children.stages import tell_stage
+from tools.benchmarks.children.stages import print_stage
 
 
 def main() -> None:
@@ -25,13 +25,13 @@ def main() -> None:
     import torch
     from torch.optim import SGD
 
-    tell_stage("torch")
+    print_stage("torch")
     from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
 
-    tell_stage("client")
+    print_stage("client")
     model = torch.nn.Linear(16, 16)
     sgd = SGD(model.parameters(), lr=1e-3)
-    tell_stage("model")
+    print_stage("model")
 
     def load_state_dict(state: dict[str, dict[str, object]]) -> None:
         model.load_state_dict(state["model"])
@@ -44,12 +44,12 @@ def main() -> None:
         replica_id=flags.name,
         job_id=flags.job,
     )
-    tell_stage("manager")
+    print_stage("manager")
     replicated = DistributedDataParallel(manager, model)
     optimizer = OptimizerWrapper(manager, sgd)
     optimizer.zero_grad()
     manager.wait_quorum()
-    tell_stage("quorum")
+    print_stage("quorum")
     inputs, is_whole = torch.ones(8, 16), False
     while True:
         replicated(inputs).sum().backward()
@@ -57,7 +57,7 @@ def main() -> None:
         optimizer.step()
         if not is_whole and manager.current_step() > before and participants == flags.participants:
             is_whole = True
-            tell_stage("commit")
+            print_stage("commit")
         time.sleep(flags.step_s)
         optimizer.zero_grad()
 

@@ -1,5 +1,5 @@
-"""A worker of a launcher that tells that it runs, and ends."""
+"""A worker of a launcher that prints that it runs, and ends."""
 
-from tools.benchmarks.children.stages import tell_stage
+from tools.benchmarks.children.stages import print_stage
 
-tell_stage("worker")
+print_stage("worker")

@@ -27,7 +27,7 @@ def wrapped(wrapper: str, manager: Manager, model: nn.Module) -> nn.Module:
 
 
 def _store(port: int) -> TCPStore:
-    """That of this group."""
+    """Serve this group's store on ``port``."""
     return TCPStore(_HOST, port, is_master=True, wait_for_workers=False)
 
 

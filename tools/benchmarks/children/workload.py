@@ -1,6 +1,6 @@
-"""The training that every trainer of a benchmark does, and how it is told to and what it says.
+"""The training that every trainer of a benchmark does, its commands and its output.
 
-Only torch is needed, so that the public release's trainer runs this very code. A trainer says
+Only torch is needed, so that the public release's trainer runs this very code. A trainer prints
 ``built AT_NS`` when it has a model and ``ready`` when it can train, and then obeys lines on its
 standard input (instants are those of the monotonic clock, which all processes share):
 
@@ -118,7 +118,7 @@ class Training:
     def measure(self, num_steps: int) -> dict[str, list[float]]:
         """Milliseconds of each phase, each lap and the whole step (``total``), for each step.
 
-        ``discarded`` tells how many steps were not committed, as a list of one number.
+        ``discarded`` is how many steps were not committed, as a list of one number.
         """
         found: dict[str, list[float]] = {phase: [] for phase in (*PHASES, "total")}
         self.lap()  # what was counted before does not belong here
@@ -134,7 +134,7 @@ class Training:
         return {**found, "discarded": [num_steps - committed]}
 
     def train(self) -> None:
-        """Train on until standard input ends, and tell every commit."""
+        """Train on until standard input ends, and print every commit."""
         assert self.current_step is not None
         gone = threading.Event()
         threading.Thread(target=_wait_for_end, args=(gone,), name="stdin", daemon=True).start()

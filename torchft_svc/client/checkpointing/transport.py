@@ -62,7 +62,7 @@ class CheckpointTransport(ABC, Generic[T]):
 
     @abstractmethod
     def disallow_checkpoint(self) -> None:
-        """After this call returns, the state that was offered last may change.
+        """Stop serving the offered state in place: it may change after this call.
 
         Never waits for a receiver. May be called at any time, any number of times.
         """
@@ -75,7 +75,7 @@ class CheckpointTransport(ABC, Generic[T]):
         """
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
-        """Tell ``dst_ranks`` that the state of ``step`` cannot be offered.
+        """Report to ``dst_ranks`` that the state of ``step`` cannot be offered.
 
         Called after `send_checkpoint` has raised, or instead of it. By default this does nothing;
         then the receivers wait for their timeout.

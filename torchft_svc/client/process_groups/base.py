@@ -195,7 +195,7 @@ class ProcessGroup(dist.ProcessGroup):
     def _begin_record(self, members: Members, backend: str) -> None:
         """``members`` are connected over ``backend``."""
         recorder = self._recorder
-        self._flight = None if recorder is None else recorder.begin(members, backend)
+        self._flight = None if recorder is None else recorder.start_log(members, backend)
 
     def _record(self, name: str, args: Any, kwargs: Any) -> Record | None:
         """Record that collective ``name`` is about to begin; None if it is not recorded."""
@@ -219,7 +219,7 @@ class ProcessGroup(dist.ProcessGroup):
         self.save_record(lost or "another quorum", only_if_broken=not lost)
 
     def _lost(self) -> str:
-        """Which of the present members is gone, and why; empty if none is known to be."""
+        """Name the present member that is gone, and why; empty if none is known to be."""
         loss = self._loss
         return str(loss.error) if loss is not None and loss.quorum_id == self._quorum_id else ""
 

@@ -77,10 +77,10 @@ class DelegatingProcessGroup(ProcessGroup):
             with self._sockets.noting(), self._watching(members):
                 backend = self._make_backend(store, rank, world_size)
         except PeerError:
-            self._last_store.drop()
+            self._last_store.drop_connection()
             raise
         except RuntimeError as error:  # torch's only class for errors of its backends
-            self._last_store.drop()
+            self._last_store.drop_connection()
             failure = QuorumFailed(
                 f"{members.replica_id} could not connect to the members of quorum {quorum_id}: "
                 f"{error}"
@@ -139,7 +139,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self.interrupt()
         self.save_record("shut down", only_if_broken=True)
         self.abort()
-        self._last_store.drop()
+        self._last_store.drop_connection()
 
     def _update_record(self) -> None:
         if self._lock.acquire(timeout=_LOCK_S):

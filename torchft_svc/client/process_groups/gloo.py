@@ -152,7 +152,7 @@ class _Transfer(_Collective):
         return self._waited or super().is_completed()
 
     def synchronize(self) -> None:
-        """Nothing: no device is involved."""
+        """Return at once: no device is involved."""
 
     def _source_rank(self) -> int:
         """The rank that sent it; torch calls it by this name."""

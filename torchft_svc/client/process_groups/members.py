@@ -1,4 +1,4 @@
-"""Which members a process group connects, and the news that one of them is gone."""
+"""The members that a process group connects, and the report that one of them is gone."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ class _Communicator(WholeBackend):
         source_sizes: list[int],
         *_: Any,
     ) -> Any:
-        """As ``alltoall``: torch's own fails while a non-blocking communicator is in progress.
+        """Run ``alltoall``: torch's own fails while a non-blocking communicator is in progress.
 
         ``output_sizes`` and ``source_sizes`` are rows per member; empty: equal parts.
         """
@@ -229,7 +229,7 @@ class DeviceWork(WrappedWork):
         self._comm = comm
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Without a timeout, order the current stream behind the operation; else wait on the CPU.
+        """Order the current stream behind the operation; with a timeout, wait on the CPU.
 
         Raises:
             RuntimeError: it failed, or timed out; then `is_completed` is False.

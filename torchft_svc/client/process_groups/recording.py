@@ -84,7 +84,7 @@ class Record:
     ended_ns: int | None = None
 
     def end(self, failed: bool) -> None:
-        """The collective has ended; the state of a failed one stays as it was."""
+        """Record the end of the collective; the state of a failed one stays as it was."""
         if self.ended_ns is None:
             self.ended_ns = time.time_ns()
             self.state = self.state if failed else COMPLETED
@@ -232,7 +232,7 @@ class FlightSnapshot:
             "collective_seq_id": record.number,
             "p2p_seq_id": 0 if record.peer is None else record.number,
             "op_id": record.place,
-            "profiling_name": f"{self._backend}:{self._said(record)}",
+            "profiling_name": f"{self._backend}:{self._profiling_name(record)}",
             "time_created_ns": record.created_ns,
             "time_discovered_completed_ns": ended_ns,
             "input_sizes": _sizes(record.inputs, joins),
@@ -245,8 +245,8 @@ class FlightSnapshot:
             "frames": [],
         }
 
-    def _said(self, record: Record) -> str:
-        """The name; of a point-to-point operation with both ends, as indices in the pair."""
+    def _profiling_name(self, record: Record) -> str:
+        """The analyzer's name; with both ends, as indices in the pair, if it has a peer."""
         name, peer = _NAMES[record.name], record.peer
         if peer is None:
             return name
@@ -312,7 +312,7 @@ class FlightRecorder:
         """A recorder below a directory that several jobs may share."""
         return cls(Path(directory) / f"job_{quote(job_id, safe='')}")
 
-    def begin(self, members: Members, backend: str) -> FlightLog | None:
+    def start_log(self, members: Members, backend: str) -> FlightLog | None:
         """A log for ``members``, connected over ``backend``; None if they have no quorum id."""
         if members.quorum_id is None:
             return None

@@ -1,8 +1,8 @@
 """Members meet at a store before they connect; every call to it keeps its deadline (rules P3, P4).
 
 Backends wait for missing members in one long call that cannot be interrupted. A member that died
-before it arrived would block them in it, so the members meet first. One that fails to connect tells
-the others so over the store.
+before it arrived would block them in it, so the members meet first. One that fails to connect
+writes that to the store for the others.
 
 A store is in another process, which may be frozen, or may not be a store at all. Torch's client
 then blocks forever, whatever its timeout. So each call runs on its own thread, and is abandoned if
@@ -80,7 +80,7 @@ class LastStore:
             Unreachable: no store answers there.
         """
         if self._connection is None or self._connection.address != address:
-            self.drop()
+            self.drop_connection()
             self._connection = StoreConnection(address, timeout_s, check)
         return self._connection
 
@@ -89,7 +89,7 @@ class LastStore:
         if self._connection is not None:
             self._connection.start(action)
 
-    def drop(self) -> None:
+    def drop_connection(self) -> None:
         """Drop the connection, because it does not work."""
         self._connection = None
 
@@ -224,12 +224,11 @@ def tidy_store(last_store: LastStore, store_addr: str) -> None:
 
 
 class MembersMeeting:
-    """One of the members that meet in ``store`` (rule P9); its calls are requests to the store.
+    """A member that meets the others in ``store`` (rule P9); its calls are requests to the store.
 
-    Whoever sees that all have arrived tells the others. Looking for all is one request, but takes
-    the store some time for each of them: rank 0 does it whenever it polls, the others less often
-    the higher their rank is. They are there in case that the ones before them have died, or have an
-    older version, which tells nobody.
+    Whoever sees that all have arrived writes that to the store. Looking for all is one request, but
+    costs the store some time for each of them: rank 0 does it whenever it polls, the others less
+    often the higher their rank is. They look in case the ones before them have died.
     """
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
@@ -312,16 +311,16 @@ def _quorum_id(text: str) -> int | None:
 
 
 def announce(members: Members, error: PeerError) -> None:
-    """Tell the other ``members`` that this one has failed; on a thread, as the store may hang."""
+    """Report this member's failure to the other ``members``; on a thread: the store may hang."""
     if members.world_size == 1:
         return
 
-    def tell() -> None:
+    def write_failure() -> None:
         with contextlib.suppress(Unreachable):
             connection, store = _open(members.store_addr)
             connection.call(lambda: store.set(_FAILED, f"{members.replica_id} has failed: {error}"))
 
-    start_uninterruptible(tell, "torchft-failure")
+    start_uninterruptible(write_failure, "torchft-failure")
 
 
 def check_failures(store: Store) -> None:
@@ -330,8 +329,8 @@ def check_failures(store: Store) -> None:
     Its message is untrusted, and goes into errors and logs.
     """
     if store.check([_FAILED]):
-        said = store.get(_FAILED)[:_MAX_REASON_LENGTH].decode(errors="replace")
-        raise QuorumFailed(one_line(said))
+        reason = store.get(_FAILED)[:_MAX_REASON_LENGTH].decode(errors="replace")
+        raise QuorumFailed(one_line(reason))
 
 
 class FailureWatch:

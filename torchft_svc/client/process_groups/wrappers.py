@@ -182,7 +182,7 @@ class _SwallowingWork(WrappedWork):
         """
         done: torch.futures.Future[Any] = torch.futures.Future()
 
-        def settle(source: torch.futures.Future[Any]) -> None:
+        def complete(source: torch.futures.Future[Any]) -> None:
             try:
                 done.set_result(source.value())
             except (RuntimeError, TorchFTError) as error:
@@ -194,7 +194,7 @@ class _SwallowingWork(WrappedWork):
             self.wait()
             done.set_result(self._results)
         else:
-            future.add_done_callback(settle)
+            future.add_done_callback(complete)
         return done
 
     def _fail(self, error: Exception) -> CompletedWork:

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _SLICE_S = 0.1
 # How long one thread polls for a key of another worker, before another thread continues.
 _POLL_FOR_S = 0.5
-# The key that tells why there will be no manager any more (empty: there is one).
+# The key with the reason why there will be no manager any more (empty: there is one).
 _OVER = "manager_over"
 
 
@@ -63,7 +63,7 @@ class GroupStore:
 class GroupServices:
     """The manager's address, the group's name, and how to stop what was started here.
 
-    ``resume_with`` takes what tells as which member of its quorum another manager continues.
+    ``resume_with`` accepts a function that returns the membership of the manager's successor.
     ``manager``: the manager that was started here; None: this worker uses one that runs elsewhere.
     """
 
@@ -148,7 +148,7 @@ class StartingServices:
                 )
 
     def wait(self) -> GroupServices:
-        """On rank 0 publish the manager's address; on the others wait for that.
+        """Publish the manager's address on rank 0; wait for it on the others.
 
         Raises:
             DeadlineExceeded: rank 0 did not publish it within the connect timeout.
@@ -317,7 +317,7 @@ class _SharedKeys:
 
 
 class _Leader:
-    """Another worker's view of rank 0, which a launcher may restart."""
+    """The view that another worker has of rank 0, which a launcher may restart."""
 
     def __init__(self, keys: _SharedKeys) -> None:
         self._keys = keys
@@ -338,7 +338,7 @@ class _Leader:
             manager = self._manager = self._keys.read("manager_address")
             why_over = self._keys.read(_OVER)
         except Unreachable as error:
-            reason = f"the group's store, which tells where it is, is gone, too ({error.reason})"
+            reason = f"the group's store, which has its address, is gone, too ({error.reason})"
             raise Unreachable("manager", self._manager, reason) from None
         with self._lock:
             if leader != self._address:

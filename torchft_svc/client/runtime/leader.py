@@ -35,7 +35,7 @@ class LeaderSign:
         drop_after_fork(self)
 
     def close(self) -> None:
-        """After this the others consider this process dead; idempotent."""
+        """Stop listening: the others then consider this process dead; idempotent."""
         self._listener.close()
 
     def drop_descriptors(self) -> None:
@@ -43,7 +43,7 @@ class LeaderSign:
 
 
 class LeaderWatch:
-    """Another worker's connection to ``where``; without it no death is detected. Thread-safe."""
+    """A worker's connection to rank 0 at ``where``; detects its death. Thread-safe."""
 
     def __init__(self, where: HostPort) -> None:
         self._where = where

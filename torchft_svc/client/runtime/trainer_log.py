@@ -22,11 +22,11 @@ class TrainerLog(LimitedLog):
         self.setFormatter(line_formatter(who))
 
     def name_group(self, who: str) -> None:
-        """Another manager, of ``who``, starts: if the names differ, the lines contain none."""
+        """Name no group in the lines if another manager, of ``who``, has another name."""
         if who != self._who:
             self.setFormatter(line_formatter(""))
 
-    def begin(self) -> None:
+    def attach(self) -> None:
         """Handle the package's lines, and do not propagate them to the root logger."""
         package = logging.getLogger(_PACKAGE)
         if package.level == logging.NOTSET:
@@ -60,4 +60,4 @@ def speak_on_stderr(level: str, who: str) -> None:
             handler.name_group(who)
     if package.handlers or logging.root.handlers or not package.propagate:
         return
-    TrainerLog(level_number(level), who).begin()
+    TrainerLog(level_number(level), who).attach()

@@ -201,7 +201,7 @@ class Staging:
         """
         with self._lock:
             if num_bytes < MIN_BYTES:
-                self._drop()
+                self._discard_kept()
             elif num_bytes > spare_bytes() // 2:
                 log.info("%d bytes are not prepared: too little memory is free", num_bytes)
             else:
@@ -212,8 +212,8 @@ class Staging:
         kept = self._kept
         return kept is None or kept.wait(timeout_s)
 
-    def take(self, num_bytes: int) -> Filling:
-        """``num_bytes`` of prepared or new memory; the caller owns it, and has to stop it.
+    def pop_filling(self, num_bytes: int) -> Filling:
+        """Return ``num_bytes`` of prepared or new memory; the caller owns it, and has to stop it.
 
         Raises:
             MemoryError: there is not enough.
@@ -234,7 +234,7 @@ class Staging:
             return Filling(num_bytes)
         return kept
 
-    def _drop(self) -> None:
+    def _discard_kept(self) -> None:
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.stop()

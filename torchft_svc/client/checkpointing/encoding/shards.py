@@ -96,19 +96,20 @@ def _ranks_text(ranks: list[int]) -> str:
 
 
 def _has_dtensors() -> bool:
-    """Without this module there are no DTensors; importing it here would only cost time."""
+    """Whether the program may have DTensors."""
+    # Without this module there are none; importing it here would only cost time.
     return "torch.distributed.tensor" in sys.modules
 
 
 def _meshes_of(state: Any) -> dict[MeshKey, DeviceMesh]:
     meshes: dict[MeshKey, DeviceMesh] = {}
 
-    def note(value: Any) -> Any:
+    def add_mesh(value: Any) -> Any:
         if is_sharded(value):
             meshes[mesh_key(value.device_mesh)] = value.device_mesh
         return value
 
-    map_nodes(state, note)
+    map_nodes(state, add_mesh)
     return meshes
 
 

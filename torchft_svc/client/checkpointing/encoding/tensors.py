@@ -49,8 +49,8 @@ class TensorTable:
         self.tensors: list[torch.Tensor] = []  # by number; kept, because their ids are the keys
         self._numbers: dict[int, int] = {}
 
-    def take(self, tensor: torch.Tensor, path: str) -> int:
-        """A number for ``tensor``; the same object always gets the same one.
+    def number_of(self, tensor: torch.Tensor, path: str) -> int:
+        """Return a number for ``tensor``; the same object always gets the same one.
 
         Raises:
             ConfigError: a kind of tensor that cannot be sent.

@@ -3,7 +3,7 @@
 All sources claim to hold the same state. One of them, the *lead*, is trusted: its chunks are valid,
 and so are those of other sources that match its digests. Once the lead has sent all digests, they
 are final, even if it fails later. Until then, a failure of the lead makes another source the lead,
-and only that one's digests count. So before the digests are known, only the lead is told which of
+and only that one's digests count. So before the digests are known, only the lead receives which of
 its chunks have arrived, and every source keeps all chunks.
 """
 
@@ -121,7 +121,7 @@ class Chunks:
         with self._changed:
             self._changed.wait_for(self._is_over)
 
-    def take(self, conn: ConnectionId) -> int | None:
+    def next_chunk(self, conn: ConnectionId) -> int | None:
         """Wait for a chunk to fetch over ``conn``; None if there will be no more.
 
         While no chunk is left, another source may still fail, or be too slow.
@@ -184,7 +184,7 @@ class Chunks:
             return wrong_sources
 
     def unreported(self, source: int, limit: int) -> list[int]:
-        """Chunks that ``source`` need not keep, and was not told of; marks them as told."""
+        """Return chunks that ``source`` need not keep and has no report of; marks them reported."""
         with self._changed:
             if self._digests is not None or self._is_complete():
                 good = set(self._arrived)

@@ -137,7 +137,7 @@ class Source:
         self._interrupted = False
 
     def received_at(self) -> float:
-        """When the last byte arrived (monotonic; 0: none has)."""
+        """The time when the last byte arrived (monotonic; 0: none has)."""
         with self._lock:
             return max([self._received_at, *(wire.received_at for wire in self._wires.values())])
 
@@ -175,14 +175,14 @@ class Source:
         reason = bytearray(min(head.length, MAX_REASON_BYTES))
         wire.read_into(memoryview(reason))
         if head.length > MAX_REASON_BYTES or head.headers.get("connection") == "close":
-            self.drop(connection)
+            self.drop_connection(connection)
         if int(status) == UNAUTHORIZED:
             raise Unauthorized(f"checkpoint source at {self.address}: {decode_reason(reason)}")
         if int(status) == GONE:
             raise CheckpointError(self.address, decode_reason(reason))
         raise Refused(int(status), decode_reason(reason))
 
-    def drop(self, connection: int) -> None:
+    def drop_connection(self, connection: int) -> None:
         """Close ``connection``; the next request over it opens another."""
         with self._lock:
             wire = self._wires.pop(connection, None)
@@ -207,7 +207,7 @@ class Source:
 
     def close(self) -> None:
         for connection in list(self._wires):
-            self.drop(connection)
+            self.drop_connection(connection)
 
     def _wire(self, connection: int) -> Wire:
         with self._lock:
@@ -266,7 +266,7 @@ class Superfluous(Exception):
 
 
 class Feed(Source):
-    """One of a fetch's sources; blocking calls, each over a numbered connection.
+    """A source of a fetch; blocking calls, each over a numbered connection.
 
     `stop` ends them from another thread.
 
@@ -338,17 +338,17 @@ class Feed(Source):
                 raise self.too_late(f"waiting for step {self._request.step}") from error
             except (BadHead, Corrupt, OSError) as error:
                 self._check()
-                self.drop(0)
+                self.drop_connection(0)
                 attempts.failed(error)
 
     def _wait_after(self, refusal: Refused, left_s: float, attempts: _Attempts) -> None:
         if refusal.status not in (TOO_EARLY, BUSY):
-            self.drop(0)
+            self.drop_connection(0)
             attempts.failed(refusal)
         elif left_s <= 0:
             raise self.too_late(f"waiting for step {self._request.step}", refusal.reason)
         if refusal.status == BUSY:
-            self.drop(0)
+            self.drop_connection(0)
             self._stopped.wait(min(BUSY_PAUSE_S, left_s))
         self._check()
 
@@ -387,7 +387,7 @@ class Feed(Source):
             except (BadHead, Corrupt, OSError) as error:
                 if not self._stopped.is_set() and not is_cut():
                     self._count(attempts, error, connection)
-            self.drop(connection)
+            self.drop_connection(connection)
         return None
 
     def _count(self, attempts: _Attempts, error: Exception, connection: int) -> None:
@@ -450,13 +450,13 @@ class Feed(Source):
             except (BadHead, Corrupt, OSError) as error:
                 self._check()
                 attempts.failed(error)
-            source.drop(0)
+            source.drop_connection(0)
 
     def _digests_too_late(self) -> DeadlineExceeded:
         return DeadlineExceeded(f"receiving digests from {self.address}", DIGESTS_TIMEOUT_S)
 
     def report(self, connection: int, verified: list[int]) -> None:
-        """Tell the source which chunks it need not keep, after the last chunk."""
+        """Report to the source which chunks it need not keep, after the last chunk."""
         path = f"done/{self.opening.state_id}{self._query(verified)}"
         try:
             self.ask(path, connection)

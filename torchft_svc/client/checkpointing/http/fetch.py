@@ -30,7 +30,8 @@ EXTRA_GRACE_S = 1.0
 # All sources describe the state at about the same time. One that is so much later than another may
 # be cut off, or send a byte now and then.
 LATER_BY_S = 2.0
-# After the last chunk, sources are told which chunks they need not keep; this bounds that wait.
+# After the last chunk, sources receive the numbers of chunks that they need not keep; this bounds
+# that wait.
 REPORT_TIMEOUT_S = 0.5
 # A thread ends as soon as its source is stopped, unless it is just connecting.
 STOP_TIMEOUT_S = 0.5
@@ -40,7 +41,7 @@ _PRIMARY = 0
 
 
 class Fetch:
-    """One attempt to receive a state; ``cancel`` ends it from another thread.
+    """An attempt to receive a state; ``cancel`` ends it from another thread.
 
     Source 0 is the assigned one, the extras follow. Its description and its chunks define the
     state; another source takes its place only if it is lost, or far later than the others, before
@@ -164,7 +165,7 @@ class Fetch:
     def _memory(self, num_bytes: int) -> Iterator[memoryview]:
         """Memory to receive into; inside this block, pages are prepared ahead of the bytes."""
         try:
-            filling = self._staging.take(num_bytes)
+            filling = self._staging.pop_filling(num_bytes)
         except MemoryError as error:
             raise CheckpointError(self._primary.address, str(error)) from error
         try:
@@ -298,7 +299,7 @@ class Fetch:
     def _fetch_all(self, feed: Feed, conn: ConnectionId) -> None:
         target = self._ready_target()
         chunks = target.chunks
-        while (number := chunks.take(conn)) is not None:
+        while (number := chunks.next_chunk(conn)) is not None:
             digest = None
             try:
                 digest = feed.fetch_chunk(
@@ -316,7 +317,7 @@ class Fetch:
                 raise self._differs(feed)
 
     def _report(self, number: int, connection: int) -> None:
-        """Tell a source which chunks it need not keep, after the last chunk has arrived."""
+        """Report to a source which chunks it need not keep, after the last chunk has arrived."""
         chunks = self._ready_target().chunks
         if not chunks.is_complete:
             return

@@ -92,7 +92,7 @@ class ServedState:
             return sum(len(copy) for copy in self._copies.values())
 
     def expires_at(self) -> float:
-        """When to call `expire`; progress moves it to a later time."""
+        """The time at which to call `expire`; progress moves it to a later time."""
         until = self._progress_at + self.idle_timeout_s
         return min(until, self._extras_until) if self._awaits_extras else until
 
@@ -205,10 +205,10 @@ class ServedState:
             if live is None:
                 break
             if wanted:
-                self._keep(chunk, live.copy(*self.bounds(chunk)))
+                self._keep_copy(chunk, live.copy(*self.bounds(chunk)))
         self._let_live_go()
 
-    def _keep(self, chunk: int, copy: memoryview) -> None:
+    def _keep_copy(self, chunk: int, copy: memoryview) -> None:
         with self._changed:
             if self._is_wanted(chunk):
                 self._copies[chunk] = copy

@@ -187,7 +187,7 @@ class CheckpointServer:
             wire.close()
 
     def drop_descriptors(self) -> None:
-        """In a forked child: the parent's connections must close when the parent dies."""
+        """Close the parent's connections in a forked child, so that they end with the parent."""
         self._listener.close()
         for wire in list(self._connections):
             with contextlib.suppress(OSError):  # a process group took it for one of its sockets

@@ -1,4 +1,4 @@
-"""One HTTP/1.1 connection: heads of limited size, and bodies that end with a digest.
+"""An HTTP/1.1 connection: heads of limited size, and bodies that end with a digest.
 
 A *sealed* body is a payload followed by its digest (xxh3, 8 bytes, seeded with the number of the
 chunk, so that one chunk is not accepted for another). The digest comes last, so it is computed in
@@ -210,7 +210,7 @@ class Wire:
 
 
 class TLSSocket(ssl.SSLSocket):
-    """Has `sendmsg`, as a plain socket does, and may be shut down by any thread."""
+    """A TLS socket with `sendmsg`, as a plain socket has, that any thread may shut down."""
 
     def sendmsg(self, buffers: Iterable[Any], *_: Any) -> int:  # type: ignore[override]
         """Send the first bytes: at most one record.

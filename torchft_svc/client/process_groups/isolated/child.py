@@ -147,7 +147,7 @@ class Child:
         answer = functools.partial(self._answer, message.number)
         if isinstance(segment, DeviceWindow):
             self._reply(Reply(message.number, is_over=False))
-            self._follow(work, segment, answer)
+            self._poll_work(work, segment, answer)
             return
         try:
             future = work.get_future()
@@ -158,7 +158,7 @@ class Child:
         else:
             future.add_done_callback(lambda over: answer(over.value))
 
-    def _follow(self, work: Any, window: DeviceWindow, answer: Callable[[Any], None]) -> None:
+    def _poll_work(self, work: Any, window: DeviceWindow, answer: Callable[[Any], None]) -> None:
         # The event is set when an aborted operation ends; the work reports other errors.
         self._poller.add(
             lambda: window.is_over() or work.is_completed(),

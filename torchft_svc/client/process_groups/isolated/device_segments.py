@@ -58,8 +58,8 @@ class DeviceSegment(Segment):
                 shared.copy_(source, non_blocking=True)
             self._ready.record(stream)
 
-    def take(self, pairs: Pairs) -> StreamWait:
-        """See `Segment.take`; behind the operation, which must have begun."""
+    def fetch(self, pairs: Pairs) -> StreamWait:
+        """See `Segment.fetch`; the copy is queued behind the operation, which must have begun."""
         with _cuda.stream(self._stream):
             self._stream.wait_event(self._done)
             for result, shared in pairs:

@@ -213,7 +213,7 @@ class IsolatedProcessGroup(ProcessGroup):
         places: dict[int, Place] = {}
         lent: dict[int, torch.Tensor] = {}
 
-        def note(value: Any) -> Any:
+        def locate(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and id(value) not in places:
                 on_host = not self._pool.on_device
                 place = self._shared_tensors.place(value, child) if on_host else None
@@ -224,7 +224,7 @@ class IsolatedProcessGroup(ProcessGroup):
             return value
 
         self._shared_tensors.forget_freed(child)
-        replace_leaves(args, note)
+        replace_leaves(args, locate)
         return places, list(lent.values())
 
     def _request(
@@ -333,13 +333,13 @@ class IsolatedWork(dist.Work):
         self._lock = threading.Lock()
         self._future: torch.futures.Future[Any] | None = None
 
-    def take(self) -> None:
+    def fetch_results(self) -> None:
         """Copy the results from the segment."""
         loan = self._loan
-        assert loan is not None, "taken before it is settled"
+        assert loan is not None, "fetched before it is completed"
         with torch.no_grad():
             pairs = list(zip(self._copied, loan.tensors(), strict=False))
-            self._order = loan.segment.take(pairs)
+            self._order = loan.segment.fetch(pairs)
         self._taken.set()
 
     @property
@@ -347,12 +347,12 @@ class IsolatedWork(dist.Work):
         return self._error
 
     @property
-    def is_taken(self) -> bool:
+    def is_fetched(self) -> bool:
         """Whether the results have been copied, or the copy is queued on the device."""
         return self._taken.is_set()
 
-    def settle(self, error: Exception | None) -> None:
-        """The operation has ended; its results were copied unless it failed."""
+    def complete(self, error: Exception | None) -> None:
+        """Record the end of the operation; its results were copied unless it failed."""
         with self._lock:
             self._error = error
             self._loan = None  # a work that is kept must not keep the memory
@@ -414,21 +414,21 @@ class _Completion:
         self._work, self._loan, self._pool, self._record = work, loan, pool, record
 
     def on_start(self) -> None:
-        """On a device: queue the copy of the results."""
+        """Queue the copy of the results on the device."""
         try:
-            self._work.take()
+            self._work.fetch_results()
         except RuntimeError as error:  # torch's, if a tensor or the device has changed
-            self._work.settle(error)
+            self._work.complete(error)
 
     def on_end(self, error: Exception | None) -> None:
-        """The operation has ended."""
+        """Complete the work, and give its memory back."""
         if self._record is not None:
             self._record.end(failed=error is not None)
-        if error is None and not self._work.is_taken:
+        if error is None and not self._work.is_fetched:
             self.on_start()
         if error is None:  # else the memory may still be written to
             self._pool.give_back(self._loan)  # first: the next operation may follow at once
-        self._work.settle(error or self._work.error)
+        self._work.complete(error or self._work.error)
 
 
 def _only_written(results: list[torch.Tensor], args: Any, kwargs: Any) -> set[int]:
@@ -448,7 +448,7 @@ class SharedTensors:
         self._known: dict[int, tuple[Any, int]] = {}
 
     def forget_freed(self, child: ChildProcess) -> None:
-        """Tell ``child`` which storages were freed; cheap.
+        """Send ``child`` the numbers of storages that were freed; cheap.
 
         Raises:
             QuorumFailed: the process has ended.
@@ -459,7 +459,7 @@ class SharedTensors:
             child.send(Forget(number))
 
     def place(self, tensor: torch.Tensor, child: ChildProcess) -> Place | None:
-        """Where ``child`` finds ``tensor``; None if it has to be copied.
+        """Return the place where ``child`` finds ``tensor``; None if it has to be copied.
 
         Raises:
             QuorumFailed: the process has ended.

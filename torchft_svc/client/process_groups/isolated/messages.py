@@ -127,7 +127,7 @@ Command = Configure | Launch | Forget | Abort | Lose
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in a shared segment; it is contiguous there."""
+    """The position of a contiguous tensor in a shared segment."""
 
     segment: int
     offset: int

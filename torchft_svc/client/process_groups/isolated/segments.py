@@ -51,7 +51,7 @@ class Segment(abc.ABC):
         """Copy the second of each pair into the first, which is in this segment."""
 
     @abc.abstractmethod
-    def take(self, pairs: Pairs) -> StreamWait:
+    def fetch(self, pairs: Pairs) -> StreamWait:
         """Copy the second of each pair, which is in this segment, into the first."""
 
     def release(self) -> None:  # noqa: B027 - copies on the host are synchronous
@@ -93,7 +93,7 @@ class HostSegment(Segment):
         for shared, source in pairs:
             _copy(shared, source)
 
-    def take(self, pairs: Pairs) -> StreamWait:
+    def fetch(self, pairs: Pairs) -> StreamWait:
         for result, shared in pairs:
             _copy(result, shared)
         return nothing
@@ -178,7 +178,7 @@ class Pool:
         """The operation has ended in both processes."""
         self._free.append(loan.segment)
 
-    def _take(self, num_bytes: int) -> Segment | None:
+    def _pop_free(self, num_bytes: int) -> Segment | None:
         fitting = [segment for segment in self._free if segment.num_bytes >= num_bytes]
         if not fitting:
             return None
