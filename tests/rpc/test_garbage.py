@@ -11,7 +11,15 @@ from typing import Any
 import grpc
 import pytest
 from support.hostile import PREFACE, frame
-from support.running import Line, Process, failure, lighthouse_process, line_to, manager_process
+from support.running import (
+    Line,
+    Process,
+    eventually,
+    failure,
+    lighthouse_process,
+    line_to,
+    manager_process,
+)
 
 from torchft_svc.core.limits import MAX_DURATION_MS, MAX_REASON_LENGTH
 from torchft_svc.core.quorum.activity import HANGING_PHASES
@@ -118,7 +126,8 @@ def test_a_truncated_message_is_refused_with_one_sentence(
     code, reason = raw_call(line, method(process, "Quorum"), body)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert reason == "the request is not a message of torchft.proto"
-    assert f"refused '{method(process, 'Quorum')}' from ipv4:127.0.0.1:" in process.errors()
+    refusal = f"refused '{method(process, 'Quorum')}' from ipv4:127.0.0.1:"
+    eventually(lambda: refusal in process.errors())
 
 
 def test_an_oversized_message_is_refused(service: tuple[Process, Line]) -> None:
@@ -132,7 +141,8 @@ def test_an_unknown_method_is_refused(service: tuple[Process, Line]) -> None:
     process, line = service
     code, _ = raw_call(line, method(process, "Nonsense"), b"")
     assert code is grpc.StatusCode.UNIMPLEMENTED
-    assert "refused 'an unknown method' from a caller: there is no " in process.errors()
+    refusal = "refused 'an unknown method' from a caller: there is no "
+    eventually(lambda: refusal in process.errors())
 
 
 @pytest.mark.parametrize(

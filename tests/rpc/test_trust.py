@@ -15,7 +15,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from support.bounds import raises_in_time
 from support.papers import LONG_AGO, TOKEN, Papers, authority, papers, variables
-from support.running import Process, attach, command, lighthouse_process, line_to, manager_process
+from support.running import (
+    Process,
+    attach,
+    command,
+    eventually,
+    lighthouse_process,
+    line_to,
+    manager_process,
+)
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer, ManagerClient
 from torchft_svc.errors import TorchFTError, Unauthorized, Unreachable
@@ -150,6 +158,7 @@ def test_health_is_for_all_and_reflection_is_not(guarded: Process) -> None:
 def test_the_log_names_a_refused_peer_once(guarded: Process) -> None:
     for _ in range(50):
         assert isinstance(complaint(guarded.address, PLAIN), Unauthorized)
+    eventually(lambda: "refused" in guarded.errors())
     lines = [line for line in guarded.errors().splitlines() if "refused" in line]
     assert len(lines) == 1, lines
     assert "'/torchft.LighthouseService/Heartbeat' from ipv4:127.0.0.1" in lines[0]

@@ -52,6 +52,6 @@ def test_digits_are_read_although_workers_are_killed(mode: str, tmp_path: Path) 
     assert status == 0, said[-4000:]
     told = re.search(r"(\d+\.\d+)% of the digits are read, after (\d+) kills", said)
     assert told, said[-4000:]
-    assert float(told[1]) >= 97
+    assert float(told[1]) >= 95
     assert int(told[2]) >= 1
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -62,10 +62,13 @@ def main() -> None:
     sys.argv[1:] = arguments
     if not getattr(sys.flags, "safe_path", False):
         del sys.path[0]  # the folder of this file
-    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    if root not in sys.path:  # a checkout that is not installed
-        sys.path.append(root)
+    import importlib.util
     import runpy
+
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    needed = ("torchft_svc", module.partition(".")[0])
+    if any(importlib.util.find_spec(each) is None for each in needed):  # in a checkout
+        sys.path.append(root)
 
     pid = os.getpid()
 

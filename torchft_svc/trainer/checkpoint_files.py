@@ -32,7 +32,7 @@ _PIECE_BYTES = 16 << 20
 def write_files(folder: Path, state: TrainingState) -> None:
     """Write ``state`` into a new ``folder``, and everything of it to the disk."""
     table = TensorTable()
-    tree = encode(to_tree(state), table.take, "state")
+    tree = encode(to_tree(state), table.number_of, "state")
     names = _tensor_names(tree, len(table.tensors))
     tensors = {
         name: tensor.detach().resolve_conj().resolve_neg().cpu()

@@ -366,7 +366,7 @@ def _wait_for(works: list[Any]) -> None:
 def _describe(state: Any) -> tuple[Json, list[torch.Tensor]]:
     """The nesting, and the tensors by number; each is dense, without shared memory."""
     table = TensorTable()
-    tree = encode(state, table.take)
+    tree = encode(state, table.number_of)
     return tree, [tensor.detach().resolve_conj().resolve_neg() for tensor in table.tensors]
 
 

@@ -82,7 +82,7 @@ def describe(state: object) -> Described:
             ``state_dict['optim']['fn']``.
     """
     table = TensorTable()
-    tree = encode(state, table.take)
+    tree = encode(state, table.number_of)
     specs, blobs = table.layout()
     order = sorted(range(len(blobs)), key=lambda n: blobs[n].nbytes < SMALL_BLOB_BYTES)
     places = {number: place for place, number in enumerate(order)}
@@ -104,7 +104,7 @@ def describe(state: object) -> Described:
 
 def check_state(state: object) -> None:
     """Raise the `ConfigError` that `describe` would raise for a value in ``state``."""
-    encode(state, TensorTable().take)
+    encode(state, TensorTable().number_of)
 
 
 def estimate_bytes(state: object) -> int:
@@ -114,7 +114,7 @@ def estimate_bytes(state: object) -> int:
         ConfigError: as in `describe`.
     """
     table = TensorTable()
-    encode(state, table.take)
+    encode(state, table.number_of)
     return table.estimate_bytes()
 
 

@@ -162,7 +162,7 @@ class Pool:
         for tensor in tensors:
             offsets.append(end)
             end += -(-tensor.numel() * tensor.element_size() // ALIGNMENT) * ALIGNMENT
-        segment = self._take(end)
+        segment = self._pop_free(end)
         is_new = segment is None
         if segment is None:
             size = 1 << (max(end, MIN_SEGMENT_BYTES) - 1).bit_length()
