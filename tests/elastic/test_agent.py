@@ -13,7 +13,7 @@ from support.launched import Launch, are_gone, launch
 
 pytestmark = pytest.mark.processes
 
-CUT_OFF = "worker 0 cannot answer, or be told of a world: its channel is gone"
+CUT_OFF = "worker 0 cannot answer, or receive a world: its channel is gone"
 
 
 def test_a_killed_worker_of_one_node_leaves_the_others_alone(tmp_path: Path) -> None:
@@ -128,11 +128,11 @@ def test_a_worker_that_removes_its_channel_is_told_of_once(tmp_path: Path) -> No
     with launch(tmp_path, nnodes="1") as run:
         run.start("a")
         run.cut_off(*run.await_world(a=1)["a"])
-        run.until(lambda: "cannot be told of other worlds" in run.output(), "it is told of")
+        run.until(lambda: "cannot receive other worlds" in run.output(), "it is told of")
         run.finish()
         assert run.statuses() == {"a": 0}
         told = run.output()
-    assert told.count("cannot be told of other worlds") == 1, told
+    assert told.count("cannot receive other worlds") == 1, told
     assert "Traceback" not in told
 
 

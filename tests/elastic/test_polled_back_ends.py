@@ -61,7 +61,7 @@ def test_a_rendezvous_that_others_have_closed_has_a_reason() -> None:
     heard: queue.Queue[Any] = queue.Queue()
     handler: Any = ClosedRendezvous()
     meeting = PolledMeeting(handler, Node(node_id="a", host="host", num_workers=1), 60.0, heard.put)
-    meeting.tell(AgentState(status=AgentStatus.JOINING, store_port=1))
+    meeting.send_state(AgentState(status=AgentStatus.JOINING, store_port=1))
     assert isinstance(heard.get(timeout=10.0), AgentWelcome)
     closed = heard.get(timeout=10.0)
     assert closed == RunClosed(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.core.launch.rendezvous_orders import NodeStatus, RunStatus
+from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.launch.world import AgentStatus
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus

@@ -83,7 +83,7 @@ class Agent:
             reached=world is not None,
             store_port=next(_ports),
         )
-        self.link.tell(state)
+        self.link.send_state(state)
 
     def await_news(self, kind: type[Any], holds: Callable[[Any], bool] = lambda _: True) -> Any:
         """The first news of this kind for which ``holds``, of all that was heard so far or soon."""
@@ -104,7 +104,7 @@ class Agent:
         return world
 
     def leave(self, **kind: Any) -> None:
-        self.link.leave(AgentLeave("it has enough", **kind), WAIT_S)
+        self.link.send_leave(AgentLeave("it has enough", **kind), WAIT_S)
 
     def __enter__(self) -> Agent:
         return self

@@ -1,6 +1,6 @@
 """Checks the rules of launched runs on what happens, as it happens; each by its number (rule X4).
 
-The checks keep ledgers of their own, from what was done and said aloud.
+The checks keep ledgers of their own, from what was done and reported.
 """
 
 from __future__ import annotations
@@ -13,28 +13,23 @@ from tools.sim.invariants import SLACK_S, must
 from tools.sim.launch_scenario import LaunchScenario
 from tools.sim.network import MAX_KEEPALIVE_S
 from tools.sim.world import VirtualWorld
-from torchft_svc.core.launch.agent import WAIT_SLACK_S, AgentMachine
-from torchft_svc.core.launch.agent_orders import (
+from torchft_svc.core.launch.agent import (
+    WAIT_SLACK_S,
+    AgentMachine,
     Broadcast,
     End,
     Outcome,
     ReplaceWorkers,
     StartWorkers,
     StopWorkers,
-)
-from torchft_svc.core.launch.rendezvous_orders import Cause, Report, ReportRunMoved, ReportWorld
-from torchft_svc.core.launch.restart import RestartPolicy
-from torchft_svc.core.launch.world import (
-    AgentStatus,
-    RunClosed,
     WorkerState,
-    World,
     WorldChangeEvent,
-    WorldNews,
-    WorldReached,
 )
+from torchft_svc.core.launch.launched_run import Cause, Report, ReportRunMoved, ReportWorld
+from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.world import AgentStatus, RunClosed, World, WorldNews, WorldReached
 
-# A loss that is noticed at once has led to another world by then, also after many others.
+# How long a loss that is noticed at once may take to lead to another world, also after many others.
 LOSS_S = 2.0
 # Each cause may take a node out, and bring it back.
 ROUNDS_PER_CAUSE = 2
@@ -50,7 +45,7 @@ class NodeLedger:
     num_failures: int = 0
     num_handled: int = 0  # failures before its workers were started last
     was_hung: bool = False
-    is_counted: bool = True  # the lighthouse has heard of all of its failures
+    is_counted: bool = True  # the lighthouse knows all of its failures
     was_stopped: bool = False
     was_closed: bool = False
     has_finished: bool = False
@@ -68,7 +63,7 @@ class NodeLedger:
         return state.status is AgentStatus.WORKING and state.reached and not self.is_paused
 
     def is_waiting(self) -> bool:
-        """For a world; one that starts its workers does not wait, though the others are paused."""
+        """Whether it waits for a world; a node that starts its workers does not."""
         status = self.machine.state.status
         return status in _WAITING or (self.is_paused and status is not AgentStatus.WARMING)
 
@@ -77,17 +72,17 @@ class NodeLedger:
 class Maker:
     """One life of a lighthouse.
 
-    ``met``: nodes that have ever told it something. ``highest_told``: the highest of the rounds
-    that those have told that are connected to it.
+    ``met``: nodes that have ever sent it something. ``highest_reported``: the highest round that a
+    connected agent has reported.
     """
 
     name: str
     met: Set[str]
-    highest_told: int
+    highest_reported: int
 
 
 class LaunchChecks:
-    """Over one run."""
+    """The checks of one run."""
 
     def __init__(self, universe: VirtualWorld, scenario: LaunchScenario) -> None:
         self._universe = universe
@@ -100,42 +95,42 @@ class LaunchChecks:
         self._made_at: dict[World, float] = {}
         self._makers: dict[World, str] = {}
         self._reached: dict[World, set[str]] = {}
-        self._told_as_reached: set[World] = set()
+        self._reported_as_reached: set[World] = set()
         self._entered: dict[World, dict[str, bool]] = {}
         self._stores: dict[tuple[str, int], World] = {}
         self._lighthouse_troubled_at = -math.inf
-        self._knows_states = True  # the lighthouse, as all have told it that they reached a world
-        self._newest: World | None = None  # that it has made
+        self._knows_states = True  # the lighthouse: all have reported that they reached a world
+        self._newest: World | None = None  # world that it has made
 
     # -- what happens to nodes -------------------------------------------------------------------
 
-    def begins(self, node: NodeLedger) -> None:
+    def record_start(self, node: NodeLedger) -> None:
         self.nodes[node.node_id] = node
         node.last_healthy_at = self._universe.now
         self.num_causes += 1
 
-    def trouble(self, node_id: str, seconds: float, num_causes: int = 1) -> None:
-        """Something is the matter with it, for so long; it may be lost and come back so often."""
+    def record_trouble(self, node_id: str, seconds: float, num_causes: int = 1) -> None:
+        """Record that a node is in trouble, and may be lost and come back ``num_causes`` times."""
         node = self.nodes[node_id]
         node.troubled_until = max(node.troubled_until, self._universe.now + seconds)
         self.num_causes += num_causes
 
-    def trouble_all(self, seconds: float) -> None:
-        """The lighthouse is away."""
+    def record_trouble_of_all(self, seconds: float) -> None:
+        """Record that the lighthouse is away."""
         for node in self.nodes.values():
             node.is_counted = False
             node.troubled_until = max(node.troubled_until, self._universe.now + seconds)
         self._lighthouse_troubled_at = self._universe.now + seconds
         self.num_causes += 1
 
-    def lighthouse_gone(self) -> None:
-        """What it has decided may have reached nobody, or not those who know it now."""
+    def forget_lighthouse(self) -> None:
+        """Forget what a lighthouse has decided: it may have reached no agent of the next one."""
         self.last_world = None
         self._stores.clear()
         self._forget_states()
 
     def _forget_states(self) -> None:
-        """The agents go on at a lighthouse that does not know which of them have trained."""
+        """Forget which nodes have trained, as the next lighthouse does not know that."""
         self._knows_states, self._newest = False, None
 
     @property
@@ -145,14 +140,14 @@ class LaunchChecks:
         return self.num_causes + num_failures, self.num_worlds
 
     def expect_same(self, before: tuple[int, int]) -> None:
-        """A lighthouse was away, and nothing else has happened since."""
+        """Expect the same world: a lighthouse was away, and nothing else has happened since."""
         num_causes, num_worlds = before
         if num_causes == self.counts[0]:
             rule = "L13" if self._scenario.is_elected else "L21"
             must(num_worlds == self.num_worlds, rule, "a new lighthouse makes another world")
 
     def expect_loss(self, node_id: str) -> None:
-        """It died ``LOSS_S`` ago, and nothing hid that."""
+        """Expect a world without a node that died ``LOSS_S`` ago, if nothing hid that."""
         world = self.last_world
         since = self._universe.now - LOSS_S
         others = [each for key, each in self.nodes.items() if world and key in world.node_ids]
@@ -170,7 +165,7 @@ class LaunchChecks:
             must(node_id not in world.node_ids, "L2", f"{node_id} is in {_shown(world)} still")
 
     def expect_limits(self) -> None:
-        """Nobody takes part that has failed too often, unless something hid that."""
+        """Expect no node that has failed too often, unless something hid that."""
         settings = self._settings
         counted = [
             node.num_failures
@@ -186,22 +181,23 @@ class LaunchChecks:
 
     # -- what lighthouses decide -----------------------------------------------------------------
 
-    def reported(self, report: Report, by: Maker) -> None:
+    def check_report(self, report: Report, by: Maker) -> None:
+        """Check what a lighthouse reports."""
         if isinstance(report, ReportWorld):
-            self._made(report, by)
+            self._check_world(report, by)
         elif isinstance(report, ReportRunMoved):
             self._forget_states()
             for node in self.nodes.values():
                 node.is_counted = False  # the next lighthouse begins to count anew
 
-    def _made(self, report: ReportWorld, by: Maker) -> None:
+    def _check_world(self, report: ReportWorld, by: Maker) -> None:
         world, now = report.world, self._universe.now
         least, most = self._settings.min_nodes, self._settings.max_nodes
         number = len(world.nodes)
         must(least <= number <= most, "L9", f"{_shown(world)} is not within {least}:{most}")
         must(len(set(world.node_ids)) == number, "L5", f"a node is twice in {_shown(world)}")
         # On a list an agent may know more, from another lighthouse, and enters no older world.
-        known = by.highest_told if self._is_list() else self._highest_known(world)
+        known = by.highest_reported if self._is_list() else self._highest_known(world)
         must(world.round > known, "L8", f"{_shown(world)} is made though {known} is known")
         store = (world.node_ids[0], world.master_port)
         must(store not in self._stores, "L7", f"{_shown(world)} has a store that was used")
@@ -224,7 +220,7 @@ class LaunchChecks:
         return self._scenario.num_lighthouses > 1 and not self._scenario.is_elected
 
     def _highest_known(self, world: World) -> int:
-        """Of the rounds that its nodes have heard of."""
+        """The highest round that its nodes have received."""
         known = [self.nodes[each].machine.state.round for each in world.node_ids]
         return max(known, default=0)
 
@@ -242,7 +238,7 @@ class LaunchChecks:
         def was_troubled(node_id: str) -> bool:
             return self.nodes[node_id].troubled_until + grace_s >= since
 
-        # Who reaches only another lighthouse of a list waits in vain there for those that are well.
+        # A node that reaches only another lighthouse of a list waits in vain there for the others.
         is_apart = self._is_list() and any(map(was_troubled, report.world.node_ids))
         for node_id in report.lost:
             is_elsewhere = is_apart and node_id not in by.met
@@ -273,11 +269,11 @@ class LaunchChecks:
 
     # -- what agents do --------------------------------------------------------------------------
 
-    def looks_at(self, node: NodeLedger) -> None:
-        """After each of its inputs."""
+    def check_agent(self, node: NodeLedger) -> None:
+        """Check an agent after each of its inputs."""
         machine, state, now = node.machine, node.machine.state, self._universe.now
         if state.reached and machine.entered is not None and not node.is_paused:
-            self._reaches(node.node_id, machine.entered)
+            self._record_reached(node.node_id, machine.entered)
         if node.is_waiting():
             if node.waiting_since is None:
                 node.waiting_since = now
@@ -291,7 +287,7 @@ class LaunchChecks:
             f"after {node.num_failures} failures",
         )
 
-    def _reaches(self, node_id: str, world: World) -> None:
+    def _record_reached(self, node_id: str, world: World) -> None:
         reached = self._reached.setdefault(world, set())
         reached.add(node_id)
         nodes = [self.nodes[each] for each in world.node_ids]
@@ -304,12 +300,15 @@ class LaunchChecks:
         )
         if are_there and reached >= set(world.node_ids):  # they train from now on
             if world == self._newest:
-                self._knows_states = world in self._told_as_reached
+                self._knows_states = world in self._reported_as_reached
             for node in nodes:
                 node.has_state = True
 
-    def look_for_waits(self, is_awake: dict[str, float]) -> None:
-        """Nobody waits beyond its deadline; ``is_awake``: those that could look, and since when."""
+    def check_waits(self, is_awake: dict[str, float]) -> None:
+        """Check that no node waits beyond its deadline.
+
+        ``is_awake``: the nodes that run, and since when.
+        """
         longest_s = self._settings.join_timeout_s + WAIT_SLACK_S + SLACK_S
         for node_id, since in is_awake.items():
             node = self.nodes[node_id]
@@ -318,17 +317,23 @@ class LaunchChecks:
             waits_s = self._universe.now - max(node.waiting_since, since)
             must(waits_s <= longest_s, "L18", f"{node_id} has waited for {waits_s:.1f} s")
 
-    def hears(self, node: NodeLedger, news: WorldNews) -> None:
+    def check_news(self, node: NodeLedger, news: WorldNews) -> None:
+        """Check what an agent receives."""
         if isinstance(news, RunClosed):
             node.was_closed = True
         entered = node.machine.entered
         if isinstance(news, WorldReached) and entered and entered.round == news.round:
-            self._told_as_reached.add(entered)
+            self._reported_as_reached.add(entered)
             for each in entered.node_ids:
                 is_there = self._is_over(each) or each in self._entered[entered]
-                must(is_there, "L8", f"{_shown(entered)} is told as reached, {each} was not in it")
+                must(
+                    is_there,
+                    "L8",
+                    f"{_shown(entered)} is reported as reached, {each} was not in it",
+                )
 
-    def starts(self, node: NodeLedger, order: StartWorkers) -> None:
+    def check_start(self, node: NodeLedger, order: StartWorkers) -> None:
+        """Check that workers start alone, and in the newest world."""
         must(not node.has_workers, "L15", f"{node.node_id} starts workers beside others")
         node.has_workers, node.has_state = True, False
         node.num_handled = node.num_failures
@@ -339,15 +344,16 @@ class LaunchChecks:
             f"{node.node_id} starts in {_shown(order.world)}, which is over",
         )
         if not order.is_expected:
-            self._enters(node, order.world)
+            self._check_entry(node, order.world)
 
-    def replaces(self, node: NodeLedger, order: ReplaceWorkers) -> None:
+    def check_replacement(self, node: NodeLedger, order: ReplaceWorkers) -> None:
+        """Check that a worker is replaced."""
         must(bool(order.local_ranks), "L15", f"{node.node_id} replaces nobody")
         node.has_state = False
         node.num_handled = node.num_failures
 
-    def stops(self, node: NodeLedger, order: StopWorkers) -> None:
-        """Under the soft policies, workers end only for a reason of their own node."""
+    def check_stop(self, node: NodeLedger, order: StopWorkers) -> None:
+        """Check that under a soft policy workers end only for a reason of their own node."""
         node.has_workers = node.has_state = False
         has_reason = (
             node.num_failures > node.num_handled
@@ -360,19 +366,18 @@ class LaunchChecks:
             is_over = waited_s >= self._settings.join_timeout_s + WAIT_SLACK_S - SLACK_S
             must(is_over, "L15", f"{node.node_id} ends its workers: {order.reason}")
 
-    def broadcasts(self, node: NodeLedger, order: Broadcast) -> None:
+    def check_broadcast(self, node: NodeLedger, order: Broadcast) -> None:
+        """Check that workers are paused before they get another world."""
         if order.state is WorkerState.PAUSED:
             must(not node.is_paused, "L15", f"{node.node_id} pauses its workers twice")
             node.is_paused = True
             return
-        must(node.is_paused, "L15", f"{node.node_id} tells of a world without a pause")
-        must(self._scenario.policy.is_soft, "L15", "a hard policy tells workers of a world")
-        must(
-            isinstance(order.change, WorldChangeEvent), "L15", f"{node.node_id} tells of no change"
-        )
-        self._enters(node, order.world)
+        must(node.is_paused, "L15", f"{node.node_id} sends a world without a pause")
+        must(self._scenario.policy.is_soft, "L15", "a hard policy sends workers a world")
+        must(isinstance(order.change, WorldChangeEvent), "L15", f"{node.node_id} sends no change")
+        self._check_entry(node, order.world)
 
-    def _enters(self, node: NodeLedger, world: World) -> None:
+    def _check_entry(self, node: NodeLedger, world: World) -> None:
         must(world in self._makers, "L8", f"nobody has made {_shown(world)}")
         for other, entered in self._entered.items():
             is_like = other.round == world.round and self._makers[other] == self._makers[world]
@@ -399,13 +404,14 @@ class LaunchChecks:
     def _is_over(self, node_id: str) -> bool:
         return self.nodes[node_id].has_ended
 
-    def ends(self, node: NodeLedger, end: End) -> None:
+    def check_end(self, node: NodeLedger, end: End) -> None:
+        """Check that an agent ends for the right reason."""
         node.has_ended = True
         outcome, machine = end.outcome, node.machine
         if outcome is Outcome.SUCCEEDED:
             must(node.has_finished, "L11", f"{node.node_id} has not finished")
         elif outcome is Outcome.RUN_CLOSED:
-            must(node.was_closed, "L11", f"{node.node_id} was not told that the run is over")
+            must(node.was_closed, "L11", f"{node.node_id} did not receive that the run is over")
         elif outcome is Outcome.WORKERS_FAILED:
             never_restarts = self._scenario.policy is RestartPolicy.SOFT_NO_REPLACE
             must(

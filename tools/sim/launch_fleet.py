@@ -1,4 +1,4 @@
-"""Carries a scenario of the launcher out: its nodes, its faults, and how it ends."""
+"""Runs a scenario of the launcher: its nodes, its faults, and how it ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LaunchOutcome:
 
 @dataclass(slots=True)
 class _Site:
-    """Where one agent runs after the other."""
+    """A host on which one agent runs after the other."""
 
     number: int
     num_lives: int = 0
@@ -77,7 +77,7 @@ class LaunchFleet:
         self._was_well = True  # the node to which something happens, before that
 
     def run(self) -> LaunchOutcome:
-        """To the end: all that can are in one world, or have ended; or a rule falls."""
+        """Run to the end: all that can are in one world, or have ended; or a rule is violated."""
         fell, what = first_fall(self._run)
         return LaunchOutcome(
             scenario=self._scenario,
@@ -95,8 +95,8 @@ class LaunchFleet:
         for site in self.sites:
             self._start_after(site, chance.uniform(0.0, scenario.start_spread_s))
         for fault in scenario.faults:
-            self._nature.after(fault.at, self._happen, fault)
-        self._nature.after(LOOK_S, self._look)
+            self._nature.after(fault.at, self._cause_fault, fault)
+        self._nature.after(LOOK_S, self._check_sites)
         self.world.run(scenario.quiet_at, lambda: False)
         for agent in self._up():
             agent.wants_next_start_to_fail = False
@@ -115,7 +115,7 @@ class LaunchFleet:
                 return
             self.trace.record("FAULT", "the workers come to their end")
             for agent in self._up():
-                agent.process.after(chance.uniform(0.0, FINISH_SPREAD_S), agent.workers_finish)
+                agent.process.after(chance.uniform(0.0, FINISH_SPREAD_S), agent.finish_workers)
             self.world.run(self.world.now + FINISH_SPREAD_S + 1.0, lambda: False)
 
     # -- agents ----------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ class LaunchFleet:
     def _up(self) -> list[LaunchAgent]:
         return [site.agent for site in self.sites if site.agent is not None and site.agent.is_up]
 
-    def _look(self) -> None:
+    def _check_sites(self) -> None:
         now = self.world.now
         awake = {}
         for site in self.sites:
@@ -172,17 +172,17 @@ class LaunchFleet:
                     self._start_after(site, after_s)
             elif not agent.process.is_frozen:
                 awake[agent.node_id] = self._frozen_until.get(agent.node_id, 0.0)
-        self.checks.look_for_waits(awake)
-        self._nature.after(LOOK_S, self._look)
+        self.checks.check_waits(awake)
+        self._nature.after(LOOK_S, self._check_sites)
 
     # -- faults ----------------------------------------------------------------------------------
 
-    def _happen(self, fault: Fault) -> None:
+    def _cause_fault(self, fault: Fault) -> None:
         self.trace.record("FAULT", str(fault).split("s  ", 1)[1])
         if fault.kind in ("lighthouse_crash", "lighthouse_freeze", "change_leader"):
             are_well = all(agent.ledger.troubled_until < self.world.now for agent in self._up())
             are_well &= not any(map(self.network.is_cut, self.checks.nodes))  # nor not missed yet
-            self.checks.trouble_all(fault.seconds + MAX_KEEPALIVE_S)
+            self.checks.record_trouble_of_all(fault.seconds + MAX_KEEPALIVE_S)
             if are_well and self._is_settled():
                 back_s = fault.seconds + LEASE_S + self._scenario.heartbeat_timeout_s + LOSS_S
                 self._nature.after(back_s, self.checks.expect_same, self.checks.counts)
@@ -191,7 +191,7 @@ class LaunchFleet:
         agent = self.sites[fault.target % len(self.sites)].agent
         if agent is not None and agent.is_up:
             self._was_well = self.checks.nodes[agent.node_id].troubled_until <= self.world.now
-            self.checks.trouble(agent.node_id, fault.seconds)
+            self.checks.record_trouble(agent.node_id, fault.seconds)
             agent.ledger.is_counted &= fault.kind in PLAIN_FAULTS
             getattr(self, f"_{fault.kind}")(agent, fault)
 
@@ -203,17 +203,19 @@ class LaunchFleet:
             self._nature.after(LOSS_S, self.checks.expect_loss, agent.node_id)
 
     def _kill_worker(self, agent: LaunchAgent, fault: Fault) -> None:
-        agent.worker_dies()
+        agent.kill_worker()
 
     def _fail_start(self, agent: LaunchAgent, fault: Fault) -> None:
         agent.wants_next_start_to_fail = True
-        agent.worker_dies()
+        agent.kill_worker()
 
     def _leave_world(self, agent: LaunchAgent, fault: Fault) -> None:
-        agent.workers_leave_world()
+        agent.break_process_group()
 
     def _hang_workers(self, agent: LaunchAgent, fault: Fault) -> None:
-        self.checks.trouble(agent.node_id, fault.seconds + 2 * self._scenario.ready_timeout_s)
+        self.checks.record_trouble(
+            agent.node_id, fault.seconds + 2 * self._scenario.ready_timeout_s
+        )
         agent.ledger.was_hung = True
         agent.workers.hung_until = self.world.now + fault.seconds
 
@@ -236,18 +238,18 @@ class LaunchFleet:
             self._nature.after(noticed_s, self._expect_frozen, agent, self.world.now)
 
     def _thaw(self, agent: LaunchAgent) -> None:
-        """If it was not frozen again meanwhile, for longer."""
+        """Let it go on, if it was not frozen again meanwhile, for longer."""
         if self.world.now >= self._frozen_until[agent.node_id]:
             for process in agent.processes():
                 process.thaw()
 
     def _expect_frozen(self, agent: LaunchAgent, since: float) -> None:
-        """It was silent for longer than the heartbeat timeout."""
+        """Expect its loss, as it was silent for longer than the heartbeat timeout."""
         if agent.is_up and agent.process.is_frozen and agent.process.thawed_at < since:
             self.checks.expect_loss(agent.node_id)
 
     def _cut(self, agent: LaunchAgent, fault: Fault) -> None:
-        self.checks.trouble(agent.node_id, fault.seconds + MAX_KEEPALIVE_S)
+        self.checks.record_trouble(agent.node_id, fault.seconds + MAX_KEEPALIVE_S)
         self.network.cut(agent.node_id)
         self._nature.after(fault.seconds, self.network.mend, agent.node_id)
 
@@ -255,14 +257,14 @@ class LaunchFleet:
         self.network.break_streams(agent.node_id)
 
     def _half_open(self, agent: LaunchAgent, fault: Fault) -> None:
-        self.checks.trouble(agent.node_id, MAX_KEEPALIVE_S)
+        self.checks.record_trouble(agent.node_id, MAX_KEEPALIVE_S)
         self.network.half_open(agent.node_id)
 
     def _lag(self, agent: LaunchAgent, fault: Fault) -> None:
         factor = LAG_FACTOR * fault.value
         seconds = fault.seconds + 10.0 * factor * MEAN_LATENCY_S
         num_timeouts = math.ceil(seconds / self._scenario.heartbeat_timeout_s)
-        self.checks.trouble(agent.node_id, seconds, num_timeouts)
+        self.checks.record_trouble(agent.node_id, seconds, num_timeouts)
         self.network.set_lag(agent.node_id, factor)
         self._nature.after(fault.seconds, self.network.set_lag, agent.node_id, 1.0)
 
@@ -282,20 +284,20 @@ class LaunchFleet:
         lighthouse.process.freeze()
         self._nature.after(fault.seconds, self._thaw_lighthouse, lighthouse)
         for agent in self._up():
-            agent.miss(lighthouse)
+            agent.await_frozen(lighthouse)
         if self._scenario.is_elected:
             self._nature.after(LEASE_S, self._elect, lighthouse)
         else:
-            self.checks.lighthouse_gone()
+            self.checks.forget_lighthouse()
 
     def _thaw_lighthouse(self, lighthouse: LaunchLighthouse) -> None:
         if self.world.now >= self._frozen_until[lighthouse.name]:
             lighthouse.process.thaw()
             if not self._scenario.is_elected:
-                self.checks.lighthouse_gone()
+                self.checks.forget_lighthouse()
 
     def _afflicted(self, fault: Fault) -> LaunchLighthouse:
-        """To which a fault of a lighthouse happens."""
+        """The lighthouse that has this fault."""
         hosts = list(self.lighthouses.values())
         return self._leader if self._scenario.is_elected else hosts[fault.target % len(hosts)]
 
@@ -303,7 +305,7 @@ class LaunchFleet:
         self._elect(self._leader, is_forced=True)
 
     def _elect(self, before: LaunchLighthouse, is_forced: bool = False) -> None:
-        """Another one leads, if the leader cannot."""
+        """Let another one lead, if the leader cannot."""
         is_up = not (before.process.is_dead or before.process.is_frozen)
         able = [
             each
@@ -325,7 +327,7 @@ class LaunchFleet:
     # -- how it goes -----------------------------------------------------------------------------
 
     def _is_settled(self) -> bool:
-        """All that can are in one world, and know it; or all have ended."""
+        """Whether all that can are in one world, and know it, or all have ended."""
         agents = self._up()
         if not agents:
             return True
@@ -347,9 +349,9 @@ class LaunchFleet:
             agent.machine.entered == world and agent.ledger.is_in_reached_world()
             for agent in members
         )
-        return is_known and self._is_told(world.round, wanted)
+        return is_known and self._is_known_to_leader(world.round, wanted)
 
-    def _is_told(self, round_: int, num_nodes: int) -> bool:
+    def _is_known_to_leader(self, round_: int, num_nodes: int) -> bool:
         """Whether the lighthouse knows as well that so many nodes are in this world."""
         if self._leader.process.is_dead or self._leader.process.is_frozen:
             return False
@@ -360,7 +362,7 @@ class LaunchFleet:
         )
 
     def _explain(self) -> None:
-        """Nobody may stand still."""
+        """Fail with what each node waits for."""
         waits = [
             f"{agent.node_id} {agent.machine.state.status.value} in round "
             f"{agent.machine.state.round}{' paused' if agent.ledger.is_paused else ''}"

@@ -10,8 +10,8 @@ from tools.sim.launch_checks import LaunchChecks, Maker
 from tools.sim.network import Reason, Stream, StreamEnd
 from tools.sim.trace import Trace
 from tools.sim.world import Event, VirtualWorld
+from torchft_svc.core.launch.launched_run import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
-from torchft_svc.core.launch.rendezvous_orders import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.launch.world import AgentHello, AgentMessage, AgentState
 from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import NotLeader, RequestRefused
@@ -22,7 +22,7 @@ RUN = "run"
 class LaunchLighthouse:
     """One lighthouse host; the process on it comes and goes.
 
-    ``leads``: agents are taken. Where one is elected, only that one does.
+    ``leads``: it accepts agents. Where one is elected, only that one does.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class LaunchLighthouse:
         self._timer_at = math.inf
 
     def crash(self, down_s: float) -> None:
-        """SIGKILL, and a new one after ``down_s``."""
+        """Send it SIGKILL, and start a new one after ``down_s``."""
         if self.process.is_dead:
             return
         self.process.thaw()
         self.process.kill()
-        self._checks.lighthouse_gone()
+        self._checks.forget_lighthouse()
         self._world.process("nature").after(down_s, self._come_back)
 
     def _come_back(self) -> None:
@@ -68,17 +68,17 @@ class LaunchLighthouse:
         self._trace.record(self.name, "is back")
 
     def end_lead(self, leader: str) -> None:
-        """Another one leads."""
+        """Let another one lead."""
         self.leads, self.leader = False, leader
         if not self.process.is_dead:
-            self._checks.lighthouse_gone()
+            self._checks.forget_lighthouse()
             over = NotLeader(leader)
             self.process.after(
                 0.0, self.feed, lambda now: () if self.leads else self.core.lead_ended(over, now)
             )
 
-    def would_take(self) -> bool:
-        """Whether it takes agents, if it is asked now."""
+    def accepts_agents(self) -> bool:
+        """Whether it accepts agents, if it is asked now."""
         return self.leads and not (self.process.is_dead or self.process.is_frozen)
 
     def accept(self, stream: Stream) -> StreamEnd | None:
@@ -94,10 +94,10 @@ class LaunchLighthouse:
 
     # -- the driver ------------------------------------------------------------------------------
 
-    def feed(self, take: Callable[[float], Orders]) -> None:
-        """Let the core ``take`` an input, and carry its orders out."""
-        for order in take(self._world.now):
-            self._carry_out(order)
+    def feed(self, input_: Callable[[float], Orders]) -> None:
+        """Hand an input to the core, and execute its orders."""
+        for order in input_(self._world.now):
+            self._execute(order)
         at = self.core.next_deadline()
         if at is not None and at < self._timer_at:
             if self._timer is not None:
@@ -113,7 +113,7 @@ class LaunchLighthouse:
         if self._connections.pop(number, None) is not None:
             self.feed(lambda now: self.core.closed(number, now))
 
-    def _carry_out(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         if isinstance(order, SendNews):
             for number in order.streams:
                 self._connections[number].stream.to_client(order.news)
@@ -123,9 +123,9 @@ class LaunchLighthouse:
                 connection.finish(order.error or "it has left")
         else:
             self._trace.record(self.name, shown(order))
-            told = [each.round for each in self._connections.values()]
-            maker = Maker(self.process.name, self.met, max(told, default=0))
-            self._checks.reported(order, maker)
+            rounds = [each.round for each in self._connections.values()]
+            maker = Maker(self.process.name, self.met, max(rounds, default=0))
+            self._checks.check_report(order, maker)
 
 
 class _Connection:
@@ -135,7 +135,7 @@ class _Connection:
         self._lighthouse = lighthouse
         self.stream = stream
         self.number = number
-        self.round = 0  # the highest that its agent has told
+        self.round = 0  # the highest that its agent has reported
         self.end = StreamEnd(lighthouse.process, self._receive, self._on_end)
 
     def finish(self, reason: Reason) -> None:
@@ -152,7 +152,7 @@ class _Connection:
         if not self._lighthouse.leads:
             self.finish(NotLeader(self._lighthouse.leader))
             return
-        self._note(message)
+        self._record(message)
         try:
             if isinstance(message, AgentHello):
                 self._lighthouse.feed(lambda now: core.opened(self.number, RUN, message, now))
@@ -162,7 +162,7 @@ class _Connection:
             self.finish(error)
             self._lighthouse.closed(self.number)
 
-    def _note(self, message: AgentHello | AgentMessage) -> None:
+    def _record(self, message: AgentHello | AgentMessage) -> None:
         if isinstance(message, AgentState):
             self.round = max(self.round, message.round)
         elif isinstance(message, AgentHello):
@@ -171,7 +171,7 @@ class _Connection:
 
 
 def shown(report: Order) -> str:
-    """For a trace."""
+    """A report as a line of a trace."""
     if isinstance(report, ReportWorld):
         world = report.world
         return f"world {world.round} {world.node_ids}: {report.cause.name}, lost {report.lost}"

@@ -27,7 +27,7 @@ NODE_FAULTS = {
     "lag": 1.0,
     "stop": 1.0,
 }
-# Those of which a lighthouse hears at once.
+# Faults that a lighthouse notices at once.
 PLAIN_FAULTS = ("kill_agent", "kill_worker", "fail_start")
 LIGHTHOUSE_FAULTS = {
     "lighthouse_crash": 1.5,
@@ -67,7 +67,7 @@ class LaunchScenario:
 
     @property
     def quiet_at(self) -> float:
-        """When the last fault is over, and nobody starts any more."""
+        """When the last fault is over, and no agent starts any more."""
         ends = (fault.at + fault.seconds for fault in self.faults)
         return max(ends, default=0.0) + self.start_spread_s + self.worker_start_s + 1.0
 
@@ -89,7 +89,7 @@ class LaunchScenario:
 
 
 def draw_launch(seed: int, num_nodes: int | None = None) -> LaunchScenario:
-    """The scenario of ``seed``; ``num_nodes`` overrides the number drawn."""
+    """Draw the scenario of ``seed``; ``num_nodes`` overrides the number drawn."""
     chance = random.Random(f"launch/{seed}")
     drawn = chance.choice([1, 2, 2, 3, 3, 4, 4, 5, 6, 8])
     nodes = drawn if num_nodes is None else num_nodes
@@ -128,14 +128,14 @@ def draw_launch(seed: int, num_nodes: int | None = None) -> LaunchScenario:
 
 
 def on_a_list_from_the_start(scenario: LaunchScenario) -> LaunchScenario:
-    """With two lighthouses without election, and faults that begin before the first world."""
+    """Return ``scenario`` with a list of two lighthouses, and faults before the first world."""
     early = (dataclasses.replace(fault, at=EARLY * fault.at) for fault in scenario.faults)
     scenario = dataclasses.replace(scenario, num_lighthouses=2, faults=tuple(early))
     return _without_election(scenario)
 
 
 def _without_election(scenario: LaunchScenario) -> LaunchScenario:
-    """There is no leader that could change."""
+    """Return ``scenario`` without an elected leader that could change."""
     faults = (
         dataclasses.replace(fault, kind="lighthouse_crash")
         if fault.kind == "change_leader"
@@ -146,7 +146,7 @@ def _without_election(scenario: LaunchScenario) -> LaunchScenario:
 
 
 def _draw_options(seed: int) -> dict[str, Any]:
-    """What is off in most runs; from a chance of its own, so that runs without it stay the same."""
+    """Draw what is off in most runs; from a chance of its own, so that other runs stay the same."""
     chance = random.Random(f"options/{seed}")
     if chance.random() < 0.8:
         return {}
@@ -159,7 +159,7 @@ def _draw_options(seed: int) -> dict[str, Any]:
 
 
 def _draw_faults(chance: random.Random, num_nodes: int) -> tuple[Fault, ...]:
-    """A few kinds, each as often as chance has it in this run: runs are to differ."""
+    """Draw faults of a few kinds, each as often as chance has it: runs are to differ."""
     kinds = {**NODE_FAULTS, **LIGHTHOUSE_FAULTS}
     rates = {kind: rate * chance.choice([0.0, 0.3, 1.0, 3.0]) for kind, rate in kinds.items()}
     names, weights = list(rates), list(rates.values())

@@ -32,8 +32,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from torchft_svc.core.launch.agent import AgentConfig, AgentMachine
-from torchft_svc.core.launch.agent_orders import Outcome
+from torchft_svc.core.launch.agent import AgentConfig, AgentMachine, Outcome
 from torchft_svc.core.launch.world import World
 from torchft_svc.elastic.driver import AgentDriver, Meeting, News
 from torchft_svc.elastic.local_group import LocalGroup

@@ -1,6 +1,6 @@
 """Drives an agent's decisions: workers, channels, stores and the lighthouse on one thread.
 
-`AgentMachine` decides; this carries its orders out, and tells it what happens: the end of a process
+`AgentMachine` decides. This executes its orders, and passes on what happens: the end of a process
 (its descriptor), a worker's message (its channel), news of the lighthouse (another thread, which
 wakes this one), a signal, and the time.
 """
@@ -30,19 +30,16 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from torchft_svc.core.launch.agent import AgentMachine
-from torchft_svc.core.launch.agent_orders import (
+from torchft_svc.core.launch.agent import (
+    AgentMachine,
     Broadcast,
     End,
-    OpenStore,
-    Order,
-    Orders,
+    OrderQueue,
     Outcome,
     ReplaceWorkers,
     StartWorkers,
     StopWorkers,
-    Tell,
-    TellLeave,
+    WorkerState,
 )
 from torchft_svc.core.launch.stopped_workers import StoppedWorkers
 from torchft_svc.core.launch.world import (
@@ -56,7 +53,7 @@ from torchft_svc.core.launch.world import (
     WorldReached,
 )
 from torchft_svc.elastic.local_group import LocalGroup
-from torchft_svc.elastic.messages import WorkerAck, WorkerMessage, WorkerStarted, WorkerState
+from torchft_svc.elastic.messages import WorkerAck, WorkerMessage, WorkerStarted
 from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble
 from torchft_svc.elastic.rendezvous.polled import MeetingFailed, PolledNews, WorldOver
 from torchft_svc.errors import Unauthorized
@@ -64,7 +61,7 @@ from torchft_svc.host.address import LOOPBACK
 
 log = logging.getLogger(__name__)
 
-# A broken process group is mostly a lost node, which the lighthouse tells sooner. If it does not,
+# A broken process group is mostly a lost node, which the lighthouse reports sooner. If it does not,
 # only a new world helps the workers that have left.
 LEFT_GRACE_S = 1.0
 # Stores of worlds that workers may still use, and the one for the next world.
@@ -77,14 +74,14 @@ News = LinkNews | PolledNews
 class Meeting(Protocol):
     """Where agents meet: `RendezvousLink`, or `PolledMeeting`."""
 
-    def tell(self, state: AgentState) -> None:
-        """The newest state counts; returns at once."""
+    def send_state(self, state: AgentState) -> None:
+        """Send ``state``, which replaces the one before; returns at once."""
 
-    def leave(self, leave: AgentLeave) -> None:
-        """Tell that this node is gone for good; never raises."""
+    def send_leave(self, leave: AgentLeave) -> None:
+        """Send that this node is gone for good; never raises."""
 
     def close(self) -> None:
-        """No news comes any more."""
+        """End the news."""
 
 
 class AgentDriver:
@@ -93,10 +90,10 @@ class AgentDriver:
     Args:
         machine: decides.
         group: the local workers.
-        meet: makes the way to the other agents; it calls its argument with news, on any thread.
-        grace_s: between the signal that ends workers and SIGKILL.
-        stopped_timeout_s: for which a worker may be stopped (0: for ever).
-        connect_timeout_s: how long there may be no way to the others in the beginning.
+        meet: connects to the other agents; calls its argument with news, on any thread.
+        grace_s: how long workers may take to end after the signal, before SIGKILL.
+        connect_timeout_s: how long there may be no connection to the others in the beginning.
+        stopped_timeout_s: how long a worker may be stopped (0: for ever).
     """
 
     def __init__(
@@ -118,19 +115,19 @@ class AgentDriver:
         self._wakes, self._wake = os.pipe()
         os.set_blocking(self._wake, False)
         self._stores: deque[TCPStore] = deque(maxlen=NUM_STORES)
-        self._orders: deque[Order] = deque()
-        self._is_busy = False
+        self._queue = OrderQueue(self)
         self._is_welcome = False
         self._trouble = "nobody answers"
         self._began_at = 0.0
-        self._left: tuple[int, float] | None = None  # round, and until when nothing is done
+        #: Round of the world that workers have left, and when to ask for another one.
+        self._left: tuple[int, float] | None = None
         self._death: signal.Signals | None = None
         self._is_hurried = False  # a second signal has come
         self._error: Exception | None = None  # to be raised instead of a result
         self._end: End | None = None
 
     def run(self, signals: str = _DEATH_SIGNALS) -> End:
-        """Run until the workers have ended, which `End` tells.
+        """Run until the workers have ended, and return how.
 
         Raises:
             SignalException: one of the ``signals`` has come, and the workers were ended.
@@ -142,23 +139,23 @@ class AgentDriver:
             open_things.callback(self._close_pipe)
             open_things.enter_context(self._handling(signals))
             open_things.callback(self._group.close)
-            self._meeting = self._meet(self.hear)
+            self._meeting = self._meet(self.receive_news)
             open_things.callback(self._meeting.close)
-            self._do(self._machine.started(time.monotonic()))
+            self._queue.execute(self._machine.started(time.monotonic()))
             while self._end is None:
                 self._wait()
-                self._look()
+                self._handle_events()
         return self._outcome(self._end)
 
-    def hear(self, news: News) -> None:
-        """Called on any thread."""
+    def receive_news(self, news: News) -> None:
+        """Queue ``news`` for the thread of `run`; may be called on any thread."""
         self._news.put(news)
-        self._ring()
+        self._wake_up()
 
     # -- what happens ------------------------------------------------------------------------------
 
     def _wait(self) -> None:
-        """Until there is something to look at."""
+        """Wait for an event or a deadline."""
         deadlines = (
             self._machine.next_deadline(),
             self._group.deadline,
@@ -173,29 +170,31 @@ class AgentDriver:
         watched = [self._wakes, *self._group.descriptors]
         multiprocessing.connection.wait(watched, min(waits_s, default=None))
 
-    def _look(self) -> None:
+    def _handle_events(self) -> None:
         with contextlib.suppress(BlockingIOError):
             if multiprocessing.connection.wait([self._wakes], 0):
                 os.read(self._wakes, 4096)
         if self._death is not None and self._error is None:
             text = f"Process {os.getpid()} got signal: {self._death}"
-            self._give_up(SignalException(text, self._death), f"it received {self._death.name}")
+            self._end_with_error(
+                SignalException(text, self._death), f"it received {self._death.name}"
+            )
         if self._is_hurried:
             self._group.stop_at_once()
         while not self._news.empty():
-            self._hear(self._news.get())
-        self._look_at_workers()
+            self._accept_news(self._news.get())
+        self._handle_workers()
         now = time.monotonic()
-        self._look_at_left(now)
-        self._look_at_stopped(now)
+        self._replace_left_world(now)
+        self._kill_stopped_workers(now)
         if not self._is_welcome and now - self._began_at > self._connect_timeout_s:
             text = f"no lighthouse within {self._connect_timeout_s:g} s: {self._trouble}"
-            self._give_up(RendezvousConnectionError(text), text)
+            self._end_with_error(RendezvousConnectionError(text), text)
         deadline = self._machine.next_deadline()
         if deadline is not None and now >= deadline:
-            self._do(self._machine.tick(now))
+            self._queue.execute(self._machine.tick(now))
 
-    def _hear(self, news: News) -> None:
+    def _accept_news(self, news: News) -> None:
         now = time.monotonic()
         if isinstance(news, LinkTrouble):
             self._trouble = str(news.error)
@@ -203,41 +202,41 @@ class AgentDriver:
                 text = f"the lighthouse refuses this node: {news.error}"
                 unknown = isinstance(news.error, Unauthorized)
                 kind = RendezvousConnectionError if unknown else RendezvousStateError
-                self._give_up(kind(text), text)
+                self._end_with_error(kind(text), text)
         elif isinstance(news, MeetingFailed):
-            self._give_up(news.error, str(news.error))
+            self._end_with_error(news.error, str(news.error))
         elif isinstance(news, WorldOver):
-            self._do(self._machine.world_over(now))
+            self._queue.execute(self._machine.world_over(now))
         else:
             self._is_welcome = True
             _log_news(news)
-            self._do(self._machine.news(news, now))
+            self._queue.execute(self._machine.news_received(news, now))
 
-    def _look_at_workers(self) -> None:
+    def _handle_workers(self) -> None:
         messages = list(self._group.receive())
         for rank, message in messages:
-            self._hear_worker(rank, message)
+            self._record_message(rank, message)
         if messages:
-            self._tell_progress()
-        self._look_at_channels()
+            self._report_progress()
+        self._check_channels()
         was_stopping = self._group.is_stopping
         ends = self._group.reap()
         now = time.monotonic()
         if was_stopping:
             if not self._group.is_stopping:
-                self._do(self._machine.workers_stopped(now))
+                self._queue.execute(self._machine.workers_stopped(now))
             return
         failed = [end for end in ends if end.failure is not None]
         if failed:
-            told = ", ".join(f"{end.local_rank} (exit code {end.exit_code})" for end in failed)
+            shown = ", ".join(f"{end.local_rank} (exit code {end.exit_code})" for end in failed)
             ranks = [end.local_rank for end in failed]
-            self._do(self._machine.workers_failed(f"worker {told} failed", ranks, now))
+            self._queue.execute(self._machine.workers_failed(f"worker {shown} failed", ranks, now))
         elif ends and self._group.has_finished:
-            self._do(self._machine.workers_succeeded(now))
+            self._queue.execute(self._machine.workers_succeeded(now))
         elif ends:  # the others may have been waiting for them
-            self._tell_progress()
+            self._report_progress()
 
-    def _hear_worker(self, rank: int, message: WorkerMessage) -> None:
+    def _record_message(self, rank: int, message: WorkerMessage) -> None:
         if isinstance(message, WorkerStarted):
             self._group.note_started(rank)
         elif isinstance(message, WorkerAck):
@@ -246,15 +245,15 @@ class AgentDriver:
         elif self._left is None or self._left[0] < message.round:
             self._left = message.round, time.monotonic() + LEFT_GRACE_S
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         now = time.monotonic()
         if self._group.have_started:
-            self._do(self._machine.workers_ready(now))
+            self._queue.execute(self._machine.workers_ready(now))
         if self._group.reached_round:
-            self._do(self._machine.workers_reached(self._group.reached_round, now))
+            self._queue.execute(self._machine.workers_reached(self._group.reached_round, now))
 
-    def _look_at_left(self, now: float) -> None:
-        """Workers have left the present world, and nothing follows by itself."""
+    def _replace_left_world(self, now: float) -> None:
+        """Ask for another world if workers have left the present one, and no loss explains it."""
         if self._left is None or now < self._left[1]:
             return
         round_, _ = self._left
@@ -264,9 +263,9 @@ class AgentDriver:
             orders = self._machine.world_over(now)
             if orders:  # else a failure of a worker leads to another world already
                 log.info("workers have left the world of round %d, ask for another one", round_)
-            self._do(orders)
+            self._queue.execute(orders)
 
-    def _look_at_stopped(self, now: float) -> None:
+    def _kill_stopped_workers(self, now: float) -> None:
         """Kill workers that do not run: the others of their world would wait for them."""
         if now < self._stopped.look_at or self._group.is_stopping:
             return
@@ -281,66 +280,56 @@ class AgentDriver:
                 )
                 self._group.processes.kill(rank)
 
-    def _give_up(self, error: Exception, reason: str) -> None:
+    def _end_with_error(self, error: Exception, reason: str) -> None:
         if self._error is None:
             self._error = error
-            self._do(self._machine.stopped(reason, time.monotonic()))
+            self._queue.execute(self._machine.stop_requested(reason, time.monotonic()))
 
     # -- orders ------------------------------------------------------------------------------------
 
-    def _do(self, orders: Orders) -> None:
-        """Carry them out, after those that were given before them."""
-        self._orders += orders
-        if self._is_busy:
-            return
-        self._is_busy = True
-        try:
-            while self._orders:
-                self._carry_out(self._orders.popleft())
-        finally:
-            self._is_busy = False
+    def send_state(self, state: AgentState) -> None:
+        self._meeting.send_state(state)
 
-    def _carry_out(self, order: Order) -> None:
-        if isinstance(order, Tell):
-            self._meeting.tell(order.state)
-        elif isinstance(order, TellLeave):
-            self._meeting.leave(order.leave)
-        elif isinstance(order, Broadcast):
-            self._broadcast(order)
-        elif isinstance(order, OpenStore):
-            self._open_store()
-        elif isinstance(order, StartWorkers):
-            self._start(order, None)
-        elif isinstance(order, ReplaceWorkers):
-            self._start(order, order.local_ranks)
-        elif isinstance(order, StopWorkers):
-            log.info("ending the workers: %s", order.reason)
-            number = self._death or signal.SIGTERM
-            self._group.begin_stop(number, self._grace_s, order.reason)
-            self._ring()  # there may be none left to end
-        else:
-            self._end = order
+    def send_leave(self, leave: AgentLeave) -> None:
+        self._meeting.send_leave(leave)
 
-    def _broadcast(self, order: Broadcast) -> None:
-        self._group.broadcast(order.state, order.world, order.change)
-        self._look_at_channels()
-
-    def _look_at_channels(self) -> None:
-        if cut_off := self._group.cut_off:
-            told = ", ".join(map(str, cut_off))
-            reason = f"worker {told} cannot answer, or be told of a world: its channel is gone"
-            self._do(self._machine.workers_cut_off(reason, time.monotonic()))
-
-    def _open_store(self) -> None:
+    def open_store(self) -> None:
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         self._stores.append(store)
-        self._do(self._machine.store_opened(store.port, time.monotonic()))
+        self._queue.execute(self._machine.store_opened(store.port, time.monotonic()))
+
+    def start_workers(self, order: StartWorkers) -> None:
+        state = WorkerState.PAUSED if order.is_expected else WorkerState.HEALTHY
+        self._start(order, state, None)
+
+    def replace_workers(self, order: ReplaceWorkers) -> None:
+        self._start(order, WorkerState.PAUSED, order.local_ranks)
+
+    def stop_workers(self, order: StopWorkers) -> None:
+        log.info("ending the workers: %s", order.reason)
+        number = self._death or signal.SIGTERM
+        self._group.begin_stop(number, self._grace_s, order.reason)
+        self._wake_up()  # there may be none left to end
+
+    def broadcast(self, order: Broadcast) -> None:
+        self._group.broadcast(order.state, order.world, order.change)
+        self._check_channels()
+
+    def finish(self, end: End) -> None:
+        self._end = end
+
+    def _check_channels(self) -> None:
+        if cut_off := self._group.cut_off:
+            ranks = ", ".join(map(str, cut_off))
+            reason = f"worker {ranks} cannot answer, or receive a world: its channel is gone"
+            self._queue.execute(self._machine.workers_cut_off(reason, time.monotonic()))
 
     def _start(
-        self, order: StartWorkers | ReplaceWorkers, local_ranks: tuple[int, ...] | None
+        self,
+        order: StartWorkers | ReplaceWorkers,
+        state: WorkerState,
+        local_ranks: tuple[int, ...] | None,
     ) -> None:
-        is_expected = not isinstance(order, StartWorkers) or order.is_expected
-        state = WorkerState.PAUSED if is_expected else WorkerState.HEALTHY
         try:
             self._group.start(order.world, state, order.num_restarts, local_ranks)
         except OSError as error:
@@ -349,7 +338,7 @@ class AgentDriver:
             chosen = range(self._group.num_workers) if local_ranks is None else local_ranks
             ranks = [rank for rank in chosen if rank not in running]
             reason = f"the workers could not be started: {error}"
-            self._do(self._machine.workers_failed(reason, ranks, time.monotonic()))
+            self._queue.execute(self._machine.workers_failed(reason, ranks, time.monotonic()))
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -368,7 +357,7 @@ class AgentDriver:
 
     @contextlib.contextmanager
     def _handling(self, signals: str) -> Iterator[None]:
-        """Signals are noted, and handled between two inputs."""
+        """Record signals, which are handled between two inputs."""
         if threading.current_thread() is not threading.main_thread():
             log.warning("signals are handled on the main thread only, and this is another one")
             yield
@@ -379,19 +368,19 @@ class AgentDriver:
             if not isinstance(number, signal.Signals):
                 log.warning("there is no signal %s", name)
                 continue
-            before[number] = signal.signal(number, self._note_signal)
+            before[number] = signal.signal(number, self._record_signal)
         try:
             yield
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
-    def _note_signal(self, number: int, _: object) -> None:
+    def _record_signal(self, number: int, _: object) -> None:
         self._is_hurried = self._death is not None
         self._death = signal.Signals(number)
-        self._ring()
+        self._wake_up()
 
-    def _ring(self) -> None:
+    def _wake_up(self) -> None:
         with contextlib.suppress(BlockingIOError, OSError):
             os.write(self._wake, b"!")
 
@@ -403,8 +392,8 @@ class AgentDriver:
 def _log_news(news: WorldNews) -> None:
     if isinstance(news, World):
         where = f"{news.master_addr}:{news.master_port}"
-        told = f"{len(news.nodes)} nodes, {news.world_size} workers, rank 0 at {where}"
-        log.info("round %d: %s", news.round, told)
+        size = f"{len(news.nodes)} nodes, {news.world_size} workers"
+        log.info("round %d: %s, rank 0 at %s", news.round, size, where)
     elif isinstance(news, WarmUp):
         log.info("a place is free: starting the workers for it")
     elif not isinstance(news, AgentWelcome | WorldReached | RunMove):

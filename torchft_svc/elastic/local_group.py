@@ -95,7 +95,7 @@ class LocalGroup:
 
     @property
     def cut_off(self) -> list[int]:
-        """The workers that run, but cannot be told of another world any more."""
+        """The workers that run, but cannot receive another world any more."""
         return [rank for rank in self.processes.pids if self._told[rank].is_cut_off]
 
     @property
@@ -251,7 +251,7 @@ class LocalGroup:
     def _cut_off(self, rank: int, error: Exception) -> None:
         """This worker cannot be talked to any more, which matters when there is another world."""
         self._told[rank].is_cut_off = True
-        log.error("worker %d cannot be told of other worlds any more: %s", rank, error)
+        log.error("worker %d cannot receive other worlds any more: %s", rank, error)
 
     def _info(self, local_rank: int, world: World) -> WorkerInfo:
         ranks = world.ranks(self.node_id)

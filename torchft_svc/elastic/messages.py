@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchft_svc.core.launch.world import WorkerState as WorkerState
-from torchft_svc.core.launch.world import WorldChangeEvent as WorldChangeEvent
+from torchft_svc.core.launch.agent import WorkerState as WorkerState
+from torchft_svc.core.launch.agent import WorldChangeEvent as WorldChangeEvent
 from torchft_svc.errors import RequestRefused
 
 if TYPE_CHECKING:

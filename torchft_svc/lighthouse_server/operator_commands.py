@@ -8,7 +8,7 @@ from typing import Any, NoReturn, TypeVar
 
 import click
 
-from torchft_svc.core.launch.rendezvous_orders import RunStatus
+from torchft_svc.core.launch.launched_run import RunStatus
 from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_NAME_LENGTH
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.types import DEFAULT_JOB

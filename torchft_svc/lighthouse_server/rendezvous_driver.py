@@ -8,8 +8,8 @@ from typing import Any
 
 import grpc
 
+from torchft_svc.core.launch.launched_run import Order, RunStatus, SendNews
 from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
-from torchft_svc.core.launch.rendezvous_orders import Order, RunStatus, SendNews
 from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.run_reports import write_run_report

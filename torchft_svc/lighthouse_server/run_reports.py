@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from torchft_svc.core.launch.rendezvous_orders import (
+from torchft_svc.core.launch.launched_run import (
     Report,
     ReportNode,
     ReportRunClosed,

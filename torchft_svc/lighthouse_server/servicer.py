@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.launch.rendezvous_orders import RunStatus
+from torchft_svc.core.launch.launched_run import RunStatus
 from torchft_svc.core.limits import MAX_REASON_LENGTH, check_name, check_text
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave

@@ -6,7 +6,7 @@ import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
 
-from torchft_svc.core.launch.rendezvous_orders import NodeStatus, RunStatus
+from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.host.log_limit import escaped

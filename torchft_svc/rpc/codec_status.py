@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from torchft_svc.core.launch.rendezvous_orders import NodeStatus, RunStatus
+from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.limits import one_line
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.proto import torchft_pb2 as pb

@@ -8,18 +8,22 @@ from typing import Any
 import pytest
 from support.core.launch import Agent, Launch
 
-from torchft_svc.core.launch.agent import WAIT_SLACK_S, AgentConfig, AgentMachine
-from torchft_svc.core.launch.agent_orders import (
+from torchft_svc.core.launch.agent import (
+    WAIT_SLACK_S,
+    AgentConfig,
+    AgentMachine,
     Broadcast,
     End,
     OpenStore,
     Order,
     Outcome,
     ReplaceWorkers,
+    SendLeave,
+    SendState,
     StartWorkers,
     StopWorkers,
-    Tell,
-    TellLeave,
+    WorkerState,
+    WorldChangeEvent,
 )
 from torchft_svc.core.launch.restart import RestartPolicy
 from torchft_svc.core.launch.world import (
@@ -32,9 +36,7 @@ from torchft_svc.core.launch.world import (
     RunSettings,
     RunWaiting,
     WarmUp,
-    WorkerState,
     World,
-    WorldChangeEvent,
     WorldPaused,
 )
 from torchft_svc.errors import ConfigError
@@ -68,15 +70,15 @@ class Play:
         """This input leads to these orders, besides what the lighthouse is told."""
         take = getattr(self.machine, what)
         given = take(self.now) if argument is None else take(*argument, self.now)
-        told = [order for order in given if isinstance(order, Tell)]
+        told = [order for order in given if isinstance(order, SendState)]
         assert len(told) <= 1
         if told:
             assert given[-1] is told[0], "it tells how things are when all is done"
             self.state = told[0].state
-        assert tuple(order for order in given if not isinstance(order, Tell)) == expected
+        assert tuple(order for order in given if not isinstance(order, SendState)) == expected
 
     def hears(self, news: Any, *expected: Order) -> None:
-        self.does("news", (news,), *expected)
+        self.does("news_received", (news,), *expected)
 
     def tells(self, status: AgentStatus, **more: Any) -> None:
         assert self.state is not None
@@ -94,9 +96,9 @@ class Play:
         else:
             self.now = until
         for order in given:
-            if isinstance(order, Tell):
+            if isinstance(order, SendState):
                 self.state = order.state
-        assert tuple(order for order in given if not isinstance(order, Tell)) == expected
+        assert tuple(order for order in given if not isinstance(order, SendState)) == expected
 
 
 def working(policy: RestartPolicy = RestartPolicy.SOFT, **more: Any) -> Play:
@@ -246,7 +248,7 @@ def test_soft_failure() -> None:
     play.does("workers_ready", None)
     play.tells(AgentStatus.READY, round=1)
     play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
-    play.does("workers_failed", ("again", (1,)), TellLeave(AgentLeave("again", failed=True)),
+    play.does("workers_failed", ("again", (1,)), SendLeave(AgentLeave("again", failed=True)),
               StopWorkers("again"))  # fmt: skip
     play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "again"))
     play.hears(World(3, (ME,), 2001))
@@ -275,14 +277,14 @@ def test_hard_failure() -> None:
     play.hears(BOTH)
     play.tells(AgentStatus.WORKING, round=2, reached=False)
     play.does("workers_stopped", None, StartWorkers(BOTH, False, 1))
-    leave = TellLeave(AgentLeave("again", failed=True, closes=True))
+    leave = SendLeave(AgentLeave("again", failed=True, closes=True))
     play.does("workers_failed", ("again", (0,)), leave, StopWorkers("again"))
     play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "again"))
 
 
 def test_soft_no_replace_leaves_with_its_first_failure() -> None:
     play = working(RestartPolicy.SOFT_NO_REPLACE, max_restarts=5)
-    leave = TellLeave(AgentLeave("it died", failed=True))
+    leave = SendLeave(AgentLeave("it died", failed=True))
     play.does("workers_failed", ("it died", (1,)), leave, StopWorkers("it died"))
     play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "it died"))
     assert play.machine.num_restarts_left == 5
@@ -422,7 +424,7 @@ def test_a_node_without_a_world_ends_though_it_hears_nothing() -> None:
     play = Play()
     waited_s = SETTINGS.join_timeout_s + WAIT_SLACK_S
     reason = f"there was no world within {waited_s:g} s"
-    leave = TellLeave(AgentLeave(reason))
+    leave = SendLeave(AgentLeave(reason))
     play.passes(waited_s + 1.0, leave, End(Outcome.RENDEZVOUS_FAILED, reason))
     assert play.now == pytest.approx(waited_s)
 
@@ -433,7 +435,7 @@ def test_the_exit_barrier() -> None:
     play.tells(AgentStatus.FINISHED, round=1)
     play.hears(BOTH)
     reason = "it finished 20 s ago, the others did not"
-    play.passes(21.0, TellLeave(AgentLeave(reason, closes=True)), End(Outcome.SUCCEEDED, reason))
+    play.passes(21.0, SendLeave(AgentLeave(reason, closes=True)), End(Outcome.SUCCEEDED, reason))
     assert play.now == pytest.approx(20.0)
 
 
@@ -454,9 +456,9 @@ def test_a_closed_run_ends_workers_but_not_the_success_of_those_that_have_finish
 
 def test_a_signal_tells_the_others_before_it_ends_the_workers() -> None:
     play = working()
-    leave = TellLeave(AgentLeave("SIGTERM"))
-    play.does("stopped", ("SIGTERM",), leave, StopWorkers("SIGTERM"))
-    play.does("stopped", ("SIGTERM",))
+    leave = SendLeave(AgentLeave("SIGTERM"))
+    play.does("stop_requested", ("SIGTERM",), leave, StopWorkers("SIGTERM"))
+    play.does("stop_requested", ("SIGTERM",))
     play.hears(RunClosed("enough", True))
     play.does("workers_stopped", None, End(Outcome.STOPPED, "SIGTERM"))
 
@@ -464,7 +466,7 @@ def test_a_signal_tells_the_others_before_it_ends_the_workers() -> None:
 def test_a_signal_while_workers_are_ended_for_another_reason() -> None:
     play = working(max_restarts=1)
     play.does("workers_failed", ("it died", (1,)), StopWorkers("it died"))
-    play.does("stopped", ("SIGTERM",), TellLeave(AgentLeave("SIGTERM")))
+    play.does("stop_requested", ("SIGTERM",), SendLeave(AgentLeave("SIGTERM")))
     play.does("workers_stopped", None, End(Outcome.STOPPED, "SIGTERM"))
 
 

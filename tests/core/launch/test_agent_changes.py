@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.core.launch.agent import AgentConfig, AgentMachine
-from torchft_svc.core.launch.agent_orders import Broadcast, Order
-from torchft_svc.core.launch.restart import RestartPolicy
-from torchft_svc.core.launch.world import (
-    AgentWelcome,
-    Node,
-    RunSettings,
+from torchft_svc.core.launch.agent import (
+    AgentConfig,
+    AgentMachine,
+    Broadcast,
+    Order,
     WorkerState,
-    World,
     WorldChangeEvent,
 )
+from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.world import AgentWelcome, Node, RunSettings, World
 
 UP, DOWN = WorldChangeEvent.SCALE_UP, WorldChangeEvent.SCALE_DOWN
 
@@ -42,11 +41,11 @@ def test_a_scale_up_keeps_all_nodes(after: str, change: WorldChangeEvent) -> Non
     )
     agent = AgentMachine(config, 0.0)
     agent.started(0.0)
-    agent.news(AgentWelcome(1.0), 0.0)
+    agent.news_received(AgentWelcome(1.0), 0.0)
     agent.store_opened(29501, 0.0)
-    agent.news(world(1, "ab"), 0.0)
+    agent.news_received(world(1, "ab"), 0.0)
     agent.workers_reached(1, 0.1)
-    orders: tuple[Order, ...] = tuple(agent.news(world(2, after), 1.0))
+    orders: tuple[Order, ...] = tuple(agent.news_received(world(2, after), 1.0))
     told = [order for order in orders if isinstance(order, Broadcast)]
     assert told == [
         Broadcast(WorkerState.PAUSED, world(1, "ab"), change),

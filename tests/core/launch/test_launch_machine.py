@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from support.core.launch import Agent, Launch
 
-from torchft_svc.core.launch.agent_orders import Outcome
-from torchft_svc.core.launch.rendezvous_orders import ReportWorld
+from torchft_svc.core.launch.agent import Outcome
+from torchft_svc.core.launch.launched_run import ReportWorld
 from torchft_svc.core.launch.restart import RestartPolicy
 from torchft_svc.core.launch.world import AgentStatus
 
@@ -79,7 +79,9 @@ class Run(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def a_worker_fails(self, data: st.DataObject) -> None:
-        name = self.pick(data, lambda agent: bool(agent.told) and agent.names[-1] != "stop")
+        name = self.pick(
+            data, lambda agent: bool(agent.worker_orders) and agent.names[-1] != "stop"
+        )
         if name is not None:
             self.num_failures[name] += 1
             self.launch.fail(name, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from support.core.launch import RUN, Launch, started
 
-from torchft_svc.core.launch.rendezvous_orders import Cause, ReportWorld
+from torchft_svc.core.launch.launched_run import Cause, ReportWorld
 from torchft_svc.core.launch.restart import RestartPolicy
 from torchft_svc.core.streams import ReportStandstill
 
@@ -176,7 +176,7 @@ def test_l2_a_silent_node_is_lost_after_the_heartbeat_timeout() -> None:
 def test_l2_time_in_which_the_lighthouse_stood_still_makes_nobody_silent() -> None:
     launch = started("1:2", "ab")
     launch.now += 30.0
-    launch.carry_out(launch.rendezvous.tick(launch.now))
+    launch.execute(launch.rendezvous.tick(launch.now))
     launch.passes(2.0)
     assert len(launch.worlds) == 1
     assert any(isinstance(each, ReportStandstill) for each in launch.reports)

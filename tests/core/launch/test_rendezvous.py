@@ -7,14 +7,14 @@ import dataclasses
 import pytest
 from support.core.launch import RUN, Launch, started
 
-from torchft_svc.core.launch.agent_orders import End, Outcome
-from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
-from torchft_svc.core.launch.rendezvous_orders import (
+from torchft_svc.core.launch.agent import End, Outcome
+from torchft_svc.core.launch.launched_run import (
     ReportRunClosed,
     ReportRunMoved,
     ReportRunPaused,
     SendNews,
 )
+from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.launch.restart import RestartPolicy
 from torchft_svc.core.launch.world import (
     AgentHello,
@@ -55,7 +55,7 @@ def test_l8_a_round_that_leaves_no_room_for_others_is_refused() -> None:
 def test_l8_a_run_goes_on_above_the_highest_round_that_may_be_told() -> None:
     launch = Launch("1:2")
     told = AgentState(status=AgentStatus.JOINING, round=2**52)
-    launch.carry_out(
+    launch.execute(
         launch.rendezvous.opened(
             99,
             RUN,
@@ -64,7 +64,7 @@ def test_l8_a_run_goes_on_above_the_highest_round_that_may_be_told() -> None:
         )
     )
     launch.start("a")
-    launch.carry_out(launch.rendezvous.closed(99, launch.now))
+    launch.execute(launch.rendezvous.closed(99, launch.now))
     launch.passes(3.0)
     launch.start("b")
     launch.passes(3.0)
@@ -153,7 +153,7 @@ def test_l10_too_few_nodes_give_up_after_a_short_join_timeout() -> None:
 @pytest.mark.parametrize("node", ["b", "host-b"])
 def test_l36_a_drained_node_ends_and_the_others_go_on(node: str) -> None:
     launch = started("1:2", "ab")
-    launch.carry_out(launch.rendezvous.drain(RUN, node, "maintenance", launch.now))
+    launch.execute(launch.rendezvous.drain(RUN, node, "maintenance", launch.now))
     assert launch.agents["b"].end == End(Outcome.DRAINED, "maintenance")
     launch.passes(0.1)
     assert launch.worlds[1:] == [("a",)]
@@ -400,7 +400,7 @@ def test_l21_all_are_told_the_lighthouse_that_one_has_found() -> None:
 def test_l21_a_node_that_waits_and_did_not_hear_of_the_move_begins_no_world_at_once() -> None:
     launch = started("1:1", "a")
     waiting = launch.start("b")
-    launch.carry_out(launch.rendezvous.received(waiting.stream, RunMove("first"), launch.now))
+    launch.execute(launch.rendezvous.received(waiting.stream, RunMove("first"), launch.now))
     launch.connect("b")
     launch.passes(4.9)
     assert len(launch.worlds) == 1
@@ -412,7 +412,7 @@ def test_l21_a_node_that_waits_and_did_not_hear_of_the_move_begins_no_world_at_o
 def test_l21_an_agent_that_comes_back_goes_on_in_its_world_or_a_newer_one() -> None:
     def move(launch: Launch) -> None:
         stream = launch.agents["a"].stream
-        launch.carry_out(launch.rendezvous.received(stream, RunMove("first"), launch.now))
+        launch.execute(launch.rendezvous.received(stream, RunMove("first"), launch.now))
 
     launch = started("1:3", "ab")
     move(launch)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from support.core.launch import Launch, started
 
-from torchft_svc.core.launch.agent_orders import Outcome
-from torchft_svc.core.launch.rendezvous_orders import ReportRunClosed
+from torchft_svc.core.launch.agent import Outcome
+from torchft_svc.core.launch.launched_run import ReportRunClosed
 
 
 def limited(names: str, **limits: float) -> Launch:

@@ -1,4 +1,4 @@
-"""A launched run without a network: the machines of both ends, and workers that do as told."""
+"""A launched run without a network: the machines of both ends, and obedient workers."""
 
 from __future__ import annotations
 
@@ -6,50 +6,101 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchft_svc.core.launch import agent_orders
-from torchft_svc.core.launch.agent import AgentConfig, AgentMachine
-from torchft_svc.core.launch.agent_orders import (
+from torchft_svc.core.launch.agent import (
+    AgentConfig,
+    AgentMachine,
     Broadcast,
     End,
-    OpenStore,
+    OrderQueue,
     ReplaceWorkers,
     StartWorkers,
     StopWorkers,
-    Tell,
-    TellLeave,
+    WorkerState,
 )
+from torchft_svc.core.launch.agent import Orders as AgentOrders
+from torchft_svc.core.launch.launched_run import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
-from torchft_svc.core.launch.rendezvous_orders import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.launch.restart import RestartPolicy
-from torchft_svc.core.launch.world import AgentLeave, Node, RunSettings, WorkerState, World
+from torchft_svc.core.launch.world import AgentLeave, AgentState, Node, RunSettings, World
 from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import RequestRefused
 
 RUN = "r"
 
 
-@dataclass(slots=True)
+@dataclass(eq=False)
 class Agent:
     """An agent and its workers, which start and answer at once unless they are ``slow``."""
 
+    launch: Launch
     machine: AgentMachine
     stream: int
-    told: list[object] = field(default_factory=list)  # the orders that concern workers
+    worker_orders: list[object] = field(default_factory=list)
     is_slow: bool = False
     is_silent: bool = False
     end: End | None = None
     left: AgentLeave | None = None
     refused: RequestRefused | None = None
 
+    def __post_init__(self) -> None:
+        self._queue = OrderQueue(self)
+
+    def execute(self, orders: AgentOrders) -> None:
+        self._queue.execute(orders)
+
     @property
     def names(self) -> list[str]:
         """What its workers went through, in short."""
-        return [_name(order) for order in self.told]
+        return [_name(order) for order in self.worker_orders]
 
     @property
     def round(self) -> int:
         entered = self.machine.entered
         return 0 if entered is None else entered.round
+
+    # -- its shell -------------------------------------------------------------------------------
+
+    def open_store(self) -> None:
+        if self.launch.has_stores:
+            self.launch.open_store(self.machine.config.node.node_id)
+
+    def send_state(self, state: AgentState) -> None:
+        if self.stream and not self.is_silent:
+            launch = self.launch
+            launch.execute(launch.rendezvous.received(self.stream, state, launch.now))
+
+    def start_workers(self, order: StartWorkers) -> None:
+        self._start(order)
+
+    def replace_workers(self, order: ReplaceWorkers) -> None:
+        self._start(order)
+
+    def stop_workers(self, order: StopWorkers) -> None:
+        self.worker_orders.append(order)
+        self.execute(self.machine.workers_stopped(self.launch.now))
+
+    def broadcast(self, order: Broadcast) -> None:
+        self.worker_orders.append(order)
+        if order.state is WorkerState.HEALTHY and not self.is_slow:
+            self.execute(self.machine.workers_reached(self.round, self.launch.now))
+
+    def send_leave(self, leave: AgentLeave) -> None:
+        self.left = leave
+        stream, self.stream = self.stream, 0
+        self.launch.execute(self.launch.rendezvous.received(stream, leave, self.launch.now))
+
+    def finish(self, end: End) -> None:
+        self.end = end
+
+    def _start(self, order: StartWorkers | ReplaceWorkers) -> None:
+        self.worker_orders.append(order)
+        if not self.is_slow:
+            self.answer()
+
+    def answer(self) -> None:
+        """Let its workers call the API, and reach their world."""
+        self.execute(self.machine.workers_ready(self.launch.now))
+        self.execute(self.machine.workers_reached(self.round, self.launch.now))
 
 
 def _name(order: object) -> str:
@@ -63,12 +114,8 @@ def _name(order: object) -> str:
     return "stop"
 
 
-def _is_healthy(order: object) -> bool:
-    return isinstance(order, Broadcast) and order.state is WorkerState.HEALTHY
-
-
 class Launch:
-    """One run, whose time passes only when it is told to."""
+    """One run, whose time passes only by `passes`."""
 
     def __init__(
         self,
@@ -114,14 +161,15 @@ class Launch:
             ),
             self.now,
         )
-        agent = self.agents[name] = Agent(machine, 0, is_slow=is_slow)
-        self._do(agent, machine.started(self.now))
+        agent = self.agents[name] = Agent(self, machine, 0, is_slow=is_slow)
+        agent.execute(machine.started(self.now))
         self.connect(name)
         return agent
 
     def connect(self, name: str) -> None:
         """Its agent opens a stream."""
         agent = self.agents[name]
+        agent.launch = self  # it may come from another lighthouse
         self._num_streams += 1
         agent.stream = self._num_streams
         try:
@@ -129,13 +177,13 @@ class Launch:
         except RequestRefused as error:
             agent.stream, agent.refused = 0, error
             return
-        self.carry_out(orders)
+        self.execute(orders)
 
     def disconnect(self, name: str) -> None:
         """Its stream breaks."""
         agent = self.agents[name]
         stream, agent.stream = agent.stream, 0
-        self.carry_out(self.rendezvous.closed(stream, self.now))
+        self.execute(self.rendezvous.closed(stream, self.now))
 
     def kill(self, name: str) -> None:
         self.disconnect(name)
@@ -144,33 +192,31 @@ class Launch:
     def stop(self, name: str) -> None:
         """Its agent gets a signal."""
         agent = self.agents[name]
-        self._do(agent, agent.machine.stopped("SIGTERM", self.now))
+        agent.execute(agent.machine.stop_requested("SIGTERM", self.now))
 
     def fail(self, name: str, *local_ranks: int) -> None:
         """A worker dies."""
         agent = self.agents[name]
-        self._do(agent, agent.machine.workers_failed("it died", local_ranks or (0,), self.now))
+        agent.execute(agent.machine.workers_failed("it died", local_ranks or (0,), self.now))
 
     def leave_world(self, name: str) -> None:
         """Its workers' process group is broken, though nobody is lost."""
         agent = self.agents[name]
-        self._do(agent, agent.machine.world_over(self.now))
+        agent.execute(agent.machine.world_over(self.now))
 
     def succeed(self, name: str) -> None:
         agent = self.agents[name]
-        self._do(agent, agent.machine.workers_succeeded(self.now))
+        agent.execute(agent.machine.workers_succeeded(self.now))
 
     def open_store(self, name: str) -> None:
         """A store of its agent listens."""
         agent = self.agents[name]
         self._num_ports += 1
-        self._do(agent, agent.machine.store_opened(self._num_ports, self.now))
+        agent.execute(agent.machine.store_opened(self._num_ports, self.now))
 
     def answer(self, name: str) -> None:
         """Its slow workers do what they were to do."""
-        agent = self.agents[name]
-        self._do(agent, agent.machine.workers_ready(self.now))
-        self._do(agent, agent.machine.workers_reached(agent.round, self.now))
+        self.agents[name].answer()
 
     def restart_lighthouse(self) -> None:
         """All streams break, and the new one knows nothing."""
@@ -183,11 +229,11 @@ class Launch:
         for _ in range(round(seconds / step_s)):
             self.now += step_s
             for agent in list(self.agents.values()):
-                self._do(agent, agent.machine.tick(self.now))
+                agent.execute(agent.machine.tick(self.now))
                 if agent.stream and not agent.is_silent:
                     state = agent.machine.state
-                    self.carry_out(self.rendezvous.received(agent.stream, state, self.now))
-            self.carry_out(self.rendezvous.tick(self.now))
+                    self.execute(self.rendezvous.received(agent.stream, state, self.now))
+            self.execute(self.rendezvous.tick(self.now))
 
     # -- what came of it -------------------------------------------------------------------------
 
@@ -201,52 +247,23 @@ class Launch:
     def world(self) -> World:
         return next(each.world for each in self.reports[::-1] if isinstance(each, ReportWorld))
 
-    # -- both shells -----------------------------------------------------------------------------
+    # -- the lighthouse's shell ------------------------------------------------------------------
 
-    def carry_out(self, orders: Orders) -> None:
-        """Of the lighthouse."""
+    def execute(self, orders: Orders) -> None:
         for order in orders:
-            self._carry_out(order)
+            self._execute(order)
 
-    def _carry_out(self, order: Order) -> None:
+    def _execute(self, order: Order) -> None:
         if isinstance(order, SendNews):
             for agent in list(self.agents.values()):
                 if agent.stream in order.streams and agent.stream and not agent.is_silent:
-                    self._do(agent, agent.machine.news(order.news, self.now))
+                    agent.execute(agent.machine.news_received(order.news, self.now))
         elif isinstance(order, EndStream):
             for agent in self.agents.values():
                 if agent.stream == order.stream:
                     agent.stream = 0
         else:
             self.reports.append(order)
-
-    def _do(self, agent: Agent, orders: agent_orders.Orders) -> None:
-        machine = agent.machine
-        for order in orders:
-            if isinstance(order, OpenStore):
-                if self.has_stores:
-                    self.open_store(machine.config.node.node_id)
-            elif isinstance(order, Tell):
-                self._tell(agent, order)
-            elif isinstance(order, TellLeave):
-                agent.left = order.leave
-                stream, agent.stream = agent.stream, 0
-                self.carry_out(self.rendezvous.received(stream, order.leave, self.now))
-            elif isinstance(order, End):
-                agent.end = order
-            else:
-                agent.told.append(order)
-                if isinstance(order, StopWorkers):
-                    self._do(agent, machine.workers_stopped(self.now))
-                elif isinstance(order, StartWorkers | ReplaceWorkers) and not agent.is_slow:
-                    self._do(agent, machine.workers_ready(self.now))
-                    self._do(agent, machine.workers_reached(agent.round, self.now))
-                elif _is_healthy(order) and not agent.is_slow:
-                    self._do(agent, machine.workers_reached(agent.round, self.now))
-
-    def _tell(self, agent: Agent, order: Tell) -> None:
-        if agent.stream and not agent.is_silent:
-            self.carry_out(self.rendezvous.received(agent.stream, order.state, self.now))
 
 
 def started(nodes: str, names: str, **config: Any) -> Launch:

@@ -6,13 +6,14 @@ import dataclasses
 
 import pytest
 from click.testing import CliRunner
+from support.core.guards import replace_guard
 
 from tools.sim.__main__ import main
 from tools.sim.explore import describe, run_launch_seed, shrink
 from tools.sim.launch_fleet import LaunchFleet
 from tools.sim.launch_scenario import PLAIN_FAULTS, draw_launch, on_a_list_from_the_start
+from torchft_svc.core.launch.launched_run import LaunchedRun
 from torchft_svc.core.launch.restart import RestartPolicy
-from torchft_svc.core.launch.world_pace import WorldPace
 
 NUM_SEEDS = 200
 
@@ -24,10 +25,10 @@ def test_small_runs(first: int) -> None:
         assert outcome.fell is None, describe(outcome)
 
 
-# A lighthouse that stood still; a store that was used in a world of which its node did not hear; a
-# member of a world that was taken over, which had left it; on a list, a node that wakes and hears
-# of a world, while another lighthouse has begun the same round; a world that all reach, while one
-# of its nodes cannot tell that; a node whose workers fail while old news are on their way;
+# A lighthouse that stood still; a store that was used in a world that its node did not receive; a
+# member of a world that was taken over, which had left it; on a list, a node that wakes and
+# receives a world, while another lighthouse has begun the same round; a world that all reach, while
+# one of its nodes cannot report that; a node whose workers fail while old news are on their way;
 # on a list, a run that has begun anew at one of its lighthouses.
 @pytest.mark.parametrize(
     "seed",
@@ -95,7 +96,7 @@ def test_limits_on_failures_are_kept(limits: dict[str, int]) -> None:
 
 
 def test_the_story_of_a_fall_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WorldPace, "note_loss", lambda self, at: None)
+    replace_guard(monkeypatch, LaunchedRun.schedule_replacement, lambda self, at: None)
     outcomes = (LaunchFleet(draw_launch(seed)).run() for seed in range(40))
     fallen = next(outcome for outcome in outcomes if outcome.fell is not None)
     small = shrink(fallen, max_runs=60)
@@ -106,7 +107,7 @@ def test_the_story_of_a_fall_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_command_counts_what_it_has_seen() -> None:
     options = ["--launcher", "--seed", "0", "--count", "2", "--processes", "1"]
-    told = CliRunner().invoke(main, options)
-    assert told.exit_code == 0, told.output
-    assert "2 seeds" in told.output
-    assert "worlds" in told.output
+    result = CliRunner().invoke(main, options)
+    assert result.exit_code == 0, result.output
+    assert "2 seeds" in result.output
+    assert "worlds" in result.output

@@ -1,18 +1,19 @@
-"""What an elastic agent does with its workers: inputs carry ``now``, orders come out.
+"""What an agent does with its workers: inputs carry ``now``, orders come out.
 
     agent = AgentMachine(config, now)
     agent.started(now)                            # the first input
-    agent.news(news, now)                         # what the lighthouse pushes, on any stream
+    agent.news_received(news, now)                # what the lighthouse pushes, on any stream
     agent.hello()                                 # how to introduce it on a new stream
     agent.store_opened(port, now)
     agent.workers_ready(now), .workers_reached(round, now), .workers_succeeded(now)
     agent.workers_failed(reason, local_ranks, now), .workers_stopped(now)
     agent.workers_cut_off(reason, now)
-    agent.stopped(reason, now)                    # SIGTERM, SIGINT
+    agent.stop_requested(reason, now)             # SIGTERM, SIGINT
     agent.tick(now)                               # at next_deadline()
 
-An event begins the steps that `REACTIONS` has for it, a step that takes a while is over with its
-input. The shell may lose its stream and open another one at any time: workers go on meanwhile.
+An event begins the steps that `REACTIONS` has for it; a step that takes a while is over with its
+input. The shell may lose its stream and open another one at any time: workers go on meanwhile. The
+service and the simulator execute orders by one `OrderQueue`, each with its own `AgentShell`.
 """
 
 from __future__ import annotations
@@ -21,20 +22,9 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol
 
-from torchft_svc.core.launch.agent_orders import (
-    Broadcast,
-    End,
-    OpenStore,
-    Order,
-    Orders,
-    Outcome,
-    ReplaceWorkers,
-    StartWorkers,
-    StopWorkers,
-    Tell,
-    TellLeave,
-)
 from torchft_svc.core.launch.restart import (
     REACTIONS,
     Reaction,
@@ -54,9 +44,7 @@ from torchft_svc.core.launch.world import (
     RunSettings,
     RunWaiting,
     WarmUp,
-    WorkerState,
     World,
-    WorldChangeEvent,
     WorldNews,
     WorldPaused,
     WorldReached,
@@ -64,20 +52,193 @@ from torchft_svc.core.launch.world import (
 from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.errors import ConfigError
 
-# The lighthouse ends a wait; an agent that hears nothing of it ends itself so much later.
+# How much later an agent ends a wait by itself, if the lighthouse does not.
 WAIT_SLACK_S = 30.0
 _HOW_TO_ANSWER = "they have to call get_worker_info() and get_pg_parameters()"
 # How often to look while a deadline waits.
 LOOK_S = 1.0
 
 
+# -- what workers receive ------------------------------------------------------------------------
+
+
+class WorkerState(Enum):
+    """What the agent advises its workers; they treat it by their own logic."""
+
+    HEALTHY = "HEALTHY"  # the world of this event is complete: work in it
+    PAUSED = "PAUSED"  # a new world is on its way; the ranks are the present or the expected ones
+
+
+class WorldChangeEvent(Enum):
+    """Why the world changes."""
+
+    SCALE_UP = "SCALE_UP"
+    SCALE_DOWN = "SCALE_DOWN"
+
+
+# -- orders --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OpenStore:
+    """Open a store that no world uses; `AgentMachine.store_opened` receives its port.
+
+    The stores before have to stay open: workers of earlier worlds may still use them.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class SendState:
+    """Send ``state`` to the lighthouse, now and with every beat."""
+
+    state: AgentState
+
+
+@dataclass(frozen=True, slots=True)
+class StartWorkers:
+    """Start all local workers with the environment of ``world``; none runs.
+
+    ``is_expected``: that world may come to be another one. The first event in their channel is
+    PAUSED then, otherwise HEALTHY. The results are `AgentMachine.workers_ready`, when each of them
+    has called the runtime's API, and `AgentMachine.workers_reached`, when they are in a world.
+    """
+
+    world: World
+    is_expected: bool
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReplaceWorkers:
+    """Start the workers with these local ranks anew, as in `StartWorkers` with ``is_expected``."""
+
+    local_ranks: tuple[int, ...]
+    world: World
+    num_restarts: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopWorkers:
+    """End all local workers within the grace time; then comes `AgentMachine.workers_stopped`."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Broadcast:
+    """Send ``world`` to the local workers; ``change`` is None for their first event."""
+
+    state: WorkerState
+    world: World
+    change: WorldChangeEvent | None
+
+
+@dataclass(frozen=True, slots=True)
+class SendLeave:
+    """Send the lighthouse the last message of this agent."""
+
+    leave: AgentLeave
+
+
+class Outcome(Enum):
+    """How an agent ends."""
+
+    SUCCEEDED = "succeeded"
+    WORKERS_FAILED = "its workers failed"
+    RENDEZVOUS_FAILED = "there was no world in time"
+    RUN_CLOSED = "the run was closed"
+    DRAINED = "an operator wants it to end"
+    STOPPED = "it was told to end"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The last order: no worker runs any more."""
+
+    outcome: Outcome
+    reason: str
+
+
+Order = (
+    OpenStore
+    | SendState
+    | StartWorkers
+    | ReplaceWorkers
+    | StopWorkers
+    | Broadcast
+    | SendLeave
+    | End
+)
+Orders = tuple[Order, ...]
+
+
+class AgentShell(Protocol):
+    """Executes the orders of an `AgentMachine`, one method for each kind."""
+
+    def open_store(self) -> None: ...
+    def send_state(self, state: AgentState) -> None: ...
+    def start_workers(self, order: StartWorkers) -> None: ...
+    def replace_workers(self, order: ReplaceWorkers) -> None: ...
+    def stop_workers(self, order: StopWorkers) -> None: ...
+    def broadcast(self, order: Broadcast) -> None: ...
+    def send_leave(self, leave: AgentLeave) -> None: ...
+    def finish(self, end: End) -> None: ...
+
+
+class OrderQueue:
+    """Hands orders to ``shell`` in the order in which they were given.
+
+    An order may lead to an input, and that to other orders: these come after all that were given
+    before them.
+    """
+
+    def __init__(self, shell: AgentShell) -> None:
+        self._shell = shell
+        self._orders: deque[Order] = deque()
+        self._is_busy = False
+
+    def execute(self, orders: Orders) -> None:
+        """Execute ``orders``; returns at once within the execution of others."""
+        self._orders += orders
+        if self._is_busy:
+            return
+        self._is_busy = True
+        try:
+            while self._orders:
+                self._execute_one(self._orders.popleft())
+        finally:
+            self._is_busy = False
+
+    def _execute_one(self, order: Order) -> None:
+        match order:
+            case OpenStore():
+                self._shell.open_store()
+            case SendState():
+                self._shell.send_state(order.state)
+            case StartWorkers():
+                self._shell.start_workers(order)
+            case ReplaceWorkers():
+                self._shell.replace_workers(order)
+            case StopWorkers():
+                self._shell.stop_workers(order)
+            case Broadcast():
+                self._shell.broadcast(order)
+            case SendLeave():
+                self._shell.send_leave(order.leave)
+            case End():
+                self._shell.finish(order)
+
+
+# -- the machine ---------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     """How an agent behaves; durations in seconds.
 
-    ``ready_timeout_s``: for workers to call the runtime's API after their start, and to reach a
-    world (0: they are not asked to). ``exit_barrier_timeout_s``: how long the others may take after
-    the workers of this node have finished. ``max_soft_failures``: more of them within
+    ``ready_timeout_s``: how long workers may take to call the runtime's API after their start, and
+    to reach a world (0: they need not). ``exit_barrier_timeout_s``: how long the others may take
+    after the workers of this node have finished. ``max_soft_failures``: more failures within
     ``failure_window_s``, and since all workers were started, restart all of them again.
     ``can_warm_up``: start workers before there is a world (soft policies, with a lighthouse).
     ``reactions``: a table for ``policy`` (default: its own).
@@ -116,32 +277,44 @@ class AgentMachine:
         self.config = config
         self._clock = PausableClock(LOOK_S, now)
         self.num_restarts_left = config.max_restarts
-        self.world: World | None = None  # the newest that it was told
-        self.entered: World | None = None  # the one that its workers were told last
+        #: The newest world that it has received.
+        self.world: World | None = None
+        #: The world that its workers have received last.
+        self.entered: World | None = None
         self._status = AgentStatus.JOINING
         self._reached = False
-        self._trained = 0, 0  # rounds of the first and the last world that all had reached
+        #: Rounds of the first and the last world that all its nodes have reached.
+        self._trained = 0, 0
         self._store_port = 0
-        self._told: AgentState | None = None
+        #: The state that was sent last.
+        self._sent: AgentState | None = None
         self._orders: list[Order] = []
         self._plan: deque[Reaction] = deque()
-        self._step: Reaction | None = None  # the one that takes a while
+        #: The step of the plan that takes a while.
+        self._step: Reaction | None = None
         self._has_workers = False
         self._is_paused = False
         self._expected: World | None = None
         self._num_welcomes = 0
-        self._is_store_doubtful = False  # a world that it was not told may have used it
-        self._is_outside = False  # the run goes on without it, as it was told last
-        self._is_unheard = False  # the lighthouse has not said yet that it knows of a failure
-        self._passed_round = 0  # the highest one that is not to be entered any more
+        #: Whether a world that it has not received may have used its store (L7).
+        self._may_store_be_used = False
+        #: Whether the run goes on without it, as far as it knows.
+        self._is_outside = False
+        #: Whether the lighthouse has not confirmed yet that it has counted the last failure (L17).
+        self._awaits_failure_count = False
+        #: The highest round that is not to be entered any more.
+        self._skipped_round = 0
         self._change = WorldChangeEvent.SCALE_UP
-        self._is_short = False  # a worker has failed since all were ready
-        self._unreplaced: set[int] = set()  # local ranks that failed, and were not started anew
+        #: Whether a worker has failed since all were ready.
+        self._lacks_worker = False
+        #: Local ranks that have failed, and were not started anew.
+        self._unreplaced: set[int] = set()
         self._num_failures = 0
-        # The last ones since all workers were started, so many as matter.
+        #: When workers have failed since all were started, as often as matters.
         self._soft_failures: deque[float] = deque(maxlen=config.max_soft_failures + 1)
         self._failure = ""
-        self._end: End | None = None  # when the plan is over
+        #: How it ends when the plan is over.
+        self._end: End | None = None
         self._has_left = False
         self._has_ended = False
         self._ready_at = math.inf
@@ -163,7 +336,7 @@ class AgentMachine:
             num_failures=self._num_failures,
             trained_since=self._trained[0],
             trained_until=self._trained[1],
-            paused=self._waits_in_world(),
+            paused=self._is_paused_in_world(),
         )
 
     @property
@@ -171,8 +344,11 @@ class AgentMachine:
         return self.config.max_restarts - self.num_restarts_left
 
     def hello(self) -> AgentHello:
-        """The first message of a stream. A world that goes on without it, or is over, is no news
-        for another lighthouse (L13)."""
+        """The first message of a stream.
+
+        It has no world if the run goes on without this node: another lighthouse would take that
+        world over (L13).
+        """
         world = None if self._is_outside else self.world
         return AgentHello(self.config.node, self.config.settings, self.state, world)
 
@@ -187,134 +363,136 @@ class AgentMachine:
     # -- inputs ----------------------------------------------------------------------------------
 
     def started(self, now: float) -> Orders:
-        """It begins, and waits for a world."""
+        """Begin, and wait for a world."""
 
-        def take(at: float) -> None:
+        def apply(at: float) -> None:
             self._orders.append(OpenStore())
-            self._begin((Reaction.RENDEZVOUS, Reaction.START_WORKERS), at)
+            self._begin_plan((Reaction.RENDEZVOUS, Reaction.START_WORKERS), at)
 
-        return self._take(now, take)
+        return self._process(now, apply)
 
-    def news(self, news: WorldNews, now: float) -> Orders:
-        """The lighthouse has told something."""
-        return self._take(now, lambda at: self._hear(news, at))
+    def news_received(self, news: WorldNews, now: float) -> Orders:
+        """Act on what the lighthouse has sent."""
+        return self._process(now, lambda at: self._accept_news(news, at))
 
     def store_opened(self, port: int, now: float) -> Orders:
-        """A store listens that no world uses."""
+        """Record the port of a store that no world uses."""
 
-        def take(at: float) -> None:
+        def apply(at: float) -> None:
             self._store_port = port
 
-        return self._take(now, take)
+        return self._process(now, apply)
 
     def workers_ready(self, now: float) -> Orders:
-        """Each of the workers that were started last has called the runtime's API."""
+        """Go on: each worker that was started last has called the runtime's API."""
 
-        def take(at: float) -> None:
+        def apply(at: float) -> None:
             if self._step in (Reaction.START_WORKERS, Reaction.REPLACE_WORKERS):
-                self._be_ready()
-                self._advance(at)
+                self._set_ready()
+                self._advance_plan(at)
 
-        return self._take(now, take)
+        return self._process(now, apply)
 
     def workers_reached(self, round_: int, now: float) -> Orders:
-        """All workers have said that they are in the world with this round."""
+        """Record that all workers have reported to be in the world with this round."""
 
-        def take(at: float) -> None:
-            is_told = self._is_in_world() and not self._is_paused
-            if is_told and self.entered is not None and round_ == self.entered.round:
+        def apply(at: float) -> None:
+            is_there = self._is_in_world() and not self._is_paused
+            if is_there and self.entered is not None and round_ == self.entered.round:
                 self._reached, self._ready_at = round_ == self.state.round, math.inf
 
-        return self._take(now, take)
+        return self._process(now, apply)
 
     def workers_failed(self, reason: str, local_ranks: Iterable[int], now: float) -> Orders:
-        """These workers have ended with an error, or could not be started."""
-        return self._take(now, lambda at: self._fail(reason, local_ranks, at))
+        """React to workers that have ended with an error, or could not be started."""
+        return self._process(now, lambda at: self._record_failure(reason, local_ranks, at))
 
     def workers_cut_off(self, reason: str, now: float) -> Orders:
-        """Some can neither be told of another world nor answer: they would miss the deadline of an
-        answer that is awaited."""
+        """Treat workers whose channel is gone as failed, if an answer of theirs is awaited (L16).
 
-        def take(at: float) -> None:
+        They would not answer in time.
+        """
+
+        def apply(at: float) -> None:
             if self._ready_at < math.inf or (self._is_paused and self.config.ready_timeout_s):
-                self._miss(reason, at)
+                self._fail_unanswered(reason, at)
 
-        return self._take(now, take)
+        return self._process(now, apply)
 
     def workers_succeeded(self, now: float) -> Orders:
-        """All workers have ended well."""
-        return self._take(now, self._finish)
+        """Record that all workers have ended well."""
+        return self._process(now, self._finish)
 
     def workers_stopped(self, now: float) -> Orders:
-        """None runs any more, as was ordered."""
+        """Go on: no worker runs any more, as was ordered."""
 
-        def take(at: float) -> None:
+        def apply(at: float) -> None:
             if self._step is Reaction.STOP_WORKERS:
                 self._has_workers = False
-                self._advance(at)
+                self._advance_plan(at)
 
-        return self._take(now, take)
+        return self._process(now, apply)
 
-    def stopped(self, reason: str, now: float) -> Orders:
-        """The agent has to end, by a signal."""
-        return self._take(now, lambda at: self._wind_up(End(Outcome.STOPPED, reason), at))
+    def stop_requested(self, reason: str, now: float) -> Orders:
+        """End the agent, because of a signal."""
+        return self._process(now, lambda at: self._begin_end(End(Outcome.STOPPED, reason), at))
 
     def world_over(self, now: float) -> Orders:
-        """The present world is to be followed by another one; for back ends that are polled."""
+        """Ask for another world: workers have left theirs, or a polled back end has another one."""
 
-        def take(at: float) -> None:
+        def apply(at: float) -> None:
             if self._is_in_world() and self._step is None:
                 soft = self.config.policy.is_soft
                 self._leave_world(AgentStatus.READY if soft else AgentStatus.JOINING)
                 self._begin_event(RunEvent.SCALE_UP, at)
 
-        return self._take(now, take)
+        return self._process(now, apply)
 
     def tick(self, now: float) -> Orders:
-        """Time has passed."""
-        return self._take(now, self._look)
+        """Act on the time that has passed."""
+        return self._process(now, self._check_deadlines)
 
     # -- what happens ----------------------------------------------------------------------------
 
-    def _take(self, now: float, input_: Callable[[float], None]) -> Orders:
+    def _process(self, now: float, input_: Callable[[float], None]) -> Orders:
         if self._due_at() == math.inf:
             self._clock.skip_to(now)  # nothing could be late
         at = self._clock.now(now)
         if not self._has_ended:
             input_(at)
-        if not (self._has_ended or self._has_left) and self.state != self._told:
-            self._told = self.state
-            self._orders.append(Tell(self._told))
+        if not (self._has_ended or self._has_left) and self.state != self._sent:
+            self._sent = self.state
+            self._orders.append(SendState(self._sent))
         orders, self._orders = tuple(self._orders), []
         return orders
 
-    def _hear(self, news: WorldNews, now: float) -> None:
+    def _accept_news(self, news: WorldNews, now: float) -> None:
         if isinstance(news, AgentWelcome):
             self._num_welcomes += 1
-            self._is_store_doubtful = self._num_welcomes > 1
+            self._may_store_be_used = self._num_welcomes > 1
         elif isinstance(news, World):
-            self._hear_world(news, now)
+            self.accept_world(news, now)
         elif isinstance(news, WorldReached):
             entered = 0 if self.entered is None else self.entered.round
-            if self._has_workers and news.round == entered and not self._is_short:
+            if self._has_workers and news.round == entered and not self._lacks_worker:
                 self._trained = self._trained[0] or entered, entered
         elif isinstance(news, RunClosed):
             if self._status is AgentStatus.FINISHED:
                 self._conclude(End(Outcome.SUCCEEDED, news.reason))
             else:
                 outcome = Outcome.DRAINED if news.drained else Outcome.RUN_CLOSED
-                self._wind_up(End(outcome, news.reason), now)
+                self._begin_end(End(outcome, news.reason), now)
         elif isinstance(news, WorldPaused | RunWaiting | WarmUp):
-            self._hear_of_waiting(news, now)
+            self._accept_waiting(news, now)
 
-    def _hear_of_waiting(self, news: WorldPaused | RunWaiting | WarmUp, now: float) -> None:
+    def _accept_waiting(self, news: WorldPaused | RunWaiting | WarmUp, now: float) -> None:
         is_working = self._is_in_world() and self._step is None
         if not isinstance(news, WorldPaused):
             self._is_outside = True
         if isinstance(news, RunWaiting) and news.num_failures == self._num_failures:
-            self._is_unheard = False
-        if isinstance(news, RunWaiting) and (is_working or self._is_store_doubtful):
-            self._is_store_doubtful = False
+            self._awaits_failure_count = False
+        if isinstance(news, RunWaiting) and (is_working or self._may_store_be_used):
+            self._may_store_be_used = False
             if self._store_port:
                 self._store_port = 0
                 self._orders.append(OpenStore())
@@ -324,33 +502,38 @@ class AgentMachine:
         elif self._status is AgentStatus.JOINING and self._step is Reaction.RENDEZVOUS:
             self._expected = news.expected
             self._status = AgentStatus.WARMING
-            self._begin((Reaction.START_WORKERS, Reaction.RENDEZVOUS, Reaction.RESUME), now)
+            self._begin_plan((Reaction.START_WORKERS, Reaction.RENDEZVOUS, Reaction.RESUME), now)
 
-    def _hear_world(self, world: World, now: float) -> None:
+    def accept_world(self, world: World, now: float) -> None:
+        """Record a newer world of this node, and begin what it leads to."""
         known = 0 if self.world is None else self.world.round
         if world.round <= known or self.config.node.node_id not in world.node_ids:
             return
         self.world, self._reached, self._is_outside = world, False, False
-        self._take_store(world)
+        self.replace_used_store(world)
         if self._end is not None or self._status is AgentStatus.FINISHED:
             return
-        if self._status is AgentStatus.WARMING or self._is_unheard:
-            self._passed_round = world.round  # it was made for the workers that have failed
+        if self._status is AgentStatus.WARMING or self._awaits_failure_count:
+            self._skipped_round = world.round  # it was made for the workers that have failed
         elif self._step is Reaction.RENDEZVOUS:
-            self._advance(now)
+            self._advance_plan(now)
         elif self._step is None:
-            self._begin_event(self._event(world), now)
+            self._begin_event(self._event_of(world), now)
         else:
             self._status = AgentStatus.WORKING  # as soon as its workers have stopped
 
-    def _take_store(self, world: World) -> None:
+    def replace_used_store(self, world: World) -> None:
+        """Open another store, if ``world`` uses the one of this agent (L7)."""
         first = world.nodes[0].node_id
         if first == self.config.node.node_id and world.master_port == self._store_port:
             self._store_port = 0
             self._orders.append(OpenStore())
 
-    def _event(self, world: World) -> RunEvent:
-        """With a lost node a scale down, however many join: nobody must wait for its workers."""
+    def _event_of(self, world: World) -> RunEvent:
+        """What ``world`` is for its workers: with a lost node a scale down, however many join.
+
+        No worker may wait for those of the lost node (L31).
+        """
         before = self.entered
         if before is None:
             return RunEvent.SCALE_UP
@@ -358,12 +541,12 @@ class AgentMachine:
         is_larger = is_larger and set(before.node_ids) <= set(world.node_ids)
         return RunEvent.SCALE_UP if is_larger else RunEvent.SCALE_DOWN
 
-    def _be_ready(self) -> None:
+    def _set_ready(self) -> None:
         self._ready_at = math.inf
-        self._is_short = False
+        self._lacks_worker = False
         self._status = AgentStatus.READY
 
-    def _fail(
+    def _record_failure(
         self, reason: str, local_ranks: Iterable[int], now: float, is_hopeless: bool = False
     ) -> None:
         is_over = self._end is not None or self._status is AgentStatus.FINISHED
@@ -371,7 +554,7 @@ class AgentMachine:
             return
         self._failure = reason
         self._trained = 0, 0
-        self._is_short = True
+        self._lacks_worker = True
         self._unreplaced.update(local_ranks)
         self._num_failures += 1
         self._soft_failures.append(now)
@@ -385,9 +568,9 @@ class AgentMachine:
         )
         self._begin_event(event, now)
 
-    def _miss(self, reason: str, now: float) -> None:
-        """Workers that do not answer are restarted as a whole."""
-        self._fail(reason, range(self.config.node.num_workers), now, is_hopeless=True)
+    def _fail_unanswered(self, reason: str, now: float) -> None:
+        """Restart all workers, because some do not answer."""
+        self._record_failure(reason, range(self.config.node.num_workers), now, is_hopeless=True)
 
     def _finish(self, now: float) -> None:
         if self._end is not None:
@@ -398,38 +581,40 @@ class AgentMachine:
         self._ready_at = self._waits_until = math.inf
         self._barrier_at = now + self.config.exit_barrier_timeout_s
 
-    def _wind_up(self, end: End, now: float) -> None:
-        """End, without workers; the others need not wait until they have stopped."""
+    def _begin_end(self, end: End, now: float) -> None:
+        """End the workers, and then the agent; the others need not wait until that is done."""
         if self._end is not None:
             return
         self._end = end
         if end.outcome not in (Outcome.RUN_CLOSED, Outcome.DRAINED):
-            self._leave(AgentLeave(end.reason))
+            self._leave_run(AgentLeave(end.reason))
         if self._step is Reaction.STOP_WORKERS:
             self._plan.clear()
         else:
-            self._begin((Reaction.STOP_WORKERS,), now)
+            self._begin_plan((Reaction.STOP_WORKERS,), now)
 
-    def _look(self, now: float) -> None:
+    def _check_deadlines(self, now: float) -> None:
         config = self.config
         if now >= self._ready_at:
             self._ready_at = math.inf
             timeout_s = config.ready_timeout_s
-            self._miss(f"workers did not answer within {timeout_s:g} s: {_HOW_TO_ANSWER}", now)
+            self._fail_unanswered(
+                f"workers did not answer within {timeout_s:g} s: {_HOW_TO_ANSWER}", now
+            )
         if now >= self._waits_until:
             self._waits_until = math.inf
             waited_s = config.settings.join_timeout_s + WAIT_SLACK_S
             reason = f"there was no world within {waited_s:g} s"
-            self._wind_up(End(Outcome.RENDEZVOUS_FAILED, reason), now)
+            self._begin_end(End(Outcome.RENDEZVOUS_FAILED, reason), now)
         if now >= self._barrier_at:
             timeout_s = config.exit_barrier_timeout_s
             reason = f"it finished {timeout_s:g} s ago, the others did not"
-            self._leave(AgentLeave(reason, closes=True))
+            self._leave_run(AgentLeave(reason, closes=True))
             self._conclude(End(Outcome.SUCCEEDED, reason))
 
-    def _leave(self, leave: AgentLeave) -> None:
+    def _leave_run(self, leave: AgentLeave) -> None:
         self._has_left = True
-        self._orders.append(TellLeave(leave))
+        self._orders.append(SendLeave(leave))
 
     def _conclude(self, end: End) -> None:
         self._has_ended = True
@@ -440,16 +625,16 @@ class AgentMachine:
     def _is_in_world(self) -> bool:
         return self._status is AgentStatus.WORKING
 
-    def _waits_in_world(self) -> bool:
-        """For another one: the lighthouse has said that this one is broken."""
+    def _is_paused_in_world(self) -> bool:
+        """Whether its workers wait in a world that the lighthouse has reported as broken."""
         is_waiting = self._step is not None and self._end is None
-        return is_waiting and self._is_in_world() and not self._has_next()
+        return is_waiting and self._is_in_world() and not self._has_next_world()
 
     def _begin_event(self, event: RunEvent, now: float) -> None:
         reactions = self.config.reactions or REACTIONS[self.config.policy]
-        self._begin(reactions[event], now, event)
+        self._begin_plan(reactions[event], now, event)
 
-    def _begin(
+    def _begin_plan(
         self, steps: Iterable[Reaction], now: float, event: RunEvent = RunEvent.SCALE_UP
     ) -> None:
         self._plan, self._step = deque(steps), None
@@ -461,117 +646,121 @@ class AgentMachine:
         self._change = (
             WorldChangeEvent.SCALE_UP if event is RunEvent.SCALE_UP else WorldChangeEvent.SCALE_DOWN
         )
-        self._advance(now)
+        self._advance_plan(now)
 
-    def _advance(self, now: float) -> None:
-        """Do what can be done until a step takes a while."""
+    def _advance_plan(self, now: float) -> None:
+        """Do the steps of the plan, up to one that takes a while."""
         self._step = None
         self._waits_until = math.inf
         while self._plan and self._step is None and not self._has_ended:
             step = self._plan.popleft()
-            if not self._do(step, now):
+            if not self._do_step(step, now):
                 self._step = step
         if self._step is None and self._end is not None and not self._has_ended:
             self._conclude(self._end)
 
-    def _do(self, step: Reaction, now: float) -> bool:
-        """Whether it is over at once."""
+    def _do_step(self, step: Reaction, now: float) -> bool:
+        """Do a step; return whether it is over at once."""
         if step is Reaction.PAUSE:
-            self._pause()
+            self._pause_workers()
         elif step is Reaction.USE_RESTART:
             self.num_restarts_left -= 1
         elif step is Reaction.LEAVE_WORLD:
             self._leave_world(AgentStatus.WARMING)
-            self._is_unheard = self.config.can_warm_up and self.entered is not None
+            self._awaits_failure_count = self.config.can_warm_up and self.entered is not None
         elif step is Reaction.STOP_WORKERS:
             if self._has_workers:
-                why = self._failure if self._is_short else "the world changes"
+                why = self._failure if self._lacks_worker else "the world changes"
                 why = self._end.reason if self._end else why
                 self._orders.append(StopWorkers(why))
             return not self._has_workers
         elif step is Reaction.START_WORKERS:
-            return self._start(now)
+            return self._start_workers(now)
         elif step is Reaction.REPLACE_WORKERS:
-            return self._replace(now)
+            return self._replace_workers(now)
         elif step is Reaction.RENDEZVOUS:
-            return self._meet(now)
+            return self._await_world(now)
         elif step is Reaction.RESUME:
-            self._resume(now)
+            self._resume_workers(now)
         else:
             self._end = End(Outcome.WORKERS_FAILED, self._failure)
             closes = step is Reaction.CLOSE_RUN
-            self._leave(AgentLeave(self._failure, failed=True, closes=closes))
+            self._leave_run(AgentLeave(self._failure, failed=True, closes=closes))
         return True
 
     def _leave_world(self, status: AgentStatus) -> None:
         self._status = status
-        self._passed_round = 0 if self.world is None else self.world.round
+        self._skipped_round = self.round_to_skip()
 
-    def _pause(self) -> None:
+    def round_to_skip(self) -> int:
+        """The newest round when workers leave: it was made for those that have left (L17)."""
+        return 0 if self.world is None else self.world.round
+
+    def _pause_workers(self) -> None:
         if self._has_workers and not self._is_paused and self.entered is not None:
             self._is_paused = True
-            if self._has_next():
+            if self._has_next_world():
                 assert self.world is not None
                 self._change = self._change_to(self.world)
             self._orders.append(Broadcast(WorkerState.PAUSED, self.entered, self._change))
 
     def _change_to(self, world: World) -> WorldChangeEvent:
-        is_up = self._event(world) is RunEvent.SCALE_UP
+        is_up = self._event_of(world) is RunEvent.SCALE_UP
         return WorldChangeEvent.SCALE_UP if is_up else WorldChangeEvent.SCALE_DOWN
 
-    def _has_next(self) -> bool:
-        """Whether there is a world that its workers have not been told."""
-        return self.world is not None and self.world.round > self._passed_round
+    def _has_next_world(self) -> bool:
+        """Whether there is a world that its workers have not received."""
+        return self.world is not None and self.world.round > self._skipped_round
 
-    def _start(self, now: float) -> bool:
+    def _start_workers(self, now: float) -> bool:
         self._has_workers, self._trained = True, (0, 0)
         self._soft_failures.clear()
-        self._is_short = False
+        self._lacks_worker = False
         self._unreplaced.clear()
         if self._status is AgentStatus.WARMING:
             expected = self._expected or self.entered or self.world
             assert expected is not None
             self._orders.append(StartWorkers(expected, True, self.num_restarts))
             self._is_paused = True
-            return self._answer_until(now)
+            return self._await_answer(now)
         assert self.world is not None
         self._orders.append(StartWorkers(self.world, False, self.num_restarts))
-        self._enter(now)
+        self._enter_world(now)
         return True
 
-    def _replace(self, now: float) -> bool:
+    def _replace_workers(self, now: float) -> bool:
         expected = self.entered or self._expected
         assert expected is not None
         dead = tuple(sorted(self._unreplaced))
         self._unreplaced.clear()
         self._orders.append(ReplaceWorkers(dead, expected, self.num_restarts))
-        return self._answer_until(now)
+        return self._await_answer(now)
 
-    def _answer_until(self, now: float) -> bool:
-        """Workers that were started have to call the API; whether they are not asked to."""
+    def _await_answer(self, now: float) -> bool:
+        """Wait until started workers have called the API; return whether they need not."""
         if self.config.ready_timeout_s:
             self._ready_at = now + self.config.ready_timeout_s
             return False
-        self._be_ready()
+        self._set_ready()
         return True
 
-    def _meet(self, now: float) -> bool:
-        """Whether the next world is there; else the wait begins."""
-        if self._has_next():
+    def _await_world(self, now: float) -> bool:
+        """Return whether the next world is there; else begin to wait for it."""
+        if self._has_next_world():
             return True
         self._waits_until = now + self.config.settings.join_timeout_s + WAIT_SLACK_S
         return False
 
-    def _resume(self, now: float) -> None:
+    def _resume_workers(self, now: float) -> None:
         assert self.world is not None
         self._orders.append(Broadcast(WorkerState.HEALTHY, self.world, self._change_to(self.world)))
-        self._enter(now)
+        self._enter_world(now)
 
-    def _enter(self, now: float) -> None:
-        """Its workers are told of the world."""
+    def _enter_world(self, now: float) -> None:
+        """Record that its workers have received the newest world."""
         assert self.world is not None
         self.entered, self._expected = self.world, None
-        self._passed_round = self.world.round
+        self._skipped_round = self.world.round
         self._status, self._is_paused = AgentStatus.WORKING, False
         is_asked = self.config.policy.is_soft and self.config.ready_timeout_s > 0
         self._reached = not is_asked

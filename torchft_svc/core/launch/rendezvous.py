@@ -1,8 +1,7 @@
-"""The lighthouse's end of the streams of launched runs' agents: who is told what, and until when.
+"""The launched runs of a lighthouse: streams of agents in, orders out; one `LaunchedRun` each.
 
 Inputs are method calls with ``now``, the instant of a monotonic clock; each returns orders for the
-shell. Streams are numbers of the shell's choice, each used once. `LaunchedRun` decides about one
-run; nothing that one run does concerns another.
+service. Streams are numbers of the service's choice, each used once. Runs do not affect each other.
 
     rendezvous = Rendezvous(RendezvousRules(), now)
     rendezvous.opened(stream, run, hello, now)     # RequestRefused: end the stream with it
@@ -17,8 +16,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torchft_svc.core.launch.launched_run import LaunchedRun
-from torchft_svc.core.launch.rendezvous_orders import Order, Orders, RunStatus, SendNews
+from torchft_svc.core.launch.launched_run import (
+    LaunchedRun,
+    Order,
+    Orders,
+    RunStatus,
+    SendNews,
+)
 from torchft_svc.core.launch.world import (
     AgentHello,
     AgentLeave,
@@ -32,13 +36,13 @@ from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.streams import EndStream, ReportStandstill
 from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 
-# So many beats in a heartbeat timeout: some may be late.
+# How many beats fit into a heartbeat timeout: some may be late.
 BEATS_PER_TIMEOUT = 5
 SETTLE_IN_S = 1.0
-# Agents that were cut off when their run was closed come back within this time to hear of it; those
-# that were cut off when all others went find that rounds have gone on.
+# How long a run without agents is kept: agents that were cut off when it was closed come back and
+# receive that; those that were cut off when all others went find that rounds have grown.
 EMPTY_RUN_KEPT_S = 60.0
-# In the worlds of all runs: an agent may tell any world, and a thousand nodes take 0.4 MB.
+# In the worlds of all runs: an agent may report any world, and a thousand nodes take 0.4 MB.
 MAX_NODES_OF_ALL_RUNS = 200_000
 # Agents that have a list of lighthouses stay with a silent one for longer.
 STANDSTILL_S = 1.0
@@ -46,10 +50,11 @@ STANDSTILL_S = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousRules:
-    """``heartbeat_timeout_s``: an agent that is silent for so long is lost.
+    """The timeouts and limits of all runs of a lighthouse.
 
-    ``settle_in_s``: so long after its first stream, a lighthouse begins no run anew: agents that
-    wait may find it before those whose workers run. The rest are limits.
+    ``heartbeat_timeout_s``: how long an agent may be silent before it is lost. ``settle_in_s``: how
+    long after its first stream a lighthouse begins no run anew: agents that wait may find it before
+    those whose workers run.
     """
 
     heartbeat_timeout_s: float = 5.0
@@ -73,21 +78,21 @@ class Rendezvous:
         self.clock = PausableClock(usual_look_s(config.heartbeat_timeout_s), now)
         self._reported_missed_s = 0.0
         self._runs: dict[str, LaunchedRun] = {}
-        self._before: dict[str, LaunchedRun] = {}  # closed ones, whose names have begun anew
+        self._before: dict[str, LaunchedRun] = {}  # closed ones, whose names other runs have now
         self._streams: dict[int, tuple[str, str]] = {}  # run and node id
-        self._begins_at = math.inf  # runs anew
+        self._begins_at = math.inf  # when runs may begin anew
         # When to look at the runs; may be too early, never too late.
         self._due_at = math.inf
 
     # -- inputs ----------------------------------------------------------------------------------
 
     def opened(self, stream: int, name: str, hello: AgentHello, now: float) -> Orders:
-        """A stream has begun with ``hello``, for the run called ``name``.
+        """Accept a stream that begins with ``hello``, for the run called ``name``.
 
         Raises:
             RequestRefused: this agent cannot take part; the stream has to end.
         """
-        at = self._time(now)
+        at = self._advance_clock(now)
         check_name("run", name)
         hello.node.check()
         hello.settings.check()
@@ -96,7 +101,7 @@ class Rendezvous:
             hello.world.check()
             if hello.node.node_id not in hello.world.node_ids:
                 raise RequestRefused(
-                    f"node {hello.node.node_id!r} is not in the world that it tells of"
+                    f"node {hello.node.node_id!r} is not in the world that it reports"
                 )
             self._check_room_for(name, hello.world)
         run = self._runs.get(name)
@@ -116,10 +121,10 @@ class Rendezvous:
         self._runs[name] = run
         self._streams[stream] = (name, hello.node.node_id)
         welcome = AgentWelcome(self.config.heartbeat_timeout_s / BEATS_PER_TIMEOUT)
-        return self._finish(run, [SendNews((stream,), welcome), *decided])
+        return self._conclude_input(run, [SendNews((stream,), welcome), *decided])
 
     def received(self, stream: int, message: AgentMessage, now: float) -> Orders:
-        """A message has come over ``stream``; nothing happens if that has ended.
+        """Accept a message of ``stream``; ignore it if that has ended.
 
         Raises:
             RequestRefused: it breaks the protocol; the stream has to end.
@@ -127,41 +132,43 @@ class Rendezvous:
         known = self._streams.get(stream)
         if known is None:
             return ()
-        at = self._time(now)
+        at = self._advance_clock(now)
         message.check()
         name, node_id = known
         run = self._runs[name]
         if isinstance(message, RunMove):
-            return self._finish(run, run.moved(message, at))
+            return self._conclude_input(run, run.moved(message, at))
         if isinstance(message, AgentLeave):
-            return self._finish(run, run.left(node_id, message, at))
-        return self._finish(run, run.told(node_id, message, at))
+            return self._conclude_input(run, run.left(node_id, message, at))
+        return self._conclude_input(run, run.state_received(node_id, message, at))
 
     def closed(self, stream: int, now: float, error: TorchFTError | None = None) -> Orders:
-        """A stream has ended, maybe with ``error``: its agent has not left."""
+        """Record that a stream has ended, maybe with ``error``: its agent has not left."""
         known = self._streams.pop(stream, None)
         if known is None:
             return ()
         name, node_id = known
         run = self._runs[name]
         reason = "its stream ended" if error is None else f"its stream ended: {error}"
-        return self._finish(run, run.gone(node_id, reason, self._time(now)))
+        return self._conclude_input(
+            run, run.stream_ended(node_id, reason, self._advance_clock(now))
+        )
 
     def drain(self, name: str, node: str, reason: str, now: float) -> Orders:
-        """An operator wants a node of the run called ``name`` to end, or those of a host.
+        """Drain a node of the run called ``name``, or those of a host, for an operator.
 
         Raises:
             RequestRefused: there is no such run or node.
         """
-        at = self._time(now)
+        at = self._advance_clock(now)
         if name not in self._runs:
             raise RequestRefused(f"there is no run {name!r}")
         run = self._runs[name]
-        return self._finish(run, run.drain(node, reason, at))
+        return self._conclude_input(run, run.drain(node, reason, at))
 
     def lead_ended(self, error: TorchFTError, now: float) -> Orders:
-        """Another lighthouse leads: all who are here are told, and forgotten."""
-        self._time(now)
+        """End all streams, and forget all runs: another lighthouse leads."""
+        self._advance_clock(now)
         orders = tuple(EndStream(stream, error) for stream in self._streams)
         self._runs.clear()
         self._before.clear()
@@ -170,18 +177,18 @@ class Rendezvous:
         return orders
 
     def tick(self, now: float) -> Orders:
-        """Time has passed; call it at `next_deadline`, or more often."""
-        at = self._time(now)
+        """Act on the time that has passed; call it at `next_deadline`, or more often."""
+        at = self._advance_clock(now)
         orders: list[Order] = []
         if at >= self._due_at:
             for name, run in list(self._runs.items()):
                 if run.next_deadline() <= at:
-                    orders += self._taken(run.tick(at))
+                    orders += self._without_ended(run.tick(at))
                 if self._is_forgotten(run, at):
                     del self._runs[name]
                     self._before.pop(name, None)
             self._due_at = min((self._due(run) for run in self._runs.values()), default=math.inf)
-        return self._reported(orders)
+        return self._with_standstill(orders)
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -195,7 +202,7 @@ class Rendezvous:
         Raises:
             RequestRefused: there is no such run.
         """
-        at = self._time(now)
+        at = self._advance_clock(now)
         if not name:
             return [run.status(at) for run in self._runs.values()]
         if name not in self._runs:
@@ -204,10 +211,10 @@ class Rendezvous:
 
     # -- the rules -------------------------------------------------------------------------------
 
-    def _time(self, now: float) -> float:
-        """The time of the decisions, which stands still with this process."""
+    def _advance_clock(self, now: float) -> float:
+        """Return the time of the decisions, which stands still with this process."""
         if not self._streams and self._due_at == math.inf:
-            self.clock.skip_to(now)  # nobody was there to be heard
+            self.clock.skip_to(now)  # nothing could be late
         missed_s = self.clock.missed_s
         at = self.clock.now(now)
         if self.clock.missed_s - missed_s >= STANDSTILL_S:
@@ -238,8 +245,10 @@ class Rendezvous:
         )
 
     def _is_history(self, run: LaunchedRun, node_id: str) -> bool:
-        """Whether an agent that was never in this run begins it anew: it was closed, and all have
-        left (L12)."""
+        """Whether an agent that was never in this run begins another one of its name (L12).
+
+        That is so if it was closed, and all have left.
+        """
         return not run.has_agents() and run.closed is not None and not run.knows(node_id)
 
     def _is_forgotten(self, run: LaunchedRun, at: float) -> bool:
@@ -253,20 +262,20 @@ class Rendezvous:
             due_at = min(due_at, (run.empty_since or 0.0) + EMPTY_RUN_KEPT_S)
         return due_at
 
-    def _finish(self, run: LaunchedRun, decided: Iterable[Order]) -> Orders:
-        orders = self._taken(decided)
+    def _conclude_input(self, run: LaunchedRun, decided: Iterable[Order]) -> Orders:
+        orders = self._without_ended(decided)
         self._due_at = min(self._due_at, self._due(run))
-        return self._reported(orders)
+        return self._with_standstill(orders)
 
-    def _taken(self, decided: Iterable[Order]) -> list[Order]:
-        """A stream that is to end concerns nobody any more."""
+    def _without_ended(self, decided: Iterable[Order]) -> list[Order]:
+        """Forget the streams that are to end."""
         orders = list(decided)
         for order in orders:
             if isinstance(order, EndStream):
                 self._streams.pop(order.stream, None)
         return orders
 
-    def _reported(self, orders: list[Order]) -> Orders:
+    def _with_standstill(self, orders: list[Order]) -> Orders:
         missed_s = self.clock.missed_s - self._reported_missed_s
         if missed_s:
             self._reported_missed_s = self.clock.missed_s

@@ -173,20 +173,6 @@ class RunSettings:
                 raise RequestRefused(f"{field} is {value}, must be 0 to {MAX_FAILURES}")
 
 
-class WorkerState(Enum):
-    """What the agent advises its workers; they treat it by their own logic."""
-
-    HEALTHY = "HEALTHY"  # the world of this event is complete: work in it
-    PAUSED = "PAUSED"  # a new world is on its way; the ranks are the present or the expected ones
-
-
-class WorldChangeEvent(Enum):
-    """Why the world changes."""
-
-    SCALE_UP = "SCALE_UP"
-    SCALE_DOWN = "SCALE_DOWN"
-
-
 class AgentStatus(Enum):
     """What an agent's workers do."""
 

@@ -235,7 +235,7 @@ class LighthouseRendezvous(RendezvousHandler):
             num_restarts=max(0, self._num_rendezvous - 1),
             num_failures=self._num_failures,
         )
-        self._opened_link().tell(state)
+        self._opened_link().send_state(state)
 
     def _raise_why_not(self, waited_s: float) -> None:
         """Raise if there will be no world, after ``waited_s`` seconds; called with the lock."""
@@ -286,7 +286,7 @@ class LighthouseRendezvous(RendezvousHandler):
                 self._told.closed = RunClosed(leave.reason, failed=leave.failed)
         if self._link is not None:
             atexit.unregister(self._leave_at_exit)
-            self._link.leave(leave)
+            self._link.send_leave(leave)
 
     def _leave_at_exit(self) -> None:
         """A signal ends this agent: the scheduler may start it again, and the others go on."""

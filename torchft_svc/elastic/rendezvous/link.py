@@ -123,7 +123,7 @@ class RendezvousLink:
         self._background: Background[_Connections] | None = None
         self._is_closed = False
 
-    def tell(self, state: AgentState) -> None:
+    def send_state(self, state: AgentState) -> None:
         """The lighthouse is told ``state`` soon, and again with every beat; the newest counts."""
         with self._lock:
             if self._is_closed:
@@ -148,7 +148,7 @@ class RendezvousLink:
                 running.cancel()
                 await asyncio.wait([running], timeout=CANCEL_AGAIN_S)
 
-    def leave(self, leave: AgentLeave, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+    def send_leave(self, leave: AgentLeave, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
         """Tell the lighthouse that this node is gone for good, and close; never raises.
 
         A lighthouse that does not answer is waited for until ``timeout_s``.

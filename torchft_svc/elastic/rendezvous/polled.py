@@ -79,13 +79,13 @@ class PolledMeeting:
         self._thread = threading.Thread(target=self._run, name="polled-rendezvous", daemon=True)
         self._thread.start()
 
-    def tell(self, state: AgentState) -> None:
-        """The newest state counts."""
+    def send_state(self, state: AgentState) -> None:
+        """Act on ``state``, which replaces the one before."""
         with self._has_changed:
             self._state = state
             self._has_changed.notify_all()
 
-    def leave(self, leave: AgentLeave) -> None:
+    def send_leave(self, leave: AgentLeave) -> None:
         """Close the rendezvous, if the run is over for all."""
         self.close()
         if leave.closes and not self._thread.is_alive():
