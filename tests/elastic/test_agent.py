@@ -136,7 +136,7 @@ def test_a_worker_that_removes_its_channel_is_told_of_once(tmp_path: Path) -> No
     assert "Traceback" not in told
 
 
-def test_a_worker_that_cannot_be_told_of_a_world_holds_nobody_up(tmp_path: Path) -> None:
+def test_a_worker_that_cannot_be_reached_delays_no_node(tmp_path: Path) -> None:
     """The others would wait for its answer until the deadline."""
     with launch(tmp_path, "--max-restarts=1", "--soft-ready-timeout=600", nnodes="1:2") as run:
         run.start("a")
