@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from support.launched import Launch, launch
 from support.running import ROOT, is_alive
-from support.trained_steps import Step, check_all, trained
+from support.trained_steps import Step, check_all, check_survivor, trained
 
 pytestmark = pytest.mark.processes
 EXAMPLE = ROOT / "examples" / "soft_restart.py"
@@ -96,3 +96,5 @@ def test_survivors_keep_their_processes_and_their_steps(tmp_path: Path) -> None:
         assert training.newest_step("a") > reached
         # Those of the frozen agent have missed what the others did meanwhile.
         check_all([step for node in ("a", "c", "d") for step in training.steps(node)])
+        for pid in first["a"]:
+            check_survivor([step for step in training.steps("a") if step.pid == pid])
