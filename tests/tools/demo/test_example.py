@@ -162,7 +162,10 @@ def test_sharded_groups_heal_with_the_commands_of_the_readme(environment: dict[s
             )
             for rank in range(2)
         ]
-        victim = stack.enter_context(Program([*command, *steps], settings | name))
+        # The launcher has imported torch before it is started; its workers have not.
+        assert command[0] == "torchrun"
+        launcher = [sys.executable, "-m", "torch.distributed.run", *command[1:], *steps]
+        victim = stack.enter_context(Program(launcher, settings | name, warm=True))
         survivors[0].wait_for("groups 2", SHARDED_S)
         line = victim.wait_for("groups 2", SHARDED_S)
         workers_of(victim)[-1].kill()
