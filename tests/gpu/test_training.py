@@ -16,7 +16,7 @@ from tools.benchmarks.processes import Child, lighthouse_address, start_lighthou
 pytestmark = [pytest.mark.gpu, pytest.mark.processes, needs_gpu, pytest.mark.timeout(180)]
 
 STEP_S = 30.0
-# From the kill to the survivor's next update: the loss is told at once, the abort takes a moment.
+# From the kill to the survivor's next update: the report is immediate, the abort takes a moment.
 RECOVERY_S = 2.0
 
 

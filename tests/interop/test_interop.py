@@ -71,13 +71,13 @@ class Script:
         return line.decode()
 
     def steps(self, until: int) -> list[dict[str, Any]]:
-        """What it told about its steps up to ``until``."""
-        told: list[dict[str, Any]] = []
-        while not told or told[-1]["step"] < until:
+        """What it printed about its steps up to ``until``."""
+        steps: list[dict[str, Any]] = []
+        while not steps or steps[-1]["step"] < until:
             line = self.line()
-            assert line, f"it ended with status {self.popen.wait(END_S)} after {told}"
-            told.append(json.loads(line))
-        return told
+            assert line, f"it ended with status {self.popen.wait(END_S)} after {steps}"
+            steps.append(json.loads(line))
+        return steps
 
     def close(self) -> None:
         for stream in (self.popen.stdin, self.popen.stdout):
@@ -106,11 +106,11 @@ def test_a_trainer_of_the_public_release_trains_against_our_lighthouse() -> None
             PEER, "interop_trainer.py", "public", f"http://{lighthouse.address}", "public", "12"
         ) as trainer,
     ):
-        told = trainer.steps(until=12)
+        printed = trainer.steps(until=12)
         assert "Traceback" not in lighthouse.errors()
-    assert [each["step"] for each in told] == list(range(1, 13))
-    assert told[-1]["loss"] < told[0]["loss"] / 4
-    assert {each["groups"] for each in told} == {1}
+    assert [each["step"] for each in printed] == list(range(1, 13))
+    assert printed[-1]["loss"] < printed[0]["loss"] / 4
+    assert {each["groups"] for each in printed} == {1}
 
 
 def test_two_trainers_of_the_public_release_train_together_on_our_lighthouse() -> None:
@@ -121,9 +121,9 @@ def test_two_trainers_of_the_public_release_train_together_on_our_lighthouse() -
             stack.enter_context(script(PEER, "interop_trainer.py", "public", address, name, "6"))
             for name in ("public-a", "public-b")
         ]
-        told = [trainer.steps(until=6) for trainer in trainers]
-    assert told[0][-1]["groups"] == told[1][-1]["groups"] == 2
-    assert told[0][-1]["loss"] < told[0][0]["loss"]
+        printed = [trainer.steps(until=6) for trainer in trainers]
+    assert printed[0][-1]["groups"] == printed[1][-1]["groups"] == 2
+    assert printed[0][-1]["loss"] < printed[0][0]["loss"]
 
 
 def test_a_group_of_the_public_release_and_one_of_ours_are_in_one_quorum() -> None:
@@ -169,18 +169,18 @@ def test_our_manager_trains_against_the_public_releases_lighthouse() -> None:
             )
             for name in ("ours-a", "ours-b")
         ]
-        told = survivor.steps(until=5)
-        while told[-1]["groups"] < 2:
-            told += survivor.steps(until=told[-1]["step"] + 1)
+        printed = survivor.steps(until=5)
+        while printed[-1]["groups"] < 2:
+            printed += survivor.steps(until=printed[-1]["step"] + 1)
         assert killed.steps(until=1)
         killed.popen.kill()
-        while told[-1]["groups"] > 1:
-            told += survivor.steps(until=told[-1]["step"] + 1)
-        alone_at = told[-1]["step"]
-        told += survivor.steps(until=told[-1]["step"] + 10)
+        while printed[-1]["groups"] > 1:
+            printed += survivor.steps(until=printed[-1]["step"] + 1)
+        alone_at = printed[-1]["step"]
+        printed += survivor.steps(until=printed[-1]["step"] + 10)
         survivor.popen.kill()
-    assert told[-1]["loss"] < told[0]["loss"] / 4
-    steps = [each["step"] for each in told]
+    assert printed[-1]["loss"] < printed[0]["loss"] / 4
+    steps = [each["step"] for each in printed]
     assert steps == sorted(set(steps)), "no step twice"
     # That lighthouse waits 200 ms for a slow group: until the kill, one may be left behind.
     after = [step for step in steps if step >= alone_at]

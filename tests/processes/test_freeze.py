@@ -54,7 +54,7 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(make_fleet: Callable[..., F
             eventually(
                 lambda: {each.phase for each in client.status()[0].groups} == {Phase.TRAINING}
             )
-        told_before = lighthouse.errors()
+        log_before = lighthouse.errors()
         lighthouse.send(signal.SIGSTOP)
         frozen_at = max(worker.signal_all(signal.SIGSTOP) for worker in workers)
         eventually(lambda: time.monotonic() > frozen_at + timeout_s + 0.5)
@@ -63,9 +63,9 @@ def test_a_job_that_was_suspended_as_a_whole_goes_on(make_fleet: Callable[..., F
         lighthouse.send(signal.SIGCONT)
         fleet.all_meet({0, 1})
         assert all(worker.is_running for worker in workers), fleet.summary()
-        told = lighthouse.errors().removeprefix(told_before)
-        assert "group lost" not in told
-        assert "group hangs" not in told
+        report = lighthouse.errors().removeprefix(log_before)
+        assert "group lost" not in report
+        assert "group hangs" not in report
 
 
 def test_a_group_without_a_way_to_the_lighthouse_is_left_out_and_heals(

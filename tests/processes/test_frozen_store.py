@@ -37,8 +37,8 @@ def await_askers(lighthouse: Process, *groups: str) -> None:
     """Return when these groups wait for a quorum, and no others."""
 
     def askers() -> set[str]:
-        told = client.status()[0].groups if client.status() else ()
-        return {group.replica_id.partition(":")[0] for group in told if group.asking}
+        groups = client.status()[0].groups if client.status() else ()
+        return {group.replica_id.partition(":")[0] for group in groups if group.asking}
 
     with LighthouseClient(lighthouse.address, timedelta(seconds=10)) as client:
         eventually(lambda: askers() == set(groups), LONG_S, f"{groups} ask")

@@ -1,4 +1,4 @@
-"""A group of several workers loses one of them: the others hear of it at once, the group leaves."""
+"""A group of several workers loses one: the others are informed at once, and the group leaves."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def test_a_rank_that_dies_is_an_error_for_its_group_and_no_loss_for_others(
         killed_at = fleet.kill(groups[1][victim])
         again_at = fleet.await_commits({0}, 30.0, since=killed_at, num_members=1)
         check("a rank is killed: the other group commits", again_at - killed_at, NEWS_S)
-        told = fleet.await_event(
+        loss = fleet.await_event(
             (Discarded, Exited),
             30.0,
             since=killed_at,
             wanted=lambda event: event.group == 1 and event.worker == left.options.worker,
         )
-        check("a rank is killed: its peer hears of it", told.at - killed_at, NEWS_S)
+        check("a rank is killed: its peer is informed", loss.at - killed_at, NEWS_S)
         fleet.kill(left)
         fleet.start(1)
         fleet.all_meet({0, 1})

@@ -1,4 +1,4 @@
-"""Two living groups have one name: the newcomer is told so at once, the first is not disturbed."""
+"""Two living groups have one name: the newcomer is refused at once, the first is not disturbed."""
 
 from __future__ import annotations
 

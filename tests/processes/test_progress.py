@@ -21,7 +21,7 @@ LONG_S = 30.0
 
 
 def status(lighthouse: Process) -> str:
-    """Why there is no quorum, as `lighthouse status` tells it."""
+    """Why there is no quorum, as `lighthouse status` shows it."""
     with LighthouseClient(lighthouse.address, timedelta(seconds=10)) as client:
         (job,) = client.status()
     return job.waiting_for

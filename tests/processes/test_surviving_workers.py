@@ -105,7 +105,7 @@ def check_digests(steps: list[Step]) -> None:
 
 def worker_of_two(rank: int, port: int, environment: dict[str, str]) -> Program:
     """A worker of the other group, which has no launcher."""
-    told = {
+    settings = {
         "REPLICA_GROUP_ID": "0",
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -114,4 +114,4 @@ def worker_of_two(rank: int, port: int, environment: dict[str, str]) -> Program:
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
-    return Program([sys.executable, *EXAMPLE], environment | told, warm=True, pace_s=PACE_S)
+    return Program([sys.executable, *EXAMPLE], environment | settings, warm=True, pace_s=PACE_S)

@@ -64,10 +64,10 @@ def test_a_worker_that_hangs_inside_a_step_has_its_group_left_out(
         assert not [each for each in fleet.of(1, Committed, since=again_at) if each.at < healed.at]
         fleet.all_meet({0, 1})
         assert all(worker.is_running for worker in hung)
-        told = lighthouse.errors().splitlines()
-        left_out = [line for line in told if "group left out job=" in line]
+        lines = lighthouse.errors().splitlines()
+        left_out = [line for line in lines if "group left out job=" in line]
         # Another may be slow in its first step, for that is what a stall of the machine looks like.
-        assert any("replica=group-1:" in line for line in left_out), told
+        assert any("replica=group-1:" in line for line in left_out), lines
 
 
 def test_an_exception_in_a_collective_costs_one_step(make_fleet: Callable[..., Fleet]) -> None:

@@ -99,8 +99,8 @@ def test_clocks_jump_while_groups_train(tmp_path: Path, election: tuple[str, ...
         )
         discarded = [fleet.of(group, Discarded, since=met_at) for group in GROUPS]
         assert discarded == [[], []], fleet.summary()
-        told = first.errors()
-        assert "group lost" not in told
+        log = first.errors()
+        assert "group lost" not in log
         first.end()
         second = stack.enter_context(lighthouse())
         fleet.all_meet(GROUPS)
@@ -110,8 +110,8 @@ def test_clocks_jump_while_groups_train(tmp_path: Path, election: tuple[str, ...
         assert all(worker.is_running for worker in fleet.lives), fleet.summary()
         assert all(len(fleet.of(group, Discarded)) <= 1 for group in GROUPS), fleet.summary()
         check_ids_and_weights(fleet)
-        assert told_at(second.errors(), "quorum changed") < datetime.now() - DAY / 2
-        assert told_at(fleet.lives[0].output(), "lost the lighthouse") < datetime.now() - DAY / 2
+        assert logged_at(second.errors(), "quorum changed") < datetime.now() - DAY / 2
+        assert logged_at(fleet.lives[0].output(), "lost the lighthouse") < datetime.now() - DAY / 2
 
 
 def check_ids_and_weights(fleet: Fleet) -> None:
@@ -127,7 +127,7 @@ def check_ids_and_weights(fleet: Fleet) -> None:
     assert len(members) > 1, "the second lighthouse has given out one of its own"
 
 
-def told_at(log: str, text: str) -> datetime:
+def logged_at(log: str, text: str) -> datetime:
     """What the clock showed when a line with ``text`` was written last."""
     (*_, line) = (line for line in log.splitlines() if text in line)
     return datetime.strptime(line[:19], "%Y-%m-%d %H:%M:%S")

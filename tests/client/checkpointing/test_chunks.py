@@ -56,7 +56,7 @@ def test_what_others_sent_is_not_good_before_the_lead_said_so() -> None:
     table = Table(3, 1)
     table.bring(A), table.bring(B), table.bring(B)
     assert not table.chunks.is_complete
-    # If the lead were lost now, source 1 would have to tell digests: it must keep everything.
+    # If the lead were lost now, source 1 would have to send digests: it must keep everything.
     assert [table.chunks.unreported(source, 9) for source in (0, 1)] == [[0], []]
     assert table.chunks.apply_digests(0, [GOOD] * 3) == set()
     assert table.chunks.is_complete

@@ -314,11 +314,13 @@ def test_a_source_that_is_out_of_the_quorum_and_frozen_is_not_waited_for(
 def test_a_source_that_cannot_offer_its_state_says_why(pair: list[ProcessGroup], why: str) -> None:
     source, receiver = PGTransport(pair[0], TIMEOUT), PGTransport(pair[1], TIMEOUT)
     source.refuse_checkpoint([1], 3, why)
-    with pytest.raises(CheckpointError, match="replica rank 0: step 3 cannot be offered: ") as told:
+    with pytest.raises(
+        CheckpointError, match="replica rank 0: step 3 cannot be offered: "
+    ) as caught:
         receiver.recv_checkpoint(0, "", 3, TIMEOUT)
-    said = told.value.reason.removeprefix("step 3 cannot be offered: ")
-    assert said.isprintable()
-    assert (said == why) == (len(why) < 100)
+    reason = caught.value.reason.removeprefix("step 3 cannot be offered: ")
+    assert reason.isprintable()
+    assert (reason == why) == (len(why) < 100)
     source.send_checkpoint([1], 3, {"n": 1}, TIMEOUT)  # it can after all
     assert receiver.recv_checkpoint(0, "", 3, TIMEOUT) == {"n": 1}
 

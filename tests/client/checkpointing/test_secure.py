@@ -156,7 +156,7 @@ def test_who_shows_no_certificate_fetches_nothing(some: Papers) -> None:
             context.wrap_socket(raw, server_hostname="127.0.0.1") as line,
         ):
             said = b""
-            with contextlib.suppress(OSError):  # it is told why, or hung up on
+            with contextlib.suppress(OSError):  # it receives the reason, or is hung up on
                 line.sendall(f"GET {where.path}/state/1 HTTP/1.1\r\n\r\n".encode())
                 said = line.recv(100)
             assert said == b""
@@ -176,11 +176,11 @@ def test_who_does_not_know_the_token_fetches_nothing(client: Security, reason: s
         error = complaint(source, client)
         assert isinstance(error, Unauthorized)
         assert reason in str(error)
-        check("a stranger is told", time.monotonic() - began_at, 5)
+        check("a stranger is answered", time.monotonic() - began_at, 5)
 
 
 def test_the_token_is_looked_at_before_the_request() -> None:
-    """Also one that makes no sense, or knows no secret: all hear the same."""
+    """Also one that makes no sense, or knows no secret: all get the same answer."""
     with serving(Security(token=TOKEN)) as source:
         port = urlsplit(source.metadata()).port
         for method, path in (("GET", "/"), ("POST", "/nonsense"), ("GET", "/a/b/c?d=e")):

@@ -321,9 +321,9 @@ def test_i6_no_piece_is_loaded_if_the_mesh_of_one_is_not_here(mesh: DeviceMesh) 
     weight = distribute_tensor(torch.randn(3), mesh, [Shard(0)])
     healthy, _ = pieces(first={"n": 1}, second={"w": weight})
     joiner, loaded = pieces(first={"n": 2}, second={"w": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match=r"'shard'.*registered here there is none") as told:
+    with pytest.raises(CheckpointError, match=r"'shard'.*registered here there is none") as caught:
         joiner.load(sent(healthy.collect({}, 1.0)))
-    assert not isinstance(told.value, TornState)
+    assert not isinstance(caught.value, TornState)
     assert loaded == {}
 
 

@@ -445,13 +445,13 @@ def test_damaged_digests_are_fetched_again(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [(Unreachable, ("manager", "a:1", "it is gone")), (OSError, ("no",))]
+    ("kind", "arguments"), [(Unreachable, ("manager", "a:1", "it is gone")), (OSError, ("no",))]
 )
 def test_an_extra_source_that_cannot_be_looked_up_takes_no_part(
-    site: Site, kind: type[Exception], told: tuple[str, ...]
+    site: Site, kind: type[Exception], arguments: tuple[str, ...]
 ) -> None:
     def fail() -> str:
-        raise kind(*told)  # made here: with its traceback it would hold what fetched for ever
+        raise kind(*arguments)  # made here: with its traceback it would hold what fetched for ever
 
     site.add()
     state = site.receiver.recv_striped(0, site.proxies[0].url, [fail], 1, LONG)

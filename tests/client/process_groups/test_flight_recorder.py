@@ -98,13 +98,13 @@ def test_the_analyzer_names_who_was_missing(
     for group in groups:
         group.abort()
     written(*groups)
-    told = analyze(folder_of(tmp_path, 1))
-    assert told.count("Not all ranks joining collective") == 1, told
-    assert "collective: gloo:all_reduce" in told
-    assert "missing ranks: {2}" in told
-    assert "input sizes: [[5]]" in told
-    assert "collective state: started" in told
-    assert "has errors" not in told
+    report = analyze(folder_of(tmp_path, 1))
+    assert report.count("Not all ranks joining collective") == 1, report
+    assert "collective: gloo:all_reduce" in report
+    assert "missing ranks: {2}" in report
+    assert "input sizes: [[5]]" in report
+    assert "collective state: started" in report
+    assert "has errors" not in report
 
 
 def test_the_log_says_where_it_stands(
@@ -118,7 +118,7 @@ def test_the_log_says_where_it_stands(
     a.abort()
     c.lose_member(1, "group a is gone")
     c.abort()
-    eventually(works[1].is_completed)  # it hears that both have left
+    eventually(works[1].is_completed)  # it notices that both have left
     b.save_record("nobody is there")
     written(*groups)
     where = r"quorum 1, replica rank 0 of 3: all_reduce 2 \(launched .* UTC\) did not end in .* s"
@@ -183,15 +183,15 @@ def test_the_analyzer_names_who_called_something_else(
         recorder.write(flight.snapshot(), "for the test")
         recorder.close(DEADLINE_S)
     folder = tmp_path / "quorum_7" / "group_rank_2"
-    told = analyze(folder)
-    assert "Collective sequence number: 2 has errors" in told
+    report = analyze(folder)
+    assert "Collective sequence number: 2 has errors" in report
     # Which of the two sizes it takes for the mistake depends on which file it reads first.
-    assert re.search(r"Culprit rank \d; Error type: SIZE_OR_SYNTAX_MISMATCH", told)
-    assert "'[[6]]'" in told
-    assert "'[[5]]'" in told
+    assert re.search(r"Culprit rank \d; Error type: SIZE_OR_SYNTAX_MISMATCH", report)
+    assert "'[[6]]'" in report
+    assert "'[[5]]'" in report
     (folder / "rank_1").unlink()
-    told = analyze(folder, "--allow-incomplete-ranks")
-    assert "we missed FR dumps from ranks ({1})" in told
+    report = analyze(folder, "--allow-incomplete-ranks")
+    assert "we missed FR dumps from ranks ({1})" in report
 
 
 def test_a_call_that_torch_refuses_is_not_recorded(tmp_path: Path) -> None:
@@ -271,9 +271,9 @@ def test_the_analyzer_names_a_trainer_that_hung(
         said = r"replica rank 1 of 2: all_\w+ \d+ \(launched .*\) (failed after|did not end in)"
         assert re.search(said, waits.errors())
     (quorum,) = (tmp_path / "job_default").glob("quorum_*/group_rank_0")
-    told = analyze(quorum)
-    assert "missing ranks: {0}" in told
-    assert "collective: gloo:all_" in told
+    report = analyze(quorum)
+    assert "missing ranks: {0}" in report
+    assert "collective: gloo:all_" in report
     (quorum / "rank_0").unlink()  # as if it had been frozen, or killed by the system
     with pytest.raises(AssertionError, match=r"Missing dump files from ranks \{0\}"):
         analyze(quorum)

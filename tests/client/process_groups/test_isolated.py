@@ -123,10 +123,10 @@ def test_nobody_waits_for_a_process_that_is_killed_while_it_meets_the_others(
         return ""
 
     began_at = time.monotonic()
-    said, heard, _ = together(lambda: fails(a, "a", 0), lambda: fails(b, "b", 1), kill)
+    error, received, _ = together(lambda: fails(a, "a", 0), lambda: fails(b, "b", 1), kill)
     check("a member that has failed", time.monotonic() - began_at, 3)
-    assert "was killed by SIGKILL" in said
-    assert heard == f"no quorum: a has failed: {said}"
+    assert "was killed by SIGKILL" in error
+    assert received == f"no quorum: a has failed: {error}"
     b.shutdown()
     place.end()
 
@@ -248,7 +248,7 @@ def test_tensors_in_shared_memory_are_used_as_they_are(
     once, twice = [1.0] * 4, [2.0] * 4
     expected = [once, twice, twice, twice, [0.0] * 4]
     assert together(lambda: sums(a), lambda: sums(b)) == [expected] * 2
-    # Another process has to be told of them again.
+    # Another process has to receive them again.
     a.abort()
     b.abort()
     place.configure(a, b)
@@ -272,7 +272,7 @@ def test_i7_what_was_shared_and_is_freed_is_forgotten(
     del tensor
 
     def is_forgotten() -> bool:
-        group.allreduce([torch.ones(1)]).wait(TIMEOUT)  # the child hears of it with the next one
+        group.allreduce([torch.ones(1)]).wait(TIMEOUT)  # the child receives it with the next one
         return num_mapped() == 0
 
     eventually(is_forgotten, what="freed memory is still mapped")

@@ -195,7 +195,7 @@ STRANGE_KEYS = [
 
 
 @pytest.mark.skipif(
-    not hasattr(dist.TCPStore, "list_keys"), reason="this torch tells no keys of a store"
+    not hasattr(dist.TCPStore, "list_keys"), reason="this torch lists no keys of a store"
 )
 @pytest.mark.parametrize("key", STRANGE_KEYS, ids=lambda key: repr(key[:24]))
 def test_strange_keys_in_a_store_end_no_meeting(group: ProcessGroupGloo, key: bytes) -> None:
@@ -212,11 +212,11 @@ def test_what_a_store_says_of_a_failure_is_one_printable_line(group: ProcessGrou
     place = MeetingPlace()
     lie = b"\x1b[31mfine\n2026-01-01 00:00:00 CRITICAL all is lost\xff" + b"x" * 100_000
     place.store.set("torchft/1/0/failed", lie)
-    with pytest.raises(QuorumFailed) as told:
+    with pytest.raises(QuorumFailed) as caught:
         group.configure(place.place(1), "a", 0, 2, quorum_id=1)
-    assert re.search("fine.2026", str(told.value))
-    assert str(told.value).isprintable()
-    assert len(str(told.value)) < 2000
+    assert re.search("fine.2026", str(caught.value))
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 2000
 
 
 class CountingStore:
@@ -253,7 +253,7 @@ def test_a_meeting_takes_a_few_requests_for_each_member() -> None:
 
 
 def test_members_meet_without_the_one_that_tells_them() -> None:
-    """Rank 0 has arrived, and died; an older version never tells it."""
+    """Rank 0 has arrived, and died; nobody else has written that they met."""
     store = CountingStore()
     store.set("present/0", "1")
     first, last = _meetings(store, 3)[1:]

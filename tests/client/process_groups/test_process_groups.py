@@ -242,11 +242,11 @@ def test_news_of_a_loss_ends_the_wait_for_a_connection(store: MeetingPlace) -> N
     def is_connecting() -> bool:
         return "gloo-connect" in {thread.name for thread in threading.enumerate()}
 
-    def tells() -> None:
+    def report_loss() -> None:
         eventually(is_connecting)
         group.lose_member(1, "b is gone: killed")
 
-    news = threading.Thread(target=tells)
+    news = threading.Thread(target=report_loss)
     news.start()
     with pytest.raises(QuorumFailed, match="b is gone: killed"):
         group.configure(store.place(1), "a", 0, 2, quorum_id=1)
@@ -310,7 +310,7 @@ def test_a_store_that_is_gone() -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(dist.TCPStore, "list_keys"), reason="this torch tells no keys of a store"
+    not hasattr(dist.TCPStore, "list_keys"), reason="this torch lists no keys of a store"
 )
 def test_i7_the_store_forgets_earlier_quorums(
     store: MeetingPlace, gloo: list[ProcessGroupGloo]
@@ -329,7 +329,7 @@ def test_i7_the_store_forgets_earlier_quorums(
 
 
 class Pending:
-    """An operation that is over when told."""
+    """An operation that is over on request."""
 
     over = False
 

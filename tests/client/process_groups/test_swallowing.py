@@ -123,12 +123,12 @@ def test_the_future_of_what_has_none(members: list[ErrorSwallowingProcessGroupWr
 def waits(manager: Manager) -> threading.Event:
     """Set when ``manager`` has waited for a sum longer than for a slice of time."""
     long_wait = threading.Event()
-    tell = manager._worker.on_phase
+    send = manager._worker.on_phase
 
     def note(report: PhaseReport) -> None:
         if report.phase is Phase.QUORUM:
             long_wait.set()
-        tell(report)
+        send(report)
 
     manager._worker.on_phase = note
     return long_wait
@@ -136,7 +136,7 @@ def waits(manager: Manager) -> threading.Event:
 
 @pytest.fixture(params=marked(KINDS))
 def pair(request: pytest.FixtureRequest) -> Iterator[list[Trainer]]:
-    """Two groups that have trained a step; ``inner`` of each can be told to fail."""
+    """Two groups that have trained a step; ``inner`` of each can be made to fail."""
     made: list[FakeProcessGroupWrapper] = []
 
     def make() -> ErrorSwallowingProcessGroupWrapper:
@@ -237,7 +237,7 @@ def test_a_swallowed_error_of_a_collective_of_one_s_own_discards_the_step(
 
 
 class _Telling(ProcessGroupWrapper):
-    """A user's own wrapper, that tells of errors by `errored` alone."""
+    """A user's own wrapper, that reports errors by `errored` alone."""
 
     error: Exception | None = None
 
@@ -249,7 +249,7 @@ def test_the_vote_asks_whatever_wraps_the_group() -> None:
     with lighthouse() as address, trainers(address, 1, pg=_Telling(ProcessGroupGloo())) as (a,):
         assert a.step()
         a.backward()
-        group_of(a).error = RuntimeError("nobody was told")
+        group_of(a).error = RuntimeError("no report was sent")
         assert not a.optimizer.step()
         assert a.manager.errored() is group_of(a).error
 

@@ -404,7 +404,7 @@ def test_torch_s_data_parallel_and_ours_around_one_model_are_refused() -> None:
         ours = OurDistributedDataParallel(manager, nn.Linear(2, 1))
         with pytest.raises(ConfigError, match="each would overwrite the other's averages"):
             DistributedDataParallel(ours)
-        outer = DistributedDataParallel(nn.Sequential(ours))  # which torch does not tell
+        outer = DistributedDataParallel(nn.Sequential(ours))  # which torch does not show
         with pytest.raises(ConfigError, match="each would overwrite the other's averages"):
             outer(torch.ones(1, 2))
         with pytest.raises(ConfigError, match="by this wrapper already"):

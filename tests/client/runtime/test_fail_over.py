@@ -110,7 +110,7 @@ def test_without_a_quorum_nothing_is_summed() -> None:
         began_at = time.monotonic()
         assert not a.step()
         check("no quorum, with 10 s left,", time.monotonic() - began_at, 2.0)
-        assert a.manager._runtime.deps.pg.errored() is not None, "the other hears of it at once"
+        assert a.manager._runtime.deps.pg.errored() is not None, "the other notices it at once"
 
 
 @pytest.mark.processes

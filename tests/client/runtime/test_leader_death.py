@@ -57,7 +57,7 @@ def group(program: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Progr
 
 
 def kill(leader: Program, whole: bool = False) -> float:
-    """SIGKILL, with ``whole`` also for its manager, which can tell nothing then; when that was."""
+    """SIGKILL, with ``whole`` also for its manager, silent then; the time of it."""
     at = time.monotonic()
     leader.process.kill()
     if whole:
@@ -93,7 +93,7 @@ def test_who_waits_for_a_quorum_is_told(monkeypatch: pytest.MonkeyPatch, *, whol
         failed_at = time.monotonic()
         killer.join()
         assert failed_at > killed_at[0]
-        check("who waits for a quorum is told", failed_at - killed_at[0], NEWS_S)
+        check("who waits for a quorum is informed", failed_at - killed_at[0], NEWS_S)
         assert not other.manager.should_commit()
         check_next_step(leader, other)
 
@@ -105,7 +105,7 @@ def test_who_votes_is_told(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> N
         killed_at = kill(leader, whole)
         with contextlib.suppress(PeerError):
             assert not other.optimizer.step()
-        check("who votes is told", time.monotonic() - killed_at, NEWS_S)
+        check("who votes is informed", time.monotonic() - killed_at, NEWS_S)
         check_next_step(leader, other)
 
 
@@ -119,5 +119,5 @@ def test_who_votes_later_finds_no_manager_and_does_not_wait_for_one(
         began_at = time.monotonic()
         with pytest.raises(PeerError):
             other.optimizer.step()
-        check("who votes later is told", time.monotonic() - began_at, NEWS_S)
+        check("who votes later is informed", time.monotonic() - began_at, NEWS_S)
         check_next_step(leader, other)

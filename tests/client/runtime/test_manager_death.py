@@ -241,7 +241,7 @@ def test_the_manager_dies_when_only_some_workers_have_their_answer(
 def test_m7_where_the_first_answer_is_lost_the_group_stands_until_its_quorum_timeout(
     address: str,
 ) -> None:
-    """The workers share no round by which the next manager could tell. Then all go on."""
+    """The workers share no round that distinguishes them for the next manager. All go on."""
     limit_s = 6.0
     limit = timedelta(seconds=limit_s)
     options = {"timeout": limit, "quorum_timeout": limit, "init_sync": False}

@@ -69,14 +69,14 @@ def test_an_argument_beats_the_environment_also_in_the_sidecar(
 
 
 def complaint(address: str, security: Security, **options: Any) -> TorchFTError:
-    """What the trainer hears, and that it hears it soon."""
+    """The error of the trainer, which comes soon."""
     began_at = time.monotonic()
     with (
         pytest.raises(TorchFTError) as caught,
         Trainer(address, "a", 0, security=security, **options) as a,
     ):
         a.steps(3)
-    check("a trainer is told", time.monotonic() - began_at, 15)
+    check("a trainer is informed", time.monotonic() - began_at, 15)
     return caught.value
 
 

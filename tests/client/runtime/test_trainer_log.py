@@ -43,7 +43,7 @@ JOINS, QUORUM, LEAVES = (
 FORMAT = 'format="mine %(levelname)s %(message)s"'
 
 
-def said(lines: str, start: str = r"[\d-]+ [\d:,]+ INFO torchft_svc\[a\] ") -> list[str]:
+def messages(lines: str, start: str = r"[\d-]+ [\d:,]+ INFO torchft_svc\[a\] ") -> list[str]:
     """The lines that begin with ``start``, without what differs from run to run."""
     found = [line for line in lines.splitlines() if re.match(start, line)]
     plain = [re.sub(r"quorum \d+", "quorum N", re.sub(start, "", line)) for line in found]
@@ -67,7 +67,7 @@ def errors_of(tmp_path: Path, before: str = "", after: str = "", **variables: st
 
 def test_a_trainer_speaks_without_configuration(tmp_path: Path) -> None:
     errors = errors_of(tmp_path)
-    assert said(errors) == [JOINS, QUORUM, LEAVES]
+    assert messages(errors) == [JOINS, QUORUM, LEAVES]
     assert len(errors.splitlines()) == 3, errors
 
 
@@ -78,7 +78,7 @@ def test_the_environment_names_the_level(tmp_path: Path, level: str) -> None:
 
 def test_at_debug_there_is_more(tmp_path: Path) -> None:
     errors = errors_of(tmp_path, TORCHFT_LOG="debug")
-    assert said(errors) == [JOINS, QUORUM, LEAVES]
+    assert messages(errors) == [JOINS, QUORUM, LEAVES]
     assert " DEBUG torchft_svc[a] " in errors
     assert " INFO torchft_svc[a manager] " in errors  # of its own process
 
@@ -89,8 +89,8 @@ def test_the_programs_own_configuration_wins(tmp_path: Path, where: str, level: 
     own = f"logging.basicConfig(level=logging.{level}, {FORMAT})"
     errors = errors_of(tmp_path, **{where: own})
     expected = [QUORUM, LEAVES] if where == "after" else [JOINS, QUORUM, LEAVES]
-    assert said(errors, "mine INFO ") == (expected if level == "INFO" else [])
-    assert len(said(errors)) == (where == "after"), "a line came twice, or against its level"
+    assert messages(errors, "mine INFO ") == (expected if level == "INFO" else [])
+    assert len(messages(errors)) == (where == "after"), "a line came twice, or against its level"
 
 
 def test_a_handler_for_this_package_wins(tmp_path: Path) -> None:
@@ -129,7 +129,7 @@ def test_heals_quorums_and_lost_groups_are_told_without_secrets(
         assert committed
         a.until(3)
         secrets = [each.manager._runtime.deps.transport._server.secret for each in (a, b)]
-    told = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
+    records = [record.getMessage() for record in caplog.records if record.levelno >= logging.INFO]
     for pattern in (
         r"quorum \d+ from step \d: 2 groups: a, b",
         r"healing to step \d from group [ab]",
@@ -139,8 +139,8 @@ def test_heals_quorums_and_lost_groups_are_told_without_secrets(
         r"quorum \d+ from step \d: 1 group: a; gone: b \(.*\)",
         r"leaves after step \d",
     ):
-        assert any(re.fullmatch(pattern, line) for line in told), (pattern, told)
-    assert "gloo" not in "".join(told)
+        assert any(re.fullmatch(pattern, line) for line in records), (pattern, records)
+    assert "gloo" not in "".join(records)
     assert not any(secret in caplog.text for secret in secrets)
 
 
@@ -154,9 +154,9 @@ def test_a_step_in_vain_is_told_with_its_reason(caplog: pytest.LogCaptureFixture
         assert a.manager.num_participants() == 2  # so it is not summed in another quorum
         a.backward()
         assert not a.optimizer.step()
-    told = [record.getMessage() for record in caplog.records]
+    records = [record.getMessage() for record in caplog.records]
     why = r"step 4 is discarded: b:\S+ did not begin step 4 in time"
-    assert any(re.fullmatch(why, line) for line in told), told
+    assert any(re.fullmatch(why, line) for line in records), records
 
 
 @pytest.mark.parametrize("url", ["http://host:99999/S3CRET/x", "host:1/S3CRET", "ftp://h:1/S3CRET"])
@@ -185,15 +185,15 @@ def test_a_lighthouse_that_cannot_be_reached_is_named_until_the_end(tmp_path: Pa
         errors: str = process.stderr.read()
         assert process.wait() == 1
     why = "lighthouse at 127.0.0.1:1 cannot be reached: Connection refused"
-    told = errors.splitlines()
-    assert said(errors, r"[\d-]+ [\d:,]+ WARNING torchft_svc\[a manager\] ")[:2] == [
+    lines = errors.splitlines()
+    assert messages(errors, r"[\d-]+ [\d:,]+ WARNING torchft_svc\[a manager\] ")[:2] == [
         f"there is no lighthouse: {why}",
         f"no lighthouse for 5 s: {why}",
     ]
-    begins = told.index("Traceback (most recent call last):")
-    ends = told.index(f"torchft_svc.errors.Unreachable: {why}")
+    begins = lines.index("Traceback (most recent call last):")
+    ends = lines.index(f"torchft_svc.errors.Unreachable: {why}")
     assert ends - begins <= 17, errors  # nine of them are of the fork server
-    assert any("lonely.py" in line for line in told[begins:ends])
+    assert any("lonely.py" in line for line in lines[begins:ends])
 
 
 @pytest.mark.parametrize("own", ["", f"logging.basicConfig({FORMAT})"])
@@ -206,17 +206,17 @@ def test_a_trainer_that_waits_for_others_says_so(tmp_path: Path, own: str) -> No
         command = [sys.executable, str(tmp_path / "lonely.py")]
         with Warm(command, env=environment(), stderr=subprocess.PIPE, text=True) as process:
             lines = iter(process.stderr.readline, "")
-            told = next(line for line in lines if "no quorum" in line)
+            line = next(line for line in lines if "no quorum" in line)
             process.kill()
     start = "mine" if own else r"[\d-]+ [\d:,]+"
     who = "" if own else r"torchft_svc\[a\] "
     why = r"no quorum for \d s: 1 of at least 2 groups ask \(--min-replicas\)\n"
-    assert re.fullmatch(f"{start} WARNING {who}{why}", told), told
+    assert re.fullmatch(f"{start} WARNING {who}{why}", line), line
 
 
 def test_a_trainer_that_does_not_shut_down_says_after_which_step(tmp_path: Path) -> None:
     errors = errors_of(tmp_path, after="manager.shutdown = lambda: None")
-    assert said(errors) == [JOINS, QUORUM, LEAVES]
+    assert messages(errors) == [JOINS, QUORUM, LEAVES]
 
 
 def test_a_program_without_torch_is_told_what_is_missing(tmp_path: Path) -> None:

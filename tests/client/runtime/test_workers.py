@@ -80,8 +80,8 @@ def test_who_waits_for_a_manager_that_does_not_start_is_told_why(address: str) -
     place = {"store_addr": "localhost", "store_port": store.port, "world_size": 2}
     together(lambda: fails(0), lambda: fails(1))
     check("the manager does not start", time.monotonic() - began_at, 5.0)
-    (told,) = [error for error in errors if isinstance(error, GivenUp)]
-    assert "it did not start: " in told.reason
+    (error,) = [each for each in errors if isinstance(each, GivenUp)]
+    assert "it did not start: " in error.reason
     del store
 
 
@@ -203,7 +203,7 @@ def test_i5_a_worker_that_is_gone_is_an_error_for_the_others_at_once(address: st
 
 
 def test_i5_who_waits_for_a_group_that_hangs_hears_that_a_peer_is_gone() -> None:
-    """The other groups would let it wait: theirs hang, and NCCL's end tells nobody."""
+    """The other groups would let it wait: theirs hang, and NCCL's end informs nobody."""
     with (
         lighthouse(min_replicas=2) as address,
         workers(address, "a", 2) as a,
@@ -240,12 +240,12 @@ def test_a_drained_worker_waits_for_peers_that_have_not_heard_of_it(address: str
     """Its question failed, but had not said that it has to end: they would wait for it for ever."""
     with workers(address, "a", 2) as group:
         together(*(worker.step for worker in group))
-        told = group[1]
-        told.manager.start_quorum(timeout=timedelta(seconds=0.1))
-        told.manager._stepper.wait_until_ready()
-        told.manager._runtime.worker.drain("a signal to one of them")
-        told.loss().backward()
-        assert not told.optimizer.step()
+        drained = group[1]
+        drained.manager.start_quorum(timeout=timedelta(seconds=0.1))
+        drained.manager._stepper.wait_until_ready()
+        drained.manager._runtime.worker.drain("a signal to one of them")
+        drained.loss().backward()
+        assert not drained.optimizer.step()
 
         def ends(worker: Trainer) -> None:
             with pytest.raises(Drained):
@@ -283,8 +283,8 @@ def test_workers_at_different_steps_are_refused(address: str) -> None:
                 return str(error)
             return ""
 
-        for told in together(lambda: error_of(group[0]), lambda: error_of(group[1])):
-            assert "different steps: rank 0 at step 5, rank 1 at step 0" in told
+        for reason in together(lambda: error_of(group[0]), lambda: error_of(group[1])):
+            assert "different steps: rank 0 at step 5, rank 1 at step 0" in reason
 
 
 def test_a_group_needs_a_common_store(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

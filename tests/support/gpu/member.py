@@ -72,8 +72,8 @@ class Member:
             try:
                 self.group.configure(store, f"member {rank}", rank, size, quorum_id=quorum)
             except TorchFTError as error:
-                told = f"{type(error).__name__}: {error}"
-                return {"error": told, "stall_ms": ticker.longest_ms}
+                error_text = f"{type(error).__name__}: {error}"
+                return {"error": error_text, "stall_ms": ticker.longest_ms}
         return {"ms": ms_since(began_at), "stall_ms": ticker.longest_ms}
 
     def allreduce(self, numel: int, value: float, op: str = "SUM") -> Answer:
@@ -110,7 +110,7 @@ class Member:
         return found
 
     def lose(self, quorum: int, numel: int = 1 << 20) -> Answer:
-        """Reduce with a member that is dead; its loss is told, and answered as the manager does."""
+        """Reduce with a member that is dead; its loss is reported as the manager does it."""
         reduction = self._reduction(torch.ones(numel, device=DEVICE), ReduceOp.SUM)
         began_at = time.monotonic()
         self.group.lose_member(quorum, "a member is gone")
@@ -133,8 +133,8 @@ class Member:
         try:
             work.wait(timedelta(seconds=1))
         except TorchFTError as error:
-            return {"idle_ms": idle_ms, "told": str(error), "errored": str(self.group.errored())}
-        return {"idle_ms": idle_ms, "told": "success"}
+            return {"idle_ms": idle_ms, "error": str(error), "errored": str(self.group.errored())}
+        return {"idle_ms": idle_ms, "error": "success"}
 
     def every_collective(self) -> Answer:
         """What each collective gives, as lists."""
@@ -181,15 +181,15 @@ class Member:
             work.wait()
         began_at = time.monotonic()
         os.kill(pg.pid, signal.SIGKILL)
-        told = ""
+        error_text = ""
         try:
             work.wait(timedelta(seconds=10))
         except (RuntimeError, TorchFTError) as error:
-            told = str(error)
-        told_ms = ms_since(began_at)
+            error_text = str(error)
+        error_ms = ms_since(began_at)
         pg.abort()
         torch.cuda.synchronize()
-        return {"told": told, "told_ms": told_ms, "idle_ms": ms_since(began_at)}
+        return {"error": error_text, "error_ms": error_ms, "idle_ms": ms_since(began_at)}
 
     def leave_the_stream_waiting(self, numel: int = 1 << 20) -> Answer:
         """Hold up the stream for a sum that nobody else takes part in, then leave."""
