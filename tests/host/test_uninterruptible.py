@@ -1,4 +1,4 @@
-"""Tests that the end of a program waits for threads that cannot be interrupted."""
+"""Tests waits that can be left, and that a program waits at its end for threads that cannot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from torchft_svc.errors import DeadlineExceeded
 from torchft_svc.host import uninterruptible
 
 
@@ -31,3 +32,19 @@ def test_the_end_does_not_wait_for_long(monkeypatch: pytest.MonkeyPatch) -> None
     uninterruptible.start_uninterruptible(may_end.wait, "abandoned")
     uninterruptible._join()
     may_end.set()
+
+
+def test_a_wait_ends_by_its_event_its_check_or_its_deadline() -> None:
+    event = threading.Event()
+
+    def leave() -> None:
+        raise KeyError
+
+    with pytest.raises(KeyError):
+        uninterruptible.wait_checking(event.wait, leave, check_s=0.001)
+    with pytest.raises(DeadlineExceeded, match=r"a rest timed out after 0\.01 s: nobody came"):
+        uninterruptible.wait_checking(
+            event.wait, uninterruptible.nothing, 0.01, "a rest", "nobody came", check_s=0.001
+        )
+    event.set()
+    uninterruptible.wait_checking(event.wait, leave)

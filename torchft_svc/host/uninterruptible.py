@@ -1,4 +1,4 @@
-"""Calls into torch that cannot be interrupted: how to leave them.
+"""Waits that can be left, also those of calls into torch that cannot be interrupted.
 
 A wait with a timeout is repeated in slices; any other call has its own thread and may be abandoned.
 """
@@ -22,8 +22,8 @@ T = TypeVar("T")
 # The longest single wait inside torch, on a thread that has to react to something else as well.
 SLICE_S = 0.05
 SLICE = timedelta(seconds=SLICE_S)
-# Interval at which a wait checks whether its caller still needs it.
-_POLL_S = 0.02
+# The interval at which a wait checks whether its caller still needs it.
+CHECK_S = 0.02
 # Each abandoned call holds a thread and perhaps a connection. Above this number the oldest ones are
 # made to return.
 MAX_ABANDONED_CALLS = 8
@@ -42,6 +42,27 @@ def start_uninterruptible(target: Callable[[], object], name: str) -> None:
     thread = threading.Thread(target=target, name=name, daemon=True)
     _threads.add(thread)
     thread.start()
+
+
+def wait_checking(
+    is_over: Callable[[float], bool],
+    check: Callable[[], None],
+    timeout_s: float = math.inf,
+    action: str = "",
+    reason: str = "",
+    *,
+    check_s: float = CHECK_S,
+) -> None:
+    """Wait until ``is_over``, which waits up to its argument; ``check`` raises to leave.
+
+    Raises:
+        DeadlineExceeded: ``action`` did not finish within ``timeout_s``; ``reason`` says why.
+    """
+    deadline = time.monotonic() + timeout_s
+    while not is_over(check_s):
+        check()
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(action, timeout_s, reason)
 
 
 def wait_in_slices(
@@ -73,7 +94,7 @@ def wait_in_slices(
 
 
 def nothing() -> None:
-    """There is nothing to check, to release, to stop or to wait for."""
+    """Do nothing: the check, release, stop or wait of what needs none."""
 
 
 class UninterruptibleCall(Generic[T]):
@@ -94,17 +115,13 @@ class UninterruptibleCall(Generic[T]):
         start_uninterruptible(functools.partial(self._run, make), name)
 
     def result(self, check: Callable[[], None], timeout_s: float = math.inf, action: str = "") -> T:
-        """What ``make`` returns, or its error; ``check`` raises to abandon the call.
+        """Return what ``make`` returns, or raise its error; ``check`` raises to abandon the call.
 
         Raises:
             DeadlineExceeded: ``action`` did not finish within ``timeout_s``; it was abandoned.
         """
-        deadline = time.monotonic() + timeout_s
         try:
-            while not self._over.wait(_POLL_S):
-                check()
-                if time.monotonic() > deadline:
-                    raise DeadlineExceeded(action, timeout_s)
+            wait_checking(self._over.wait, check, timeout_s, action)
         except BaseException:
             self.abandon()
             raise

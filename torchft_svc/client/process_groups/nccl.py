@@ -17,6 +17,7 @@ from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup, W
 from torchft_svc.client.process_groups.operations import WrappedWork
 from torchft_svc.env import set_default, switched_on
 from torchft_svc.errors import ConfigError, DeadlineExceeded, QuorumFailed
+from torchft_svc.host.uninterruptible import wait_checking
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +32,7 @@ _MAKING = threading.Lock()
 # Torch reads this variable once. An abandoned connection attempt ends after so many seconds.
 _GIVE_UP_CONNECTING = ("TORCH_NCCL_NONBLOCKING_TIMEOUT", "60")
 # Interval at which the wait for a connection checks whether it is still wanted.
-_POLL_S = 0.002
+_CHECK_S = 0.002
 # How long `shutdown` waits for communicators that are still being aborted.
 _JOIN_S = 2.0
 # A collective that ends within this time is noticed at once; after it, sleeping is cheaper.
@@ -96,12 +97,14 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         Torch waits for the other members in a call that cannot be interrupted: it runs on a thread
         that is abandoned if the connection is not wanted any more.
         """
-        limit_s = self._timeout.total_seconds()
-        deadline = time.monotonic() + limit_s
-        while not connecting.is_over(_POLL_S):
-            self._check_wanted()
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded("connecting over NCCL", limit_s, "a member does not answer")
+        wait_checking(
+            connecting.is_over,
+            self._check_wanted,
+            self._timeout.total_seconds(),
+            "connecting over NCCL",
+            "a member does not answer",
+            check_s=_CHECK_S,
+        )
         if connecting.error is not None:
             raise connecting.error
 

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import itertools
 import threading
-import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any
@@ -40,10 +39,9 @@ from torchft_svc.client.process_groups.nccl import check_support, resolve_device
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
 from torchft_svc.client.process_groups.recording import STARTED, Record
 from torchft_svc.client.process_groups.rendezvous import announce
-from torchft_svc.errors import DeadlineExceeded, PeerError, QuorumFailed
+from torchft_svc.errors import PeerError, QuorumFailed
+from torchft_svc.host.uninterruptible import wait_checking
 
-# How often a wait looks whether it is still wanted.
-_POLL_S = 0.02
 # The process' own error, which names the reason, should arrive before the deadline here.
 _ANSWER_GRACE_S = 2.0
 # Sending a command takes less, unless the process has stopped reading.
@@ -90,8 +88,7 @@ class IsolatedProcessGroup(ProcessGroup):
     def prepare(self) -> None:
         """See `ProcessGroup.prepare`; the fork server imports torch, which takes seconds."""
         FORK_SERVER.start()
-        while not FORK_SERVER.is_ready(_POLL_S):
-            self._check_meeting(None)
+        wait_checking(FORK_SERVER.is_ready, lambda: self._check_meeting(None))
 
     def _configure(self, members: Members) -> None:
         self._leave_record()
@@ -239,11 +236,8 @@ class IsolatedProcessGroup(ProcessGroup):
         return Launch(next(self._numbers), loan.segment.number, name, *sent)
 
     def _await(self, event: threading.Event, timeout_s: float, quorum_id: int | None) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not event.wait(_POLL_S):
-            self._check_meeting(quorum_id)
-            if time.monotonic() > deadline:
-                raise DeadlineExceeded("configuring the process group", timeout_s)
+        action = "configuring the process group"
+        wait_checking(event.wait, lambda: self._check_meeting(quorum_id), timeout_s, action)
 
     def _drop(self, child: ChildProcess) -> None:
         """Kill ``child``, and stop using the memory that was shared with it."""
