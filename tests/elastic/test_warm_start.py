@@ -42,7 +42,7 @@ def attempt(folder: Path, number: int, of: Program) -> Any:
 
 
 def cold_and_warm(folder: Path, launcher: Program) -> tuple[Any, Any, int]:
-    """What the last cold attempt told, and the first warm one; and the number of that."""
+    """The reports of the last cold attempt and of the first warm one; and the number of that."""
     launcher.wait_for("nowhere cannot be preloaded", LAUNCH_S)
     warm = attempt(folder, 0, launcher)
     for number in itertools.count(1):
@@ -83,8 +83,8 @@ def test_a_warm_worker_finds_and_does_what_a_cold_one_does(name: str, tmp_path: 
     assert any(line.endswith(f"]:out {number}") for line in launcher.lines)
     (log,) = tmp_path.glob(f"logs/*/attempt_{number}/0/stderr.log")
     assert log.read_text().startswith(f"err {number}\n")
-    told = f"has ended with exit code {exit_code}"
-    assert any(told in line for line in launcher.lines), launcher.lines
+    expected = f"has ended with exit code {exit_code}"
+    assert any(expected in line for line in launcher.lines), launcher.lines
     if end == "raise":
         (error,) = tmp_path.glob(f"logs/*/attempt_{number}/0/error.json")
         assert "as it was told" in json.loads(error.read_text())["message"]["message"]

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.processes
 def workers(
     entrypoint: Any, *args: Any, num: int = 2, folder: Path, tee: Std = Std.NONE, **more: Any
 ) -> Iterator[LocalWorkers]:
-    """Of a node, which end with the block."""
+    """The workers of a node, which end with the block."""
     entrypoint, args = tied(entrypoint, args)
     spec = WorkerSpec("role", num, None, entrypoint=entrypoint, args=args, **more)  # type: ignore[arg-type]
     local = LocalWorkers(spec, DefaultLogsSpecs(str(folder), Std.ALL, tee), "fork")
@@ -118,12 +118,12 @@ def test_a_temporary_directory_of_logs_stays_only_if_there_are_logs(
 
 
 def test_what_a_failed_worker_has_started_ends_with_it(tmp_path: Path) -> None:
-    told = tmp_path / "child"
-    script = f"sleep 60 & echo $! > {told}.part; mv {told}.part {told}; exit 3"
+    path = tmp_path / "child"
+    script = f"sleep 60 & echo $! > {path}.part; mv {path}.part {path}; exit 3"
     with workers("sh", "-c", script, num=1, folder=tmp_path) as local:
         local.start(environments(1))
         assert ends_of(local, 1)[0].exit_code == 3
-        child = int(told.read_text())
+        child = int(path.read_text())
         eventually(lambda: not is_alive(child), 20.0, "its child ends, too")
 
 
@@ -151,7 +151,7 @@ start()
 
 
 def agent(then: str, pid: str = "__import__('os').getpid()") -> subprocess.Popen[str]:
-    """A process that starts a worker as an agent does, and tells its id."""
+    """A process that starts a worker as an agent does, and prints its id."""
     script = AGENT.format(root=str(ROOT), then=then, pid=pid)
     command = [sys.executable, "-c", script]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment())
@@ -181,12 +181,12 @@ ctypes.CDLL(None).syscall(60, 0)  # ends this thread, and no other one
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="system calls have other numbers")
 def test_a_process_group_ends_with_an_agent_that_takes_long_to_end(tmp_path: Path) -> None:
-    """Its main thread has started the workers; others, and its memory, may be there for longer."""
-    told = tmp_path / "child"
-    command = [sys.executable, "-c", SLOW_TO_END, str(told)]
+    """The main thread has started the workers; others, and its memory, may be there for longer."""
+    path = tmp_path / "child"
+    command = [sys.executable, "-c", SLOW_TO_END, str(path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, cwd=ROOT, env=environment()) as process:
-        eventually(lambda: told.exists() and told.read_text().strip(), 20.0, "it has a child")
-        child = int(told.read_text())
+        eventually(lambda: path.exists() and path.read_text().strip(), 20.0, "it has a child")
+        child = int(path.read_text())
         assert process.stdin is not None
         process.stdin.close()
         eventually(lambda: not is_alive(child), 10.0, "it has ended")

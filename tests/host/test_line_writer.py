@@ -39,7 +39,7 @@ MAX_KEPT = MAX_WAITING_LINES + 1
 
 @contextlib.contextmanager
 def writer_to(pipe: StuckPipe, **options: Any) -> Iterator[LineWriter]:
-    """Of the pipe, which is read before the block is left."""
+    """The text of the pipe, which is read before the block is left."""
     with open(pipe.writing, "w", closefd=False) as stream:
         yield LineWriter(stream, **options)
 
@@ -99,7 +99,7 @@ def test_a_patient_writer_loses_nothing_while_somebody_reads() -> None:
 
 
 def test_a_reader_that_went_away_costs_lines_and_nothing_else(tmp_path: Any) -> None:
-    """As with a FIFO, another one may come."""
+    """Another reader may come, as with a FIFO."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     reading = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
@@ -152,7 +152,7 @@ def test_a_programs_own_stream_gets_the_lines() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("is_stuck", [True, False])
 def test_a_forked_child_writes_its_own_lines_and_never_waits(is_stuck: bool) -> None:
-    """It inherits neither the thread nor the lines that wait in its parent."""
+    """A fork inherits neither the thread nor the lines that wait in its parent."""
     with stuck_pipe() as pipe, writer_to(pipe) as writer:
         put_until(writer, 10)
         if not is_stuck:
@@ -174,7 +174,7 @@ def test_a_forked_child_writes_its_own_lines_and_never_waits(is_stuck: bool) -> 
 
 @pytest.mark.processes
 def test_a_child_that_is_forked_while_a_thread_prints_can_print() -> None:
-    """It begins its own line, not in the middle of the parent's."""
+    """A fork begins its own line, not in the middle of the parent's."""
     with stuck_pipe() as pipe, writer_to(pipe) as writer:
         pipe.skip_filling()
         stream = LineStream(writer)

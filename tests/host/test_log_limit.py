@@ -1,4 +1,4 @@
-"""Tests which lines of a log are left out, and how that is told."""
+"""Tests which lines of a log are left out, and how that is logged."""
 
 from __future__ import annotations
 

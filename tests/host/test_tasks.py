@@ -11,7 +11,7 @@ from torchft_svc.host.tasks import Tasks
 
 
 def test_a_task_that_loses_its_cancellation_is_cancelled_again() -> None:
-    """As `asyncio.wait_for` of Python 3.11 does when a result comes at the same time."""
+    """Raise as `asyncio.wait_for` of Python 3.11 does when a result comes at the same time."""
     lost = 0
 
     async def stubborn() -> None:

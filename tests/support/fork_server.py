@@ -36,8 +36,8 @@ class Program:
     ``loaded``: which of the fork servers forks it.
     ``drops_memory``: it ends without freeing what it has imported, which takes 0.25 s with torch,
         as a `Call` does; not for tests of the end.
-    ``parent_pid``: it becomes a child of this process, which adopts orphans, and tells its own
-        process id on the first descriptor.
+    ``parent_pid``: it becomes a child of this process, which adopts orphans, and writes its own
+        process id to the first descriptor.
     ``serves``: its first fork server with this module needs no import.
     """
 
@@ -98,7 +98,7 @@ class Forked:
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended, and that is not told yet
+            with contextlib.suppress(ProcessLookupError):  # its end is not reported yet
                 os.kill(self.pid, number)
 
     def terminate(self) -> None:

@@ -55,7 +55,7 @@ LOADS = {TORCH: load_torch, SERVICES: load_services}
 
 
 def call(asked: Call) -> None:
-    """Be a process like one that was started by itself."""
+    """Run a call as a process like one that was started by itself."""
     import torch
 
     die_with_parent()
@@ -71,7 +71,7 @@ def call(asked: Call) -> None:
 
 
 def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
-    """Make ready what the interpreter would have; the arguments, without its own."""
+    """Prepare what the interpreter would have; return the arguments, without its own."""
     for number, descriptor in enumerate(descriptors):
         os.dup2(descriptor, number)
         os.close(descriptor)
@@ -98,7 +98,7 @@ def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
 
 
 def be_adopted(parent_pid: int) -> None:
-    """Go on as a child of process ``parent_pid``, without an input."""
+    """Continue as a child of process ``parent_pid``, without an input."""
     if os.fork():
         os._exit(0)
     while os.getppid() != parent_pid:

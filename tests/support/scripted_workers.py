@@ -33,7 +33,7 @@ Script = Callable[[Link, int], None]
 
 
 def say(link: Link, **metrics: Any) -> None:
-    """Tell the trainer something."""
+    """Report something to the trainer."""
     link.send(Reported(position=Position(), metrics=metrics))
 
 
@@ -93,13 +93,13 @@ def take(link: Link, worker: int) -> None:
 
 
 class Listener:
-    """Starts workers on a backend, and collects what it tells of them."""
+    """Starts workers on a backend, and collects its events."""
 
     _numbers = itertools.count(1)
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
-        self.heard: dict[int, list[Answer]] = {}
+        self.answers: dict[int, list[Answer]] = {}
         self.lost: dict[int, str] = {}
         self._started: list[int] = []
 
@@ -119,7 +119,7 @@ class Listener:
     def wait_for(self, holds: Callable[[], A], within_s: float = WAIT_S) -> A:
         deadline = time.monotonic() + within_s
         while not (found := holds()):
-            assert time.monotonic() < deadline, f"heard {self.heard}, lost {self.lost}"
+            assert time.monotonic() < deadline, f"received {self.answers}, lost {self.lost}"
             self._look()
         return found
 
@@ -128,7 +128,7 @@ class Listener:
 
     def said(self, worker: int, key: str) -> list[Any]:
         """All that the worker has said of ``key``."""
-        reports = [one for one in self.heard.get(worker, []) if isinstance(one, Reported)]
+        reports = [one for one in self.answers.get(worker, []) if isinstance(one, Reported)]
         return [report.metrics[key] for report in reports if key in report.metrics]
 
     def wait_for_word(self, worker: int, key: str) -> Any:
@@ -139,7 +139,7 @@ class Listener:
         for event in self.backend.wait(0.1):
             if isinstance(event, Received):
                 assert event.worker not in self.lost, f"{event} after it was lost"
-                self.heard.setdefault(event.worker, []).append(event.answer)
+                self.answers.setdefault(event.worker, []).append(event.answer)
             else:
                 assert isinstance(event, Lost)
                 assert event.worker not in self.lost, f"{event} again"

@@ -139,7 +139,7 @@ class Workers:
         address: str = "",
         checkpoint: str = "",
     ) -> list[Joined]:
-        """Have them join a new world; with an ``address``, that of a lighthouse."""
+        """Send them to a new world; with an ``address``, that of a lighthouse."""
         self._num_worlds += 1
         world, size = self._num_worlds, len(workers)
 
@@ -163,7 +163,7 @@ class Workers:
     def join(
         self, worker: int, *, world: int, rank: int, world_size: int, address: str = ""
     ) -> None:
-        """Have one worker join a world; without an ``address``, open its store."""
+        """Send one worker to a world; without an ``address``, open its store."""
         command = JoinWorld(world=world, rank=rank, world_size=world_size, address=address)
         self.send(worker, command)
         if not address:
@@ -176,7 +176,7 @@ class Workers:
         step: int | None = None,
         checkpoint_dir: str = "",
     ) -> None:
-        """Have them train until then."""
+        """Make them train until then."""
         self._num_commands += 1
         command = Train(
             command=self._num_commands,
@@ -209,13 +209,13 @@ class Workers:
         return decode_state(Path(handle.where).read_bytes(), str(handle.where))
 
     def abandon(self, workers: Sequence[int]) -> list[StateHandle]:
-        """Have them abandon their step; the states that they offer."""
+        """Make them abandon their step; return the states that they offer."""
         for worker in workers:
             self.send(worker, Abandon(reason="a worker is lost"))
         return [self.wait_for(worker, StateOffered).state for worker in workers]
 
     def disconnect(self, worker: int) -> None:
-        """As if the trainer had ended."""
+        """Close the connection, as if the trainer had ended."""
         self._connections[worker].close()
 
     def position(self, worker: int) -> Position:
@@ -230,7 +230,7 @@ class Workers:
             assert self.processes[worker].wait(DEADLINE_S) == 0, self.log_tails()
 
     def wait_for_ends(self, workers: Sequence[int]) -> None:
-        """Of workers that have abandoned their step: gloo may hold one, which a trainer kills."""
+        """Wait for workers that have abandoned their step; kill those that gloo holds."""
         for worker in workers:
             try:
                 assert self.processes[worker].wait(_GRACE_S) == 0, self.log_tails()
@@ -245,7 +245,7 @@ class Workers:
             self._connections[worker].close()
 
     def wait_for(self, worker: int, kind: type[A]) -> A:
-        """The next answer of this kind; others before it stay in `heard`."""
+        """The next answer of this kind; others before it stay in `answers`."""
         found: list[A] = []
 
         def has_come() -> bool:
@@ -265,9 +265,9 @@ class Workers:
         deadline = time.monotonic() + DEADLINE_S
         while not holds():
             assert time.monotonic() < deadline, f"{what} did not come; {self.log_tails()}"
-            self._hear(0.5)
+            self._receive_answers(0.5)
 
-    def _hear(self, timeout_s: float) -> None:
+    def _receive_answers(self, timeout_s: float) -> None:
         open_ = {
             connection: number
             for number, connection in self._connections.items()
@@ -306,7 +306,7 @@ SIZE, WIDTH = 96, 8
 
 
 class Numbers(Dataset[Any]):
-    """Samples that a linear model can learn; each also tells its number."""
+    """Samples that a linear model can learn; each also has its number."""
 
     def __init__(self, size: int = SIZE) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -359,7 +359,7 @@ def lose_at(config: Any) -> None:
 
 
 class LosingModel(nn.Sequential):
-    """With dropout and buffers: what resuming has to bring back."""
+    """A model with dropout and buffers: what resuming has to bring back."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(
@@ -374,7 +374,7 @@ class LosingModel(nn.Sequential):
 
 
 def make_wide_model(config: Any) -> nn.Module:
-    """With so many weights that the order in which three workers sum them shows in the bits."""
+    """A model so wide that the order in which three workers sum its weights shows in the bits."""
     return nn.Sequential(
         nn.Linear(WIDTH, 257), nn.ReLU(), nn.Linear(257, 255), nn.Tanh(), nn.Linear(255, 1)
     )
@@ -407,7 +407,7 @@ def train_function(context: TrainContext) -> int:
 
 
 def note(path: str, step: int, numbers: list[int]) -> None:
-    """That these samples were used in ``step``, by this worker."""
+    """Record that this worker has used these samples in ``step``."""
     with open(path, "a") as file:
         file.write(f"{step} {' '.join(map(str, numbers))}\n")
 
@@ -422,7 +422,7 @@ def noted(path: Path) -> dict[int, list[int]]:
 
 
 def job(**changes: Any) -> WorkerJob:
-    """Of the model and data above."""
+    """The states of the model and data above."""
     settings: dict[str, Any] = {
         "fault_tolerance": "restart",
         "model_creator": make_model,

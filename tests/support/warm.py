@@ -57,7 +57,7 @@ class Warm(Forked):
             super().__init__(program, theirs)
 
     def close(self) -> None:
-        """Of a program that has ended."""
+        """Close the streams of a program that has ended."""
         for stream in (self.stdin, self.stdout, self.stderr):
             if stream is not None:
                 stream.close()

@@ -89,14 +89,14 @@ def test_messages_arrive_in_order_and_the_last_ones_before_the_end(
     assert listener.said(first, "number") == list(range(NUM_MESSAGES))
     assert listener.said(first, "last") == [first]
     assert second not in listener.lost
-    backend.send(first, End())  # nobody hears it
+    backend.send(first, End())  # nobody receives it
     backend.send(second, End())
     listener.wait_for_loss(second)
     assert listener.said(second, "number") == list(range(NUM_MESSAGES))
     assert backend.wait(0.1) == []
 
 
-def test_lost_workers_are_told_once_and_the_others_go_on(
+def test_lost_workers_are_reported_once_and_the_others_continue(
     backend: Backend, listener: Listener
 ) -> None:
     killed, frozen, unwanted = lost = [listener.start(sleep) for _ in range(3)]
@@ -105,7 +105,7 @@ def test_lost_workers_are_told_once_and_the_others_go_on(
     listener.wait_for_word(other, "pid")
     processes[0].kill()
     processes[1].suspend()
-    backend.kill(frozen)  # the trainer does this if it hears nothing any more
+    backend.kill(frozen)  # the trainer does this if it receives nothing any more
     backend.kill(unwanted)
     backend.kill(unwanted)
     listener.wait_for_loss(*lost)
@@ -141,9 +141,9 @@ def test_states_outlive_the_workers_that_offer_them(backend: Backend, listener: 
     listener.wait_for_word(killed, "offered")
     os.kill(pid, signal.SIGKILL)
     listener.wait_for_loss(killed, ended)
-    handles = [one.state for one in listener.heard[killed] if isinstance(one, StateOffered)]
-    handles += [one.result for one in listener.heard[ended] if isinstance(one, Finished)]
-    given = [one.state for one in listener.heard[ended] if isinstance(one, Reported)]
+    handles = [one.state for one in listener.answers[killed] if isinstance(one, StateOffered)]
+    handles += [one.result for one in listener.answers[ended] if isinstance(one, Finished)]
+    given = [one.state for one in listener.answers[ended] if isinstance(one, Reported)]
     handles += [each for each in given if each is not None]
     handles.append(backend.write_state(FROM, STATE))
     states = [STATE, STATE, GIVEN, STATE]
@@ -208,7 +208,7 @@ def test_workers_end_together_with_their_fork_server() -> None:
         server = backend._server._process
         assert server is not None
         server.kill()
-        # Nobody is left who could tell how they ended, and it is not waited for.
+        # No process is left that could report how they ended, and that is not waited for.
         listener.wait_for(lambda: set(workers) <= set(listener.lost), within_s=6.0)
         assert listener.wait_for_word(listener.start(sleep), "pid")
         listener.close()

@@ -44,7 +44,7 @@ _NO_PROCESS = (1 << 22) + 7
 
 @pytest.fixture(params=["local", "memory"])
 def directory(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    """Where the file system renames folders, and where it does not."""
+    """A store where the file system renames folders, and one where it does not."""
     if request.param == "local":
         yield str(tmp_path / "checkpoints")
         return
@@ -112,7 +112,7 @@ def test_an_empty_directory_has_no_checkpoint(directory: str) -> None:
 
 
 def test_the_last_few_are_kept_in_the_order_of_writing(directory: str) -> None:
-    """Who goes back to an older state writes smaller steps after larger ones."""
+    """A run that returns to an older state writes smaller steps after larger ones."""
     store = CheckpointStore(directory, keep_last=2)
     for step in (10, 20, 5, 8):
         store.write(trained_state(step))
@@ -167,8 +167,8 @@ def test_a_damaged_checkpoint_is_skipped_with_one_warning(
         load_checkpoint(newer.path)
     for _ in range(3):
         assert store.newest_good() == older
-    told = [record.getMessage() for record in caplog.records]
-    assert [newer.path in line for line in told if "is skipped" in line] == [True]
+    lines = [record.getMessage() for record in caplog.records]
+    assert [newer.path in line for line in lines if "is skipped" in line] == [True]
     assert find_checkpoint(tmp_path) == older
 
 
@@ -330,7 +330,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
     writer = CheckpointWriter(CheckpointStore(tmp_path), written.append)
     weight = torch.zeros(3)
     for step in (1, 2):
-        writer.begin(
+        writer.begin_write(
             TrainingState(position=Position(step=step), parts={"model": {"weight": weight}})
         )
         weight.add_(1)
@@ -348,8 +348,8 @@ def test_a_checkpoint_that_cannot_be_written_is_told_and_the_next_one_is(
     writer = CheckpointWriter(CheckpointStore(tmp_path), written.append)
     bad = TrainingState(position=Position(step=1), parts={"mine": {"rule": lambda: 1}})
     with caplog.at_level(logging.WARNING):
-        writer.begin(bad)
-        writer.begin(trained_state(2))
+        writer.begin_write(bad)
+        writer.begin_write(trained_state(2))
         assert writer.wait(timeout_s=30.0)
     assert "no checkpoint of step 1" in caplog.text
     assert [each.position.step for each in written] == [2]

@@ -30,7 +30,7 @@ from torchft_svc.trainer.steps import part_of
 
 
 class Counted(Dataset[Any]):
-    """Its samples are their own numbers; with ``noise``, and a random number."""
+    """A data set whose samples are their own numbers; with ``noise``, and a random number."""
 
     def __init__(self, size: int, noise: bool = False) -> None:
         self.size, self.noise = size, noise

@@ -15,7 +15,7 @@ RUN_S = 200.0
 
 
 def run_example(*options: str, warm: bool = False, **variables: str) -> tuple[int, str]:
-    """Its status, and what it said; ``warm``: it has imported torch before it is started."""
+    """Run the example, and return its status and output; ``warm``: with torch imported before."""
     pytest.importorskip("sklearn")
     command = [sys.executable, "examples/train_digits.py", *options]
     with Program(command, variables, warm=warm, serves=LOCAL_PROCESS) as example:
@@ -26,13 +26,13 @@ def run_example(*options: str, warm: bool = False, **variables: str) -> tuple[in
 @pytest.mark.timeout(240)
 @pytest.mark.ray
 def test_the_example_runs_on_ray() -> None:
-    """It is short, so few digits are read; nothing is killed."""
+    """The run is short, so few digits are read; nothing is killed."""
     pytest.importorskip("ray")
     options = ("--backend=ray", "--passes=1", "--kill-every=0", "--step-s=0")
     status, said = run_example(*options, RAY_ADDRESS="local")
-    told = re.search(r"(\d+\.\d+)% of the digits are read, after 0 kills", said)
-    assert told, said[-4000:]
-    assert float(told[1]) > 20, said[-4000:]
+    match = re.search(r"(\d+\.\d+)% of the digits are read, after 0 kills", said)
+    assert match, said[-4000:]
+    assert float(match[1]) > 20, said[-4000:]
     assert status in (0, 1)
 
 
@@ -50,8 +50,8 @@ def test_digits_are_read_although_workers_are_killed(mode: str, tmp_path: Path) 
         warm=True,
     )
     assert status == 0, said[-4000:]
-    told = re.search(r"(\d+\.\d+)% of the digits are read, after (\d+) kills", said)
-    assert told, said[-4000:]
-    assert float(told[1]) >= 95
-    assert int(told[2]) >= 1
+    match = re.search(r"(\d+\.\d+)% of the digits are read, after (\d+) kills", said)
+    assert match, said[-4000:]
+    assert float(match[1]) >= 95
+    assert int(match[2]) >= 1
     assert picture.read_bytes().startswith(b"\x89PNG")

@@ -246,7 +246,7 @@ def test_a_state_that_does_not_fit_is_refused() -> None:
 
 
 def test_a_worker_of_the_per_step_mode_heals_to_schedulers_that_go_on_alike() -> None:
-    """By way of the functions that `PerStepWorld` registers with its manager."""
+    """The state passes the functions that `PerStepWorld` registers with its manager."""
     groups = []
     for seed in range(2):
         training = Training(seed)

@@ -182,7 +182,7 @@ def test_without_a_terminal_lines_are_written_now_and_then() -> None:
     with progress_bar("epoch 1", 0, 100, shown=True, out=out) as bar:
         for step in range(1, 101):
             bar.update(step * LINE_EVERY_S / 50, at(step), 2, {"loss": 0.5, "kind": "a"})
-        bar.note("worker 1 is lost")
+        bar.show_sentence("worker 1 is lost")
     lines = out.getvalue().splitlines()
     assert lines == [
         "epoch 1: step 1/100 2 workers loss 0.5",
@@ -197,7 +197,7 @@ def test_a_terminal_has_a_bar() -> None:
     out = _Terminal()
     with progress_bar("epoch 1", 0, 10, out=out) as bar:
         bar.update(0.0, at(5), 1, {"loss": 0.25})
-        bar.note("worker 1 is lost")
+        bar.show_sentence("worker 1 is lost")
     assert "worker 1 is lost" in out.getvalue()
     assert "5/10" in out.getvalue()
 
@@ -206,7 +206,7 @@ def test_a_terminal_has_a_bar() -> None:
 def test_nothing_is_written_unless_it_is_wanted(shown: bool | None, out: io.StringIO) -> None:
     with progress_bar("epoch 1", 0, None, shown=shown, out=out) as bar:
         bar.update(0.0, at(5), 1, {})
-        bar.note("worker 1 is lost")
+        bar.show_sentence("worker 1 is lost")
     assert out.getvalue() == ""
 
 

@@ -23,7 +23,7 @@ _NO_PROCESS = (1 << 22) + 7
 def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalScratch]:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     found = LocalScratch()
-    found.make()
+    found.make_folders()
     yield found
     found.close()
 
@@ -61,7 +61,7 @@ def test_folders_are_private_and_removed(scratch: LocalScratch) -> None:
 def test_a_deleted_folder_is_made_and_locked_again(scratch: LocalScratch) -> None:
     folder = scratch.folders[-1]
     for _ in range(2):
-        scratch.make()
+        scratch.make_folders()
         with pytest.raises(BlockingIOError), locked(folder):
             pass
         shutil.rmtree(folder)

@@ -68,7 +68,7 @@ def cluster() -> Iterator[Any]:
 
 
 class SlowFaults(Faults):
-    """Leaves time to tell of a step before the next one."""
+    """Leaves time to report a step before the next one."""
 
     def meet(self, step: int, rank: int) -> None:
         time.sleep(0.1)
@@ -207,7 +207,7 @@ def test_a_node_is_lost_and_others_come(
 
 
 def train_until_three(context: TrainContext) -> int:
-    """As long as there is not room for three again."""
+    """Train while there is no room for three."""
     net = model({})
     net, steps = context.prepare(net, optimizer(net, {}))
     while context.position.epoch < 2 or context.world_size < 3:
@@ -221,7 +221,7 @@ def train_until_three(context: TrainContext) -> int:
 
 
 def test_a_job_uses_the_ray_it_runs_in(cluster: Any, tmp_path: Path) -> None:
-    """Ray tells a job where it is by this variable."""
+    """Ray names its address to a job by this variable."""
     program = tmp_path / "job.py"
     program.write_text(
         "import sys\n"

@@ -67,7 +67,7 @@ def killed(name: str) -> list[str]:
 
 
 def run(namespace: str, module: str, *arguments: str) -> list[str]:
-    """What a program has told in a namespace."""
+    """The lines that a program prints in a namespace."""
     command = ["ip", "netns", "exec", namespace, sys.executable, "-m", module, *arguments]
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as folder:
         variables = environment(
@@ -80,18 +80,18 @@ def run(namespace: str, module: str, *arguments: str) -> list[str]:
             command, env=variables, capture_output=True, text=True, timeout=_RUN_S, check=False
         )
     words = ("incident", "retries", "workers")
-    told = [line for line in done.stdout.splitlines() if line.startswith(words)]
+    lines = [line for line in done.stdout.splitlines() if line.startswith(words)]
     assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     print(done.stderr[-4000:])  # what the trainer says of it, if the test fails
-    return told
+    return lines
 
 
 def test_the_run_goes_on_without_the_node_and_grows_when_it_is_back(namespaces: list[str]) -> None:
-    told = run(namespaces[0], "support.cut_off", *namespaces, *HOSTS)
-    assert told == ["incident restart peer 1 0", "incident growth peer 2 0", "retries 1"]
+    lines = run(namespaces[0], "support.cut_off", *namespaces, *HOSTS)
+    assert lines == ["incident restart peer 1 0", "incident growth peer 2 0", "retries 1"]
 
 
 def test_the_autoscaler_makes_room_for_a_missing_worker(namespaces: list[str]) -> None:
-    """In a namespace, because its head has an address that others may use, too."""
-    told = run(namespaces[0], "support.autoscaled")
-    assert told == ["incident growth peer 2 0", "workers 2 retries 0"]
+    """Run in a namespace, because its head has an address that others may use, too."""
+    lines = run(namespaces[0], "support.autoscaled")
+    assert lines == ["incident growth peer 2 0", "workers 2 retries 0"]

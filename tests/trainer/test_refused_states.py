@@ -63,7 +63,7 @@ def function(processes: Sharing, folder: Path, epochs: int = 1, **options: Any) 
 
 
 def make_unloadable(path: str) -> None:
-    """Its files are as its manifest says, but torch cannot read them."""
+    """A checkpoint whose files are as its manifest says, but torch cannot read them."""
     folder = Path(path)
     manifest = json.loads((folder / MANIFEST).read_text())
     (folder / ".metadata").write_bytes(b"of another release")
@@ -122,7 +122,7 @@ def other_optimizer(net: nn.Module, config: Any) -> torch.optim.Optimizer:
 
 
 def train_another(context: TrainContext) -> int:
-    """With a model that no checkpoint is of."""
+    """A trainer with a model that no checkpoint is of."""
     net = nn.Linear(3, 1)
     context.prepare(net, optimizer(net, {}))
     return 0
@@ -132,7 +132,7 @@ def train_another(context: TrainContext) -> int:
 def test_checkpoints_of_another_program_are_an_error_at_once(
     processes: Sharing, tmp_path: Path, kind: str
 ) -> None:
-    """Only workers can see it; nothing begins at the start instead."""
+    """Only workers can notice it; nothing begins at the start instead."""
     folder = tmp_path / "checkpoints"
     with creators(processes, checkpoint_dir=folder) as trainer:
         for _ in range(2):
@@ -175,7 +175,7 @@ def test_a_training_function_goes_on_from_the_newest_checkpoint_that_fits(
 
 
 def delete_states(processes: Sharing) -> None:
-    """As a cleaner of old files does."""
+    """Delete files as a cleaner of old files does."""
     for folder in processes._scratch.folders:
         shutil.rmtree(folder, ignore_errors=True)
 

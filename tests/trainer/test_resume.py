@@ -52,8 +52,10 @@ def undisturbed(processes: Sharing, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 def trained(state: dict[str, Any]) -> dict[str, Any]:
-    """Without the statistics of BatchNorm, which each worker has of its own part of the data: those
-    of the worker that is lost are lost."""
+    """The state without the statistics of BatchNorm.
+
+    Each worker has those of its own part of the data, so those of a lost worker are lost.
+    """
     model = {
         name: tensor
         for name, tensor in state["parts"]["model"].items()

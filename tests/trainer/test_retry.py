@@ -55,7 +55,7 @@ class Story:
         self.running: set[int] = set()
 
     def do(self, name: str, *arguments: Any, **keywords: Any) -> list[RetryOrder]:
-        """One input; the orders, also those that the shell's answers to them gave."""
+        """Apply one input; return the orders, also those that followed the shell's answers."""
         left = list(getattr(self.machine, name)(*arguments, self.now, **keywords))
         self.orders = []
         while left:
@@ -71,10 +71,12 @@ class Story:
         return self.orders
 
     def of(self, kind: type[Any]) -> list[Any]:
-        """Those of the last orders."""
+        """The last orders of this kind."""
         return [order for order in self.orders if isinstance(order, kind)]
 
-    def begin(self, max_retries: int = 3, reset_after: int | None = None, **kind: Any) -> None:
+    def begin_command(
+        self, max_retries: int = 3, reset_after: int | None = None, **kind: Any
+    ) -> None:
         self.do(
             "begin_command", RetryBudget(max_retries=max_retries, reset_after=reset_after), **kind
         )
@@ -116,7 +118,7 @@ class Story:
         self.do("failed", worker, error)
 
     def refuse(self, worker: int) -> None:
-        """It cannot load the state that it was to begin with."""
+        """Have ``worker`` fail to load the state that it was to begin with."""
         error = ProgramError(
             kind="ConfigError", message="unfit", step=0, is_peers=False, refuses_state=True
         )
@@ -149,7 +151,7 @@ class Story:
 
 
 def trained(story: Story, step: int, **budget: Any) -> list[int]:
-    story.begin(**budget)
+    story.begin_command(**budget)
     workers = story.form()
     story.train(workers, step)
     return workers
@@ -176,7 +178,7 @@ def test_every_phase_leads_back_to_idle() -> None:
 
 def test_a_command_is_carried_out_and_the_next_one_finds_its_workers() -> None:
     story = Story()
-    story.begin()
+    story.begin_command()
     assert story.orders == [
         LookForResources(),
         RequestWorkers(0),
@@ -194,7 +196,7 @@ def test_a_command_is_carried_out_and_the_next_one_finds_its_workers() -> None:
     story.do("finished", 2, 5)
     assert story.orders == [EndCommand()]
     story.now += 1000.0  # nobody listens between two commands
-    story.begin()
+    story.begin_command()
     assert story.orders == [SendCommand(worker) for worker in workers]
 
 
@@ -390,7 +392,7 @@ def test_a_state_that_was_loaded_is_older_than_a_checkpoint() -> None:
     story.do("replace_state", KnownState(source=StateSource.GIVEN, step=2, handle="g"))
     assert story.orders == [LetEnd(0), LetEnd(1), LetEnd(2)]
     story.running.clear()
-    story.begin()
+    story.begin_command()
     story.do("started", story.of(StartWorker)[0].worker)
     assert story.of(LetJoin)[0].begin.handle == "g"
 
@@ -433,7 +435,7 @@ def test_no_retry_is_left() -> None:
     assert story.orders[-1] == EndCommand(reason="worker 1: killed")
     assert story.machine.phase is RunPhase.IDLE
     assert story.machine.held.handle == "0@7"  # the next command goes on with it
-    story.begin()
+    story.begin_command()
     assert not story.of(FindCheckpoint)
 
 
@@ -455,7 +457,7 @@ def test_what_breaks_in_one_restart_is_one_incident_until_it_is_too_much() -> No
 
 def test_starts_that_fail_in_a_row_are_repeated_less_and_less_often() -> None:
     story = Story()
-    story.begin(max_retries=UNLIMITED)
+    story.begin_command(max_retries=UNLIMITED)
     pauses = []
     for _ in range(6):
         started = [order.worker for order in story.of(StartWorker)]
@@ -546,14 +548,14 @@ def checkpoint(step: int) -> KnownState:
 
 
 def begun(story: Story) -> list[KnownState | None]:
-    """The states with which workers were told to join last."""
+    """The states with which workers were sent to join last."""
     return [order.begin for order in story.of(LetJoin)]
 
 
 def test_a_checkpoint_that_cannot_be_loaded_gives_way_to_the_one_before_and_costs_nothing() -> None:
     story = Story()
     story.checkpoint = newest = checkpoint(9)
-    story.begin(max_retries=0)
+    story.begin_command(max_retries=0)
     story.do("started", 0)
     assert begun(story) == [newest]
     story.checkpoint = older = checkpoint(6)
@@ -573,7 +575,7 @@ def test_a_checkpoint_that_cannot_be_loaded_gives_way_to_the_one_before_and_cost
 def test_the_error_is_told_if_no_checkpoint_can_be_loaded() -> None:
     story = Story()
     story.checkpoint = newest = checkpoint(9)
-    story.begin(max_retries=-1)
+    story.begin_command(max_retries=-1)
     story.checkpoint = None
     story.refuse(0)
     story.end_all()
@@ -611,7 +613,7 @@ def test_a_state_that_the_user_gave_is_never_replaced_by_the_start() -> None:
     story = Story()
     given = KnownState(source=StateSource.GIVEN, step=3, handle="given")
     story.do("replace_state", given)
-    story.begin(max_retries=-1)
+    story.begin_command(max_retries=-1)
     story.refuse(0)
     story.end_all()
     (end,) = story.of(EndCommand)
@@ -623,7 +625,7 @@ def test_a_program_that_finds_out_late_goes_back_to_the_checkpoint_before() -> N
     """A training function loads its state after all have joined."""
     story = Story()
     story.checkpoint = checkpoint(9)
-    story.begin(max_retries=0)
+    story.begin_command(max_retries=0)
     workers = story.form(step=9)
     story.checkpoint = checkpoint(6)
     story.refuse(workers[1])
@@ -656,7 +658,7 @@ def test_an_error_that_would_come_again_ends_the_command_at_once(rules: RetryRul
 def test_pauses_double_up_to_the_longest_and_jitter_shortens_them() -> None:
     story = Story(replace(RULES, max_pause_s=2.0, resources_timeout_s=1000.0), num_startable=0)
     pauses = []
-    story.begin()
+    story.begin_command()
     for _ in range(5):
         pauses += [order.pause_s for order in story.of(ReportNoResources)]
         story.wait(pauses[-1])
@@ -671,7 +673,7 @@ def test_pauses_double_up_to_the_longest_and_jitter_shortens_them() -> None:
 
 def test_waiting_too_long_costs_retries() -> None:
     story = Story(replace(RULES, max_pause_s=2.0, resources_timeout_s=10.0), num_startable=0)
-    story.begin(max_retries=1)
+    story.begin_command(max_retries=1)
     story.wait(12.0)
     assert story.machine.retries.num == 1
     story.wait(12.0)
@@ -681,7 +683,7 @@ def test_waiting_too_long_costs_retries() -> None:
 
 def test_fewer_workers_train_and_more_come_with_the_next_command() -> None:
     story = Story(num_startable=2)
-    story.begin(max_retries=0)
+    story.begin_command(max_retries=0)
     workers = story.form()
     assert len(workers) == 2
     story.do("reported", 0, 1)
@@ -689,7 +691,7 @@ def test_fewer_workers_train_and_more_come_with_the_next_command() -> None:
     for worker in workers:
         story.do("finished", worker, 4)
     story.num_startable = 5
-    story.begin(max_retries=0)
+    story.begin_command(max_retries=0)
     assert [order.worker for order in story.of(LetAbandon)] == workers
     story.offer(0, 4)
     story.end_all()
@@ -699,7 +701,7 @@ def test_fewer_workers_train_and_more_come_with_the_next_command() -> None:
 
 def test_a_report_lets_the_run_grow() -> None:
     story = Story(num_startable=2)
-    story.begin(max_retries=0)
+    story.begin_command(max_retries=0)
     workers = story.form()
     story.num_startable = 3
     for _ in range(11):
@@ -716,19 +718,19 @@ def test_a_report_lets_the_run_grow() -> None:
 
 def test_growing_that_loses_all_states_costs_a_retry() -> None:
     story = Story(num_startable=2)
-    story.begin(max_retries=1)
+    story.begin_command(max_retries=1)
     workers = story.form()
     for worker in workers:
         story.do("finished", worker, 4)
     story.num_startable = 3
-    story.begin(max_retries=1)
+    story.begin_command(max_retries=1)
     story.end_all()
     assert story.machine.retries.num == 1
 
 
 def test_too_few_resources_for_the_least_number() -> None:
     story = Story(replace(RULES, min_workers=2), num_startable=1)
-    story.begin()
+    story.begin_command()
     assert story.of(ReportNoResources) == [ReportNoResources(1, 2, 0.5)]
     assert story.of(RequestWorkers) == [RequestWorkers(3)]
     story.num_startable = 2
@@ -772,7 +774,7 @@ def test_a_replacement_without_a_state_does_not_count() -> None:
 
 
 def test_a_worker_that_is_behind_when_another_one_has_finished_is_lost() -> None:
-    """It would wait for a quorum with the other one, which trains no more."""
+    """A worker would wait for a quorum with the other one, which trains no more."""
     story = Story(PER_STEP)
     trained(story, 7, max_retries=0)
     story.train([1, 2], 9)
@@ -818,14 +820,14 @@ def test_a_replacement_that_comes_too_late_is_not_waited_for() -> None:
     story.do("finished", 0, 8)
     assert story.orders == [KillWorker(2), EndCommand()]
     story.lose(2)
-    story.begin()
+    story.begin_command()
     assert SendCommand(0) in story.orders
     assert len(story.of(StartWorker)) == 1
 
 
 def test_a_replacement_validates_only_with_a_state() -> None:
     story = Story(replace(PER_STEP, num_workers=2))
-    story.begin(trains=False)
+    story.begin_command(trains=False)
     story.form()
     story.lose(1)
     story.do("started", 2)
@@ -833,7 +835,7 @@ def test_a_replacement_validates_only_with_a_state() -> None:
     assert story.orders == []
     story.do("finished", 0, 0)
     assert story.of(EndCommand)
-    story.begin()
+    story.begin_command()
     assert story.of(SendCommand) == [SendCommand(0), SendCommand(2)]
 
 
@@ -900,7 +902,7 @@ def test_the_only_worker_of_a_command_is_lost() -> None:
     workers = trained(story, 7)
     for worker in workers:
         story.do("finished", worker, 7)
-    story.begin(leader_only=True, trains=False)
+    story.begin_command(leader_only=True, trains=False)
     assert story.orders == [SendCommand(0)]
     story.lose(0)
     assert SendCommand(1) in story.orders

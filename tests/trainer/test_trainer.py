@@ -127,7 +127,7 @@ def test_no_step_is_lost_with_a_worker_that_is_killed(
 
 
 def die_once_after_a_loss(config: Any) -> None:
-    """In one of the workers that are started for the one that has met its fault."""
+    """Fails in one of the workers that are started for the one that has met its fault."""
     folder = config["faults"]._folder
     if (folder / "fault-0").exists():
         with contextlib.suppress(FileExistsError):
@@ -186,7 +186,7 @@ def test_the_others_train_on_while_a_worker_is_replaced(running: Any, rank: int,
 def test_all_workers_are_killed_and_a_checkpoint_is_left(
     running: Any, mode: str, tmp_path: Path
 ) -> None:
-    """In the third pass: before it begins, a checkpoint of the second one is whole."""
+    """The third pass breaks: before it begins, a checkpoint of the second one is whole."""
     trainer = running(
         (2 * STEPS + 3, 0, "kill all"),
         epochs=3,
@@ -309,7 +309,7 @@ class Unreadable:
 
 
 @dataclass
-class Told:
+class Holder:
     here: Any = None
 
 
@@ -323,14 +323,14 @@ def returned(context: Any) -> Any:
 def test_objects_that_cannot_be_read_by_the_other_side_are_an_error(
     processes: Sharing, what: str
 ) -> None:
-    Told.__module__ = "__main__"  # which is another module in a worker
-    told = {"what": Told(Unreadable() if what == "info" else 5)}
+    Holder.__module__ = "__main__"  # which is another module in a worker
+    info = {"what": Holder(Unreadable() if what == "info" else 5)}
     config = {"reports": what == "report"}
     with Trainer(returned, config=config, num_workers=2, backend=processes) as trainer:
         if what == "info":
-            assert trainer.train(max_retries=0, info={"what": Told(5)})["result"] == 5
+            assert trainer.train(max_retries=0, info={"what": Holder(5)})["result"] == 5
         with pytest.raises((ValueError, WorkerFailed), match="what is no number"):
-            trainer.train(max_retries=0, info=told)
+            trainer.train(max_retries=0, info=info)
         with pytest.raises(ConfigError, match="cannot be sent"):
             trainer.train(info={"lock": threading.Lock()})
 
@@ -548,7 +548,7 @@ def test_the_user_interrupts_while_workers_are_started(
 def cpus(processes: Sharing, monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """What there is; may change."""
     there = {"CPU": 2.0}
-    monkeypatch.setattr(processes._shares, "_told", lambda: there)
+    monkeypatch.setattr(processes._shares, "_resources", lambda: there)
     return there
 
 

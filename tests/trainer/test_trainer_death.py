@@ -35,8 +35,7 @@ if sys.argv[3] == "wait":
 
 
 def start(folder: Path, mode: str, what: str) -> Warm:
-    """It has imported torch before it is started; the fork server of its workers only if the test
-    kills it."""
+    """Start a program that has imported torch; the fork server of its workers only to be killed."""
     program = folder / "program.py"
     program.write_text(PROGRAM)
     return Warm(

@@ -78,10 +78,10 @@ def test_a_state_of_another_model_is_refused_with_the_differences() -> None:
     found = {"weight": torch.zeros(3, 4), "scale": torch.zeros(1)}
     with pytest.raises(ConfigError) as caught:
         check_fits(found, model)
-    told = str(caught.value)
-    assert "bias is missing" in told
-    assert "the model has no scale" in told
-    assert "weight is [3, 4], the model's is [3, 2]" in told
+    message = str(caught.value)
+    assert "bias is missing" in message
+    assert "the model has no scale" in message
+    assert "weight is [3, 4], the model's is [3, 2]" in message
 
 
 def test_a_state_of_the_model_is_accepted() -> None:

@@ -1,4 +1,4 @@
-"""An agent's workers as one group: their processes, channels, environments, and what they told."""
+"""An agent's workers as one group: their processes, channels, environments, and reports."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 
 @dataclass
-class _Told:
-    """What a worker has told since it was started."""
+class _WorkerReports:
+    """The channel to a worker, and what it has reported since it was started."""
 
     channel: FileChannel
     is_cut_off: bool = False  # something has removed its channel
@@ -43,11 +43,11 @@ class _Told:
 
 @dataclass
 class LocalGroup:
-    """The workers of a node, which are started for a world, told of others, and ended.
+    """The workers of a node, which are started for a world, sent to others, and ended.
 
     ``prepare`` gets the environments before workers are started with them, by local rank;
-    ``on_start`` the world and the process ids afterwards, ``on_world`` each world that they are
-    told to work in; ``on_pause`` is called when they are ended, or told to wait for another world.
+    ``on_start`` the world and the process ids afterwards, ``on_world`` each world in which they are
+    to work; ``on_pause`` is called when they are ended, or have to wait for another world.
     """
 
     node_id: str
@@ -58,14 +58,14 @@ class LocalGroup:
     on_world: Callable[[World], None]
     on_pause: Callable[[], None]
     ends: dict[int, WorkerEnd] = field(default_factory=dict)  # of the last life of each worker
-    # When workers that are being stopped get SIGKILL, or are given up.
+    # The instant at which workers that are being stopped get SIGKILL, or are given up.
     deadline: float | None = None
     _channels: ChannelRoot = field(default_factory=ChannelRoot)
-    _told: dict[int, _Told] = field(default_factory=dict)
+    _reports: dict[int, _WorkerReports] = field(default_factory=dict)
     _num_starts: int = 0
     _is_killing: bool = False
 
-    # -- questions ---------------------------------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------
 
     @property
     def num_workers(self) -> int:
@@ -73,7 +73,7 @@ class LocalGroup:
 
     @property
     def is_stopping(self) -> bool:
-        """From `begin_stop` until all have ended."""
+        """Whether the workers are being stopped: from `begin_stop` until all have ended."""
         return self.deadline is not None
 
     @property
@@ -84,30 +84,33 @@ class LocalGroup:
     @property
     def have_started(self) -> bool:
         """Whether each worker has called the worker API, or has ended well without it."""
-        return len(self._told) == self.num_workers and all(
-            told.has_started or rank in self._finished_ranks() for rank, told in self._told.items()
+        return len(self._reports) == self.num_workers and all(
+            reports.has_started or rank in self._finished_ranks()
+            for rank, reports in self._reports.items()
         )
 
     @property
     def reached_round(self) -> int:
-        """Of the newest world that all workers have reached which have not ended (0: of none)."""
-        return min((self._told[rank].reached for rank in self.processes.pids), default=0)
+        """The round of the newest world that all living workers have reached (0: of none)."""
+        return min((self._reports[rank].reached for rank in self.processes.pids), default=0)
 
     @property
     def cut_off(self) -> list[int]:
         """The workers that run, but cannot receive another world any more."""
-        return [rank for rank in self.processes.pids if self._told[rank].is_cut_off]
+        return [rank for rank in self.processes.pids if self._reports[rank].is_cut_off]
 
     @property
     def descriptors(self) -> list[int]:
         """Readable when there is something to `receive` or `reap`."""
-        channels = (told.channel.fileno() for told in self._told.values() if not told.is_cut_off)
+        channels = (
+            reports.channel.fileno() for reports in self._reports.values() if not reports.is_cut_off
+        )
         return [*self.processes.descriptors, *(each for each in channels if each is not None)]
 
     @property
     def poll_s(self) -> float | None:
-        """How often to look in addition, where the system cannot tell all that happens."""
-        silent = any(told.channel.fileno() is None for told in self._told.values())
+        """The interval of looks in addition, where the descriptors do not show all that happens."""
+        silent = any(reports.channel.fileno() is None for reports in self._reports.values())
         if silent or len(self.processes.pids) > len(self.processes.descriptors):
             return POLL_S
         return None
@@ -146,7 +149,7 @@ class LocalGroup:
             self.on_world(world)
 
     def begin_stop(self, number: signal.Signals, grace_s: float, reason: str) -> None:
-        """Tell all workers, and signal them; `reap` and `deadline` do the rest."""
+        """Announce the end to all workers, and signal them; `reap` and `deadline` do the rest."""
         self._is_killing = False
         self.deadline = time.monotonic() + grace_s
         for rank in self.processes.pids:
@@ -155,12 +158,12 @@ class LocalGroup:
         self.on_pause()
 
     def stop_at_once(self) -> None:
-        """Nobody wants to wait for workers that are being stopped."""
+        """Kill workers that are being stopped with the next `reap`."""
         if self.deadline is not None and not self._is_killing:
             self.deadline = time.monotonic()
 
     def reap(self) -> list[WorkerEnd]:
-        """Those that have ended since the last call; they are in `ends`, too."""
+        """Return the ends of workers since the last call; they are in `ends`, too."""
         ended = self.processes.reap()
         for end in ended:
             self.ends[end.local_rank] = end
@@ -172,18 +175,18 @@ class LocalGroup:
                 end.exit_code,
             )
         if self.deadline is not None:
-            self._go_on_stopping(self.deadline)
+            self._continue_stop(self.deadline)
         return ended
 
     def close(self) -> None:
         """Kill what runs, and remove the channels. May be called twice."""
         self.processes.close()
         self._channels.close()
-        for told in self._told.values():
-            told.channel.close()
-        self._told.clear()
+        for reports in self._reports.values():
+            reports.channel.close()
+        self._reports.clear()
 
-    def _go_on_stopping(self, deadline: float) -> None:
+    def _continue_stop(self, deadline: float) -> None:
         now = time.monotonic()
         if not self.processes.pids:
             self.deadline = None
@@ -198,7 +201,7 @@ class LocalGroup:
     # -- messages ----------------------------------------------------------------------------------
 
     def broadcast(self, state: WorkerState, world: World, change: WorldChangeEvent | None) -> None:
-        """Tell all workers that run of ``world``; see `cut_off`."""
+        """Send ``world`` to all workers that run; see `cut_off`."""
         for rank in self.processes.pids:
             self._send(rank, self._event(rank, state, world, change))
         if state is WorkerState.HEALTHY:
@@ -207,11 +210,11 @@ class LocalGroup:
             self.on_pause()
 
     def receive(self) -> Iterator[tuple[int, WorkerMessage]]:
-        """What workers have told, with their local ranks."""
-        for rank, told in list(self._told.items()):
-            while not told.is_cut_off:
+        """Receive the messages of workers, each with a local rank."""
+        for rank, reports in list(self._reports.items()):
+            while not reports.is_cut_off:
                 try:
-                    message = told.channel.receive(0.0)
+                    message = reports.channel.receive(0.0)
                     if message is None:
                         break
                     yield rank, worker_message(message)
@@ -221,19 +224,19 @@ class LocalGroup:
                     self._cut_off(rank, error)
 
     def note_started(self, rank: int) -> None:
-        """This worker has called the worker API."""
-        self._told[rank].has_started = True
+        """Record that a worker has called the worker API."""
+        self._reports[rank].has_started = True
 
     def note_reached(self, rank: int, round_: int) -> None:
-        """This worker has reached the world with this round."""
-        told = self._told[rank]
-        told.reached = max(told.reached, round_)
+        """Record that a worker has reached the world with the round ``round_``."""
+        reports = self._reports[rank]
+        reports.reached = max(reports.reached, round_)
 
     def _open_channel(self, rank: int) -> None:
-        before = self._told.pop(rank, None)
+        before = self._reports.pop(rank, None)
         if before is not None:
             before.channel.close()
-        self._told[rank] = _Told(self._channels.channel(rank, self._num_starts))
+        self._reports[rank] = _WorkerReports(self._channels.channel(rank, self._num_starts))
 
     def _event(
         self, rank: int, state: WorkerState, world: World, change: WorldChangeEvent | None
@@ -241,16 +244,16 @@ class LocalGroup:
         return WorkerEvent(int(time.time()), self._info(rank, world), state, change)
 
     def _send(self, rank: int, message: AgentMessage) -> None:
-        told = self._told[rank]
-        if not told.is_cut_off:
+        reports = self._reports[rank]
+        if not reports.is_cut_off:
             try:
-                told.channel.send(message.to_message())
+                reports.channel.send(message.to_message())
             except (ChannelClosed, OSError) as error:
                 self._cut_off(rank, error)
 
     def _cut_off(self, rank: int, error: Exception) -> None:
-        """This worker cannot be talked to any more, which matters when there is another world."""
-        self._told[rank].is_cut_off = True
+        """Record that a worker cannot receive messages, which matters for the next world."""
+        self._reports[rank].is_cut_off = True
         log.error("worker %d cannot receive other worlds any more: %s", rank, error)
 
     def _info(self, local_rank: int, world: World) -> WorkerInfo:
@@ -268,7 +271,7 @@ class LocalGroup:
         )
 
     def _environment(self, local_rank: int, world: World, num_restarts: int) -> dict[str, str]:
-        """What torchrun tells a worker, and where its channel is."""
+        """The variables that torchrun sets for a worker, and the place of its channel."""
         ranks, info = world.ranks(self.node_id), self._info(local_rank, world)
         variables = {
             "RANK": info.rank,
@@ -287,6 +290,6 @@ class LocalGroup:
             "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": env.value_of("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             env.WORLD_ROUND_VARIABLE: world.round,
-            "TORCHFT_WORKER_CHANNEL": self._told[local_rank].channel.directory,
+            "TORCHFT_WORKER_CHANNEL": self._reports[local_rank].channel.directory,
         }
         return {name: str(value) for name, value in variables.items()}

@@ -132,17 +132,17 @@ def _program(words: Sequence[str]) -> tuple[bool, str, list[str]] | None:
 
 
 def _first_path(is_module: bool, name: str) -> str:
-    """Where an interpreter looks first for modules."""
+    """The folder in which an interpreter looks first for modules."""
     return os.getcwd() if is_module else str(Path(name).resolve().parent)
 
 
 # -- the server's side ---------------------------------------------------------------------------
 
 
-def main(descriptor: str, owner_pid: str, told: str) -> None:
+def main(descriptor: str, owner_pid: str, modules: str) -> None:
     """Import, and fork; in a fork, return when its program has ended."""
     end_with(int(owner_pid))
-    first_path, *preload = json.loads(told)
+    first_path, *preload = json.loads(modules)
     if not _IS_PATH_SAFE:
         sys.path.insert(0, first_path)
     for name in preload:
@@ -166,7 +166,7 @@ def main(descriptor: str, owner_pid: str, told: str) -> None:
 def _load(name: str) -> None:
     try:
         importlib.import_module(name)
-    except Exception as error:  # noqa: BLE001 - the worker that imports it tells the same
+    except Exception as error:  # noqa: BLE001 - the worker that imports it reports the same
         print(f"warm start: {name} cannot be preloaded: {error!r}", file=sys.stderr)
 
 
@@ -174,19 +174,21 @@ def _may_fork() -> bool:
     """Whether forks of this process are like new ones."""
     others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
     if others:
-        told = "preloaded modules have started threads, which workers will not have"
-        print(f"warm start: {told}: {', '.join(others)}", file=sys.stderr)
+        problem = "preloaded modules have started threads, which workers will not have"
+        print(f"warm start: {problem}: {', '.join(others)}", file=sys.stderr)
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
-        told = "preloaded modules use CUDA, which does not work in forked processes"
-        print(f"warm start is off: {told}", file=sys.stderr)
+        problem = "preloaded modules use CUDA, which does not work in forked processes"
+        print(f"warm start is off: {problem}", file=sys.stderr)
         return False
     return True
 
 
 def _draw_seeds() -> None:
-    """Workers draw different random numbers, as new processes do; Python's own generator does so
-    after each fork."""
+    """Draw the seeds of numpy and torch anew, as in new processes.
+
+    Python's own generator does so after each fork.
+    """
     numpy, torch = sys.modules.get("numpy.random"), sys.modules.get("torch")
     if numpy is not None:
         numpy.seed(list(os.urandom(_SEED_BYTES)))
@@ -195,7 +197,7 @@ def _draw_seeds() -> None:
 
 
 def _run(asked: dict[str, Any]) -> None:
-    """What ``python script`` or ``python -m module`` does."""
+    """Run a program as ``python script`` or ``python -m module`` does."""
     name, is_module = asked["name"], asked["is_module"]
     sys.orig_argv[:] = asked["command"]
     sys.argv[:] = [name, *asked["arguments"]]
@@ -221,7 +223,7 @@ def _run_script(name: str, main_module: Any) -> None:
 
 
 def _call(program: Callable[[], object]) -> None:
-    """An exception ends it as the interpreter does, without a word about this file."""
+    """Call ``program``; an exception ends the process without a line about this file."""
     try:
         program()
     except Exception as error:  # noqa: BLE001

@@ -319,7 +319,7 @@ class _FunctionProcess(WorkerProcess):
 
 @dataclass(frozen=True)
 class _Task:
-    """What a function's process does."""
+    """The work of a function's process."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]

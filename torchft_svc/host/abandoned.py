@@ -26,11 +26,11 @@ class AbandonedBackends:
     Destroying one would block until its operations time out. So it is kept, with all its
     operations, until the last one has ended, even if the process group is destroyed; interpreter
     exit does not destroy it either. A thread then closes its connections: the other members wait
-    for operations that this member has not launched, and only that tells them that it has left.
+    for operations that this member has not launched, and learn only by that that it has left.
     """
 
     def add(self, backend: Any, works: list[Any]) -> None:
-        """Take over ``backend``; the caller keeps no reference."""
+        """Keep ``backend`` until its operations end; the caller keeps no reference."""
         abandoned = _Abandoned(self, backend, works)
         # The interpreter drops everything that it knows of before it ends; not this reference.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(abandoned))
@@ -93,7 +93,7 @@ class _Cleaner:
                     return
 
     def stop(self) -> None:
-        """At interpreter exit: no backend is destroyed while the interpreter shuts down."""
+        """Stop at interpreter exit: no backend is destroyed while the interpreter shuts down."""
         self._is_exit.set()
         thread = self._thread
         if thread is not None:

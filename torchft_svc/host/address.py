@@ -30,7 +30,7 @@ class HostPort:
 
     @property
     def target(self) -> str:
-        """In gRPC's spelling; every interface is ``[::]``, which takes IPv4 too."""
+        """The address in gRPC's spelling; every interface is ``[::]``, which accepts IPv4 too."""
         return f"[::]:{self.port}" if not self.host else str(self)
 
 

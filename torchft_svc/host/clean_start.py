@@ -40,7 +40,7 @@ def last_line(error: BaseException) -> str:
 
 
 def ended_how(status: int) -> str:
-    """How a child has ended that was not asked to; ``status`` is negative for a signal."""
+    """Describe the unexpected end of a child; ``status`` is negative for a signal."""
     if status >= 0:
         return f"ended with status {status}, see its output on stderr"
     try:

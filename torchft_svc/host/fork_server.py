@@ -263,7 +263,7 @@ class ForkServer:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """What a forked process knows of its server: the request with its descriptors.
+    """A forked process, with the request and its descriptors.
 
     ``handlers``: those of SIGINT and SIGTERM before the server ignored these signals.
     """

@@ -76,11 +76,11 @@ class LineWriter:
         self._on_error = on_error
         self._pid = os.getpid()
         self._is_closed = False
-        self._begin()
+        self._renew_state()
         _writers.add(self)
         _register_hooks()
 
-    def _begin(self) -> None:
+    def _renew_state(self) -> None:
         # Both may be entered again by a signal handler that interrupts them.
         self._changed = threading.Condition(threading.RLock())
         self._waiting: queue.SimpleQueue[str | _Lost | threading.Event | None] = queue.SimpleQueue()
@@ -134,7 +134,7 @@ class LineWriter:
 
     def renew_after_fork(self) -> None:
         """Forget the lines and the thread of the parent; called in the child."""
-        self._begin()
+        self._renew_state()
 
     def _has_thread(self) -> bool:
         if self._is_closed or os.getpid() != self._pid:
@@ -186,7 +186,7 @@ class LineWriter:
         return False
 
     def _write_text(self, text: str) -> None:
-        """Write ``text``, and wait for the reader as long as that takes."""
+        """Write ``text``, and wait for the reader however long it needs."""
         assert self.stream is not None
         descriptor = _descriptor_of(self.stream)
         if descriptor is None:
@@ -225,17 +225,17 @@ class LineStream(io.TextIOBase):
     def __init__(self, writer: LineWriter, patience_s: float = 0.0) -> None:
         self.writer = writer
         self._patience_s = patience_s
-        self._begin()
+        self._renew_state()
         _streams.add(self)
 
-    def _begin(self) -> None:
+    def _renew_state(self) -> None:
         self._lock = threading.RLock()
         self._part = ""
 
     def renew_after_fork(self) -> None:
         """Forget the parent's unfinished line, and its lock, which another thread may have held;
         called in the child."""
-        self._begin()
+        self._renew_state()
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
@@ -280,7 +280,7 @@ class LineStream(io.TextIOBase):
 def unblocked_output(
     on_unprinted: OnError | None = None, patience_s: float = 0.0
 ) -> Iterator[LineWriter]:
-    """Until the end of the block, what this process prints blocks nobody.
+    """Keep this process from blocking on its own output until the end of the block.
 
     Yields the writer of the standard error.
 

@@ -1,7 +1,7 @@
-"""How lines of a log look; and of lines that say the same of ever new peers, only the first ones.
+"""The format of log lines, and a limit for lines that repeat for ever new peers.
 
 A kind of line is its logger and its text before the arguments are filled in. What was left out is
-counted, and told before the next line that is written after the window, or at the end.
+counted, and logged before the next line that is written after the window, or at the end.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def line_formatter(who: str = "") -> logging.Formatter:
 
 
 def level_number(name: str) -> int:
-    """Of ``debug``, ``info``, ``warning``, ``error``, or ``off``, which is above all."""
+    """The number of the level ``debug``, ``info``, ``warning``, ``error``, or of ``off``."""
     return logging.CRITICAL + 1 if name == "off" else int(getattr(logging, name.upper()))
 
 
@@ -55,7 +55,7 @@ class _Window:
 
 
 class LineLimit:
-    """At most ``MAX_LINES`` of a kind in ``WINDOW_S`` seconds. ``now`` is monotonic seconds."""
+    """Passes at most ``MAX_LINES`` of a kind in ``WINDOW_S`` seconds; ``now`` is monotonic."""
 
     def __init__(self) -> None:
         self._windows: dict[str, _Window] = {}
@@ -130,6 +130,6 @@ def _warning(text: str, *args: object) -> logging.LogRecord:
 
 
 def _is_of_a_gone_client(record: logging.LogRecord) -> bool:
-    """gRPC tells of each call that has ended while it was being answered, as of a fault of ours."""
+    """Whether gRPC logs, as a fault of ours, a call that has ended while it was being answered."""
     error = record.exc_info[1] if record.exc_info else None
     return type(error).__name__ == "ExecuteBatchError"

@@ -78,7 +78,7 @@ class ProcessEnd:
 
 
 def end_with(parent_pid: int) -> None:
-    """Have this process killed when process ``parent_pid`` ends; at once, if it has ended.
+    """Kill this process when process ``parent_pid`` ends, or now if it has ended.
 
     The kernel watches the thread that started this process, so a parent starts its children from
     the thread that waits for them.

@@ -53,5 +53,5 @@ class Tasks:
 
 
 def call_later(delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:
-    """On the event loop that runs."""
+    """Call it later on the event loop that runs."""
     return asyncio.get_running_loop().call_later(delay_s, act)

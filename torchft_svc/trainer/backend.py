@@ -11,7 +11,7 @@ from torchft_svc.trainer.messages import Answer, Command, Position, StateHandle
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Received:
-    """Worker ``worker`` said something."""
+    """Worker ``worker`` has sent an answer."""
 
     worker: int
     answer: Answer
@@ -19,7 +19,7 @@ class Received:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """Worker ``worker`` has ended, for any reason; the last that is told of it."""
+    """Worker ``worker`` has ended, for any reason; its last event."""
 
     worker: int
     reason: str
@@ -29,24 +29,24 @@ class Backend(Protocol):
     """Starts workers, ends them, and carries messages. Called by one thread."""
 
     def num_startable(self, resources_per_worker: Mapping[str, float]) -> int:
-        """How many more workers could be started with the resources that are free now."""
+        """The number of workers that could be started with the resources that are free now."""
 
     def request(self, num_workers: int, resources_per_worker: Mapping[str, float]) -> None:
-        """Let an autoscaler know that so many more workers are wanted; 0: no more."""
+        """Ask an autoscaler for resources for ``num_workers`` more workers; 0: for none."""
 
     def start(self, worker: int, job: bytes, resources: Mapping[str, float]) -> None:
         """Start a worker, named by a number that is used once; it calls `run_worker` with ``job``.
 
         (Or another `WorkerProgram`, if the backend was made with one.)
 
-        Returns at once; what becomes of it is told by `wait`.
+        Returns at once; `wait` returns what becomes of the worker.
         """
 
     def send(self, worker: int, command: Command) -> None:
-        """Tell a worker something; does not wait, and does nothing if it has ended."""
+        """Send a command to a worker; does not wait, and does nothing if it has ended."""
 
     def wait(self, timeout_s: float) -> list[Received | Lost]:
-        """What has happened since the last call; at once if there is something."""
+        """Wait up to ``timeout_s`` for events; return those since the last call."""
 
     def kill(self, worker: int) -> None:
         """End a worker at once, also one that is frozen; `Lost` follows."""
@@ -58,7 +58,7 @@ class Backend(Protocol):
         """A handle with which any worker can read ``state``, until `drop_state`."""
 
     def drop_state(self, state: StateHandle) -> None:
-        """The state is not needed any more."""
+        """Free a state that is not needed any more."""
 
     def close(self) -> None:
         """End all workers and free all resources; may be called twice."""
@@ -72,7 +72,7 @@ class Link(Protocol):
         """The host under which the other workers reach this one."""
 
     def send(self, answer: Answer) -> None:
-        """Tell the trainer something; raises `ChannelClosed` if it has ended."""
+        """Send ``answer`` to the trainer; raises `ChannelClosed` if it has ended."""
 
     def receive(self, timeout_s: float | None) -> Command | None:
         """The next command; None: none came in time. Raises `ChannelClosed`."""

@@ -121,7 +121,7 @@ class CheckpointStore:
         return Checkpoint(path=place.shown(name), position=state.position)
 
     def checkpoints(self) -> list[Checkpoint]:
-        """Those that have a manifest, the newest first; only manifests are read."""
+        """The checkpoints that have a manifest, the newest first; only manifests are read."""
         found = []
         for _, name in sorted(self._names(), reverse=True):
             with contextlib.suppress(CheckpointError):
@@ -260,13 +260,13 @@ class CheckpointWriter:
     def __init__(self, store: CheckpointStore, on_written: Callable[[Checkpoint], None]) -> None:
         self._store, self._on_written = store, on_written
         self._thread: threading.Thread | None = None
-        self._over = threading.Event()  # nothing is being written; it may not be told yet
+        self._over = threading.Event()  # nothing is being written; that may not be reported yet
 
-    def begin(self, state: TrainingState) -> None:
+    def begin_write(self, state: TrainingState) -> None:
         """Copy ``state`` to the host and start to write it; waits for the one before.
 
         Training may change the tensors when this has returned. A checkpoint that cannot be written
-        is told in a warning, and training goes on.
+        is logged as a warning, and training continues.
         """
         self.wait()
         copy = copy_to_host(state)
@@ -277,7 +277,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Wait until nothing is being written; False if that takes longer."""
+        """Wait until nothing is being written; return whether that is so in time."""
         if self._thread is None:
             return True
         if not self._over.wait(timeout_s):
@@ -314,10 +314,10 @@ class _Place:
     prefix: str
 
     @classmethod
-    def of(cls, told: str | os.PathLike[str], field: str) -> _Place:
-        directory = os.fspath(told) if isinstance(told, str | os.PathLike) else None
+    def of(cls, given: str | os.PathLike[str], field: str) -> _Place:
+        directory = os.fspath(given) if isinstance(given, str | os.PathLike) else None
         if not isinstance(directory, str):
-            raise ConfigError(field, told, "use a path, or a URL")
+            raise ConfigError(field, given, "use a path, or a URL")
         if not directory:
             raise ConfigError(field, directory, "it is empty")
         try:
@@ -385,7 +385,7 @@ class _Place:
         manifest = self.manifest(name)
         with tempfile.TemporaryDirectory(prefix="torchft-checkpoint-") as folder:
             for file in [MANIFEST, *manifest["files"]]:
-                with contextlib.suppress(FileNotFoundError):  # `verify_files` tells what is missing
+                with contextlib.suppress(FileNotFoundError):  # `verify_files` reports it
                     self.files.get_file(f"{self.at(name)}/{file}", f"{folder}/{file}")
             yield Path(folder)
 
@@ -445,7 +445,7 @@ class _Place:
         self.files.invalidate_cache()
 
     def delete(self, name: str) -> None:
-        """At no time is there a checkpoint of which a part is missing."""
+        """Delete a checkpoint; at no time is there one of which a part is missing."""
         if self.is_local:
             doomed = Path(self.root) / _unfinished_name()
             with contextlib.suppress(FileNotFoundError):
@@ -458,7 +458,7 @@ class _Place:
             self.files.rm(self.at(name), recursive=True)
 
     def delete_unfinished(self) -> None:
-        """What processes that have ended were writing, or deleting."""
+        """Delete what processes that have ended were writing, or deleting."""
         if not self.is_local:
             return
         for name in self.names():

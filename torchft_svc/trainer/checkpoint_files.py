@@ -94,7 +94,7 @@ def _words_of(path: tuple[str, ...]) -> Iterator[str]:
 
 
 def verify_files(folder: Path, source: str) -> dict[str, Any]:
-    """The manifest; all files are as it says. Raises `CheckpointError`."""
+    """Verify all files by the manifest, and return it. Raises `CheckpointError`."""
     try:
         data = (folder / MANIFEST).read_bytes()
     except OSError as error:

@@ -27,7 +27,7 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_tensors(folder: Path) -> dict[str, Any]:
-    """What `write_tensors` wrote; raises whatever torch raises."""
+    """Read what `write_tensors` wrote; raises whatever torch raises."""
     reader = FileSystemReader(folder)
     tensors: dict[str, Any] = {
         name: torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")

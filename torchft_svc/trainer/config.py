@@ -27,7 +27,7 @@ _OPTIONAL = ("loss_creator", "scheduler_creator", "batch_loss", "setup")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerConfig(TrainingProgram):
-    """What `Trainer` was told; see there."""
+    """The arguments of `Trainer`; see there."""
 
     num_workers: int = 1
     min_workers: int = 1
@@ -64,12 +64,12 @@ class TrainerConfig(TrainingProgram):
         self._check_batch_size()
         for name, amount in self.resources_per_worker.items():
             if not (_is_number(amount) and math.isfinite(amount) and amount >= 0):
-                told = dict(self.resources_per_worker)
-                raise ConfigError("resources_per_worker", told, f"{name}: use a number, 0 or more")
+                given = dict(self.resources_per_worker)
+                raise ConfigError("resources_per_worker", given, f"{name}: use a number, 0 or more")
         self.rules()
 
     def rules(self) -> RetryRules:
-        """What the restart protocol has to know."""
+        """The rules of the restart protocol."""
         return RetryRules(
             num_workers=self.num_workers,
             min_workers=self.min_workers,
@@ -112,8 +112,8 @@ class TrainerConfig(TrainingProgram):
             raise
 
     def _check_program(self) -> None:
-        told = [name for name in (*_CREATORS, *_OPTIONAL) if getattr(self, name) is not None]
-        for name in ("train_fn", *told):
+        given = [name for name in (*_CREATORS, *_OPTIONAL) if getattr(self, name) is not None]
+        for name in ("train_fn", *given):
             function = getattr(self, name)
             if function is not None and not callable(function):
                 raise ConfigError(name, function, "use a function")
@@ -122,7 +122,7 @@ class TrainerConfig(TrainingProgram):
             raise ConfigError("run_name", self.run_name, "use a word")
         _check_choice("use_gpu", self.use_gpu, (None, True, False))
         if self.train_fn is not None:
-            loop = [name for name in told if name != "setup"]
+            loop = [name for name in given if name != "setup"]
             if loop:
                 reason = f"train_fn is a loop of its own: it needs no {loop[0]}"
                 raise ConfigError(loop[0], getattr(self, loop[0]), reason)
@@ -135,7 +135,7 @@ class TrainerConfig(TrainingProgram):
             raise ConfigError("loss_creator", None, "give it, or batch_loss")
 
     def _check_batch_size(self) -> None:
-        """That of ``config`` is known to be one if the loop is the trainer's."""
+        """Check the batch size, which has to be known if the loop is the trainer's."""
         if self.train_fn is not None or self.batch_size is not None:
             return
         size = self.config.get("batch_size", 1)
@@ -174,11 +174,11 @@ def check_info(info: Mapping[str, Any] | None) -> dict[str, Any]:
     """A copy; raise `ConfigError` if it cannot be sent to workers."""
     if not (info is None or isinstance(info, Mapping)):
         raise ConfigError("info", info, "use a dict")
-    told = dict(info or {})
-    for name, value in told.items():
+    checked = dict(info or {})
+    for name, value in checked.items():
         if not _can_be_sent(value):
             raise ConfigError("info", name, "its value cannot be sent to a worker")
-    return told
+    return checked
 
 
 def budget(max_retries: int, reset_retries_after: int | None) -> RetryBudget:

@@ -1,4 +1,4 @@
-"""What a training function of the user sees of its trainer, and how it is run."""
+"""Runs a training function of the user, and shows it the trainer."""
 
 from __future__ import annotations
 
@@ -57,36 +57,36 @@ class TrainContext:
 
     @property
     def rank(self) -> int:
-        """This worker among `world_size`; it may change between two steps (``per-step``)."""
+        """The rank of this worker; it may change between two steps (``per-step``)."""
         return self._world.turn.rank
 
     @property
     def world_size(self) -> int:
-        """How many workers train together."""
+        """The number of workers that train together."""
         return self._world.turn.size
 
     @property
     def config(self) -> Mapping[str, Any]:
-        """What was given to the trainer."""
+        """The ``config`` of the trainer."""
         return self._job.config
 
     @property
     def info(self) -> Mapping[str, Any]:
-        """What was given to `Trainer.train`."""
+        """The ``info`` of `Trainer.train`."""
         return self._info
 
     @property
     def device(self) -> torch.device:
-        """Where this worker trains."""
+        """The device on which this worker trains."""
         return self._held.device
 
     @property
     def position(self) -> Position:
-        """How far training has come, with the last update."""
+        """The position of training after the last update."""
         return self._held.reached
 
     def prepare(self, model: Any, optimizer: Any, scheduler: Any = None, **others: Any) -> Any:
-        """Have all workers train ``model``, which is moved to `device`, and resume its state.
+        """Train ``model`` on all workers, which is moved to `device`, and resume its state.
 
         Call it right before the loop: from then on the others wait for this worker's batches.
 
@@ -161,7 +161,7 @@ class TrainContext:
             self._seed_between_steps()
 
     def report(self, **metrics: Any) -> None:
-        """Tell the trainer ``metrics``. After a pass, this also ends it: see `position`."""
+        """Report ``metrics`` to the trainer. After a pass, this also ends it: see `position`."""
         if not self._in_step:
             self._end_pass()
         plain = {name: _plain(value) for name, value in metrics.items()}
@@ -169,7 +169,7 @@ class TrainContext:
         self._link.send(Reported(position=self.position, metrics=plain, state=state))
 
     def _given_state(self) -> StateHandle | None:
-        """For a trainer that has no checkpoints, if that takes little time."""
+        """The state for a trainer that has no checkpoints, if that takes little time."""
         began_at = time.monotonic()
         if not self._gives_states or self.rank != 0 or began_at < self._give_at:
             return None
@@ -209,12 +209,12 @@ class FunctionProgram:
         self._link, self._job, self._held = link, job, held
         self._context: TrainContext | None = None
 
-    def begin(self, world: TrainingWorld, steps: Steps) -> None:
+    def enter_world(self, world: TrainingWorld, steps: Steps) -> None:
         """Train in ``world`` from now on."""
         self._context = TrainContext(self._link, self._job, self._held, world, steps)
 
     def train(self, command: Train) -> Any:
-        """What the function returns."""
+        """Run the user's function, and return its result."""
         assert self._context is not None
         assert self._job.train_fn is not None
         return self._context._run(self._job.train_fn, command)

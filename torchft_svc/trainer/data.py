@@ -172,11 +172,11 @@ class IndexedData:
         self._expected: tuple[int, int, Turn] | None = None
 
     def has_more(self, epoch: int, num_samples: int) -> bool:
-        self._begin(epoch)
+        self._begin_pass(epoch)
         return len(self._indices) > num_samples
 
     def draw(self, epoch: int, num_samples: int, turn: Turn) -> tuple[Any, int] | None:
-        self._begin(epoch)
+        self._begin_pass(epoch)
         end = cut_for(turn, num_samples, len(self._indices), self._batch_size).end
         num_taken = end - num_samples
         if not self._trains and turn.rank >= num_taken:
@@ -193,7 +193,7 @@ class IndexedData:
         self._expected = (epoch, end, turn)
         return batch, end
 
-    def _begin(self, epoch: int) -> None:
+    def _begin_pass(self, epoch: int) -> None:
         if self._epoch == epoch:
             return
         order = self._order
@@ -294,7 +294,7 @@ class IteratedData:
         return batches[turn.rank % len(batches)], num_samples + len(batches)
 
     def _go_to(self, epoch: int, num_samples: int) -> None:
-        """Have the batch after ``num_samples`` as the first one of those ahead."""
+        """Make the batch after ``num_samples`` the first one of those ahead."""
         if self._epoch != epoch or self._num_read > num_samples:
             self._random = RandomStream(self._seed, _ORDER, epoch)
             with self._random.going_on():

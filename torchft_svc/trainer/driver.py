@@ -188,7 +188,7 @@ class TrainerDriver:
 
     @property
     def num_workers(self) -> int:
-        """How many workers are ready."""
+        """The number of workers that are ready."""
         return self._machine.num_ready()
 
     @property
@@ -202,7 +202,7 @@ class TrainerDriver:
         return self._machine.held
 
     def run_task(self, task: TrainerTask, budget: RetryBudget) -> None:
-        """Have workers do ``task``, whatever happens to them.
+        """Run ``task`` on the workers, whatever happens to them.
 
         Raises:
             TrainingFailed: no retry is left.

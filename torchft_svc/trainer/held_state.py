@@ -46,7 +46,7 @@ _ONE = {_MODELS: MODEL, _OPTIMIZERS: "optimizer", _SCHEDULERS: "scheduler"}
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """What is trained, or the states of it, each a list."""
+    """The trained objects, or the states of them, each a list."""
 
     models: Sequence[Any] = ()
     optimizers: Sequence[Any] = ()
@@ -62,7 +62,7 @@ class _Pieces:
         )
 
     def to_state(self, position: Position) -> TrainingState:
-        """Of these states."""
+        """The `TrainingState` of these states."""
         parts: dict[str, Any] = {}
         for name, one in _ONE.items():
             states = getattr(self, name)
@@ -135,7 +135,7 @@ class _Buffers:
         ]
         self.copies: dict[str, torch.Tensor] = {}
 
-    def keep(self) -> None:
+    def copy_buffers(self) -> None:
         present = {
             prefix + name: buffer.detach()
             for prefix, buffers in self._places
@@ -157,7 +157,7 @@ def _likeness(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Copies:
-    """What may change outside of an update, as it was after the last step."""
+    """Copies of what may change outside of an update, as it was after the last step."""
 
     buffers: list[_Buffers]
     groups: list[list[dict[str, Any]]]
@@ -167,7 +167,7 @@ class _Copies:
     @classmethod
     def of(cls, parts: _Pieces, buffers: list[_Buffers]) -> _Copies:
         for each in buffers:
-            each.keep()
+            each.copy_buffers()
         return cls(
             buffers=buffers,
             groups=[_settings(optimizer) for optimizer in parts.optimizers],
@@ -210,17 +210,17 @@ class HeldState:
 
     @property
     def position(self) -> Position:
-        """Of the last whole step."""
+        """The position after the last whole step."""
         return self._position
 
     @property
     def drawn(self) -> Position:
-        """After the batch that was drawn last; its ``step`` does not count."""
+        """The position after the batch that was drawn last; its ``step`` does not count."""
         return self._drawn
 
     @property
     def reached(self) -> Position:
-        """After the update that was applied last, whose step may not be whole yet."""
+        """The position after the update that was applied last, whose step may not be whole yet."""
         if self._phase is _Phase.UPDATED:
             return replace(self._drawn, step=self._position.step + 1)
         return self._position
@@ -247,7 +247,7 @@ class HeldState:
         *,
         updates_once: bool = False,
     ) -> None:
-        """What is trained from now on; loads a state that waits for it.
+        """Hold what is trained from now on; loads a state that waits for it.
 
         ``updates_once``: no step is more than one update of each optimizer. If that is not known,
         the first step shows it.
@@ -273,7 +273,7 @@ class HeldState:
             self._num_updates, self._most_updates = 0, int(updates_once)
             self._copies = replace(self._copies, buffers=[_Buffers(model) for model in models])
             self._load_pending()
-            self._keep()
+            self._copy_rest()
 
     def _load_pending(self) -> None:
         if self._pending is not None and self._parts.models:
@@ -281,7 +281,7 @@ class HeldState:
             self._parts.load(self._pending)
             self.is_refused = False
             self._pending = None
-            self._keep()
+            self._copy_rest()
 
     # -- steps -----------------------------------------------------------------------------------
 
@@ -306,7 +306,7 @@ class HeldState:
                 self._position = replace(self._position, epoch=epoch, num_samples=0)
                 self._drawn = self._position
             if self._drawn == self._position:
-                self._keep()
+                self._copy_rest()
             self.check()
             return updated
 
@@ -326,14 +326,14 @@ class HeldState:
         self._most_updates = max(self._most_updates, self._num_updates)
         self._num_updates = 0
 
-    def _keep(self) -> None:
+    def _copy_rest(self) -> None:
         before = self._copies.schedulers
         self._copies = _Copies.of(self._parts, self._copies.buffers)
         if self._position.num_samples:  # not after a pass, when other schedulers move
             self._scheduler_moves = _moved(before, self._copies.schedulers)
 
     def _begin_update(self, *_: Any) -> None:
-        """Before the optimizer's step: wait for the gradients, which else may fail later."""
+        """Wait for the gradients before the optimizer's step, because they may fail later."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         with self._lock:
@@ -342,7 +342,7 @@ class HeldState:
             self.check()
             if self._phase is _Phase.UPDATED and self._drawn == self._position:
                 self._count()  # a program that draws its batches elsewhere
-                self._keep()
+                self._copy_rest()
             if self._phase is _Phase.WHOLE:
                 self._before = self._copy_before()
             self._phase = _Phase.UPDATING
@@ -368,7 +368,7 @@ class HeldState:
     # -- handing it out --------------------------------------------------------------------------
 
     def abandon(self, reason: str) -> None:
-        """Let the main thread end before its next update, or after this one."""
+        """End the main thread before its next update, or after this one."""
         with self._lock:
             self.abandoned = self.abandoned or reason
 
@@ -395,7 +395,7 @@ class HeldState:
         return self._lock
 
     def _is_complete(self) -> bool:
-        """Whether the step that is under way is whole, although the program has not said so."""
+        """Whether the step that is under way is whole, although the program has not ended it."""
         if self._phase is not _Phase.UPDATED or len(self._parts.optimizers) > 1:
             return False
         if self._parts.extras or self._most_updates != 1:
@@ -410,12 +410,12 @@ class HeldState:
         return self._parts.states().to_state(self.reached)
 
     def heal(self, state: TrainingState) -> None:
-        """Take over the state of another group."""
+        """Load the state of another group."""
         with self._lock:
             self._parts.load(state)
             self._position = self._drawn = state.position
             self._phase, self._num_updates = _Phase.WHOLE, 0
-            self._keep()
+            self._copy_rest()
 
 
 def _all_of(parts: _Pieces, position: Position) -> TrainingState:

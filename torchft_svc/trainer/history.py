@@ -1,6 +1,6 @@
-"""What happened to a run, and what it cost: steps over time, and the incidents with their rung.
+"""The history of a run, and its costs: steps over time, and the incidents with their rung.
 
-The trainer tells what it notices, with the time; nothing here reads a clock.
+The trainer records what it notices, with the time; nothing here reads a clock.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Incident:
 
     @property
     def cost_s(self) -> float | None:
-        """How long it took from the notice to the next step; None: it is not over."""
+        """The seconds from the notice to the next step; None: it is not over."""
         return None if self.until_s is None else self.until_s - self.at_s
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Incident:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """After ``at_s`` seconds ``step`` steps were done, by ``num_workers`` workers."""
+    """The state of a run after ``at_s`` seconds: ``step`` steps, ``num_workers`` workers."""
 
     at_s: float
     step: int
@@ -75,7 +75,7 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RungCost:
-    """What all incidents of one rung cost together."""
+    """The cost of all incidents of one rung together."""
 
     incidents: int = 0
     lost_workers: int = 0
@@ -111,26 +111,26 @@ class RunHistory:
 
     def lost(self, now: float, worker: int, reason: str, rung: Rung) -> None:
         """A worker was lost. A further one within an incident belongs to it."""
-        self._begin(now, rung, reason)
+        self._begin_incident(now, rung, reason)
         assert self._open is not None
         workers = (*self._open.lost_workers, worker)
         self._open = replace(self._open, lost_workers=workers)
 
     def failed(self, now: float, reason: str, rung: Rung) -> None:
         """The program raised an error: its worker is replaced, or all are started again."""
-        self._begin(now, rung, reason)
+        self._begin_incident(now, rung, reason)
 
     def explain(self, reason: str) -> None:
-        """This is why, and what was noticed before is a consequence."""
+        """Record the reason, of which what was noticed before is a consequence."""
         if self._open is not None:
             self._open = replace(self._open, reason=reason)
 
     def grows(self, now: float, reason: str) -> None:
-        """All workers are replaced by more of them."""
-        self._begin(now, "growth", reason)
+        """Record that all workers are replaced by more of them."""
+        self._begin_incident(now, "growth", reason)
 
     def waits(self, now: float) -> None:
-        """There are too few resources to go on."""
+        """Record that there are too few resources to continue."""
         if self._waits_since is None:
             self._waits_since = now
 
@@ -142,7 +142,7 @@ class RunHistory:
         source: Source,
         why_not_peer: str = "",
     ) -> None:
-        """Workers go on from ``position``; the incident is over with the next step."""
+        """Workers continue from ``position``; the incident is over with the next step."""
         self._stop_waiting(now)
         self._resumed_at_step = position.step
         if self._open is not None:
@@ -158,7 +158,7 @@ class RunHistory:
                 why_not_peer=why_not_peer,
             )
         self._step = position.step
-        self._note(Point(now - self.began_at, position.step, num_workers))
+        self._add_point(Point(now - self.began_at, position.step, num_workers))
 
     def stepped(self, now: float, position: Position, num_workers: int) -> None:
         """Training has come to ``position``."""
@@ -168,12 +168,12 @@ class RunHistory:
         if self._open is not None and self._ends_it(position.step):
             ended = replace(self._open, until_s=now - self.began_at)
             self._open = None
-            self._keep(replace(ended, num_workers=num_workers))
+            self._add_ended(replace(ended, num_workers=num_workers))
         point = Point(now - self.began_at, position.step, num_workers)
         last = self.points[-1] if self.points else None
         is_near = last is not None and point.at_s - last.at_s < self._min_gap_s
         if last is None or last.num_workers != num_workers or not is_near:
-            self._note(point)
+            self._add_point(point)
 
     def checkpointed(self, now: float, position: Position) -> None:
         """A checkpoint of ``position`` was written."""
@@ -186,14 +186,14 @@ class RunHistory:
         return [*self._ended, *([] if self._open is None else [self._open])]
 
     def costs(self) -> dict[Rung, RungCost]:
-        """By rung; rungs without an incident are left out."""
+        """The costs by rung; rungs without an incident are left out."""
         found = dict(self._forgotten)
         for incident in self.incidents:
             found[incident.rung] = found.get(incident.rung, RungCost()).plus(incident)
         return {rung: found[rung] for rung in RUNGS if rung in found}
 
     def as_dict(self) -> dict[str, Any]:
-        """What the results of training say about it."""
+        """The history as it stands in the results of training."""
         costs = self.costs()
         return {
             "incidents": sum(cost.incidents for cost in costs.values()),
@@ -212,7 +212,7 @@ class RunHistory:
             },
         }
 
-    def _begin(self, now: float, rung: Rung, reason: str) -> None:
+    def _begin_incident(self, now: float, rung: Rung, reason: str) -> None:
         self._resumed_at_step = None
         if self._open is None:
             self._open = Incident(
@@ -236,14 +236,14 @@ class RunHistory:
             self._open = replace(self._open, waited_s=waited)
         self._waits_since = None
 
-    def _keep(self, incident: Incident) -> None:
+    def _add_ended(self, incident: Incident) -> None:
         self._ended.append(incident)
         if len(self._ended) > MAX_INCIDENTS:
             oldest = self._ended.pop(0)
             before = self._forgotten.get(oldest.rung, RungCost())
             self._forgotten[oldest.rung] = before.plus(oldest)
 
-    def _note(self, point: Point) -> None:
+    def _add_point(self, point: Point) -> None:
         self.points.append(point)
         if _thin_out(self.points):
             self._min_gap_s = max(2 * self._min_gap_s, point.at_s / MAX_POINTS)

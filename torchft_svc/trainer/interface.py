@@ -15,7 +15,7 @@ _ADDRESS = slice(20, 24)  # in the answer
 
 
 def use_interface_of(host: str) -> None:
-    """Let gloo use the interface with the IPv4 address ``host``, unless the user has chosen one.
+    """Make gloo use the interface with the IPv4 address ``host``, unless the user has chosen one.
 
     By itself it asks for the address of the host's name, which many systems answer with 127.0.0.1:
     workers on two machines then never meet.

@@ -1,4 +1,4 @@
-"""What a worker of a trainer is to do; goes to each worker once, with cloudpickle."""
+"""The job of a trainer's worker; sent to each worker once, with cloudpickle."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ class LocalBackend:
     """Workers are forked from a process that has imported torch; see `Backend`.
 
     Args:
-        resources: what there is, such as ``{"CPU": 8, "GPU": 2}``, or a function that tells what
+        resources: what there is, such as ``{"CPU": 8, "GPU": 2}``, or a function that returns what
             there is now (default: this machine's; its CPUs count only if workers ask for them).
             If it is given, a worker that asks for nothing needs a CPU.
         program: what a worker runs (default: `run_worker`, which trains).
@@ -75,7 +75,7 @@ class LocalBackend:
         self._server.start()  # it imports while the caller goes on
         self._changed = threading.Condition()
         self._workers: dict[int, _LocalWorker] = {}
-        self._heard: list[Received | Lost] = []
+        self._events: list[Received | Lost] = []
         self._num_states = 0
         self._is_closed = False
         self._wake, self._woken = socket.socketpair()
@@ -94,11 +94,11 @@ class LocalBackend:
             return max(0, min(num_free, self._shares.num_free(resources_per_worker)))
 
     def request(self, num_workers: int, resources_per_worker: Mapping[str, float]) -> None:
-        """Nobody can add resources to this machine."""
+        """Do nothing: no resources can be added to this machine."""
 
     def start(self, worker: int, job: bytes, resources: Mapping[str, float]) -> None:
         with self._changed:
-            devices = self._shares.take(worker, resources)
+            devices = self._shares.reserve(worker, resources)
         variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         start = LocalStart(
             worker=worker,
@@ -118,32 +118,32 @@ class LocalBackend:
             ours.close()  # so it ends, if it was forked
             reason = f"it could not be started: {str(error) or type(error).__name__}"
             with self._changed:
-                self._shares.give_back(worker)
-                self._heard.append(Lost(worker=worker, reason=reason))
+                self._shares.release_share(worker)
+                self._events.append(Lost(worker=worker, reason=reason))
                 self._changed.notify_all()
             if not isinstance(error, PeerError):  # for instance Ctrl-C
                 raise
             return
         ours.setblocking(False)
-        self._scratch.make()
+        self._scratch.make_folders()
         started = _LocalWorker(worker, ForkedProcess(pid, self._server), ours)
         started.outgoing += frame(start)
         with self._changed:
             self._workers[worker] = started
-            self._wake_up()
+            self._wake_thread()
 
     def send(self, worker: int, command: Command) -> None:
         with self._changed:
             found = self._workers.get(worker)
             if found is not None and not found.is_closed:
                 found.outgoing += frame(command)
-                self._wake_up()
+                self._wake_thread()
 
     def wait(self, timeout_s: float) -> list[Received | Lost]:
         with self._changed:
-            self._changed.wait_for(lambda: self._heard, timeout_s)
-            heard, self._heard = self._heard, []
-            return heard
+            self._changed.wait_for(lambda: self._events, timeout_s)
+            events, self._events = self._events, []
+            return events
 
     def kill(self, worker: int) -> None:
         with self._changed:
@@ -156,7 +156,7 @@ class LocalBackend:
 
     def write_state(self, position: Position, state: bytes) -> StateHandle:
         self._num_states += 1
-        self._scratch.make()
+        self._scratch.make_folders()
         return write_state(self._scratch.folders, f"trainer-{self._num_states}", position, state)
 
     def drop_state(self, state: StateHandle) -> None:
@@ -171,7 +171,7 @@ class LocalBackend:
                 each.process.send_signal(signal.SIGKILL)
             self._changed.wait_for(lambda: not self._workers, KILL_S)
             self._is_closed = True
-            self._wake_up()
+            self._wake_thread()
         atexit.unregister(self._at_exit)
         self._thread.join(KILL_S)
         self._server.close()
@@ -216,33 +216,33 @@ class LocalBackend:
                 part.unlink(missing_ok=True)
         with self._changed:
             for answer in answers:
-                self._note(Received(worker=worker.number, answer=answer))
+                self._add_answer(Received(worker=worker.number, answer=answer))
             if has_ended:
                 del self._workers[worker.number]
-                self._shares.give_back(worker.number)
-                self._heard.append(Lost(worker=worker.number, reason=worker.reason()))
+                self._shares.release_share(worker.number)
+                self._events.append(Lost(worker=worker.number, reason=worker.reason()))
             if answers or has_ended:
                 self._changed.notify_all()
 
-    def _note(self, heard: Received) -> None:
-        """Signs of life that nobody has read yet do not become more and more."""
-        last = self._heard[-1] if self._heard else None
-        is_beat = isinstance(heard.answer, Progress)
-        if is_beat and isinstance(last, Received) and last.worker == heard.worker:
+    def _add_answer(self, received: Received) -> None:
+        """Add an event; signs of life that nobody has read yet replace each other."""
+        last = self._events[-1] if self._events else None
+        is_beat = isinstance(received.answer, Progress)
+        if is_beat and isinstance(last, Received) and last.worker == received.worker:
             if isinstance(last.answer, Progress):
-                self._heard[-1] = heard
+                self._events[-1] = received
                 return
-        elif is_beat and len(self._heard) > _MANY:
-            self._heard = [each for each in self._heard if not _is_beat_of(each, heard.worker)]
-        self._heard.append(heard)
+        elif is_beat and len(self._events) > _MANY:
+            self._events = [each for each in self._events if not _is_beat_of(each, received.worker)]
+        self._events.append(received)
 
-    def _wake_up(self) -> None:
+    def _wake_thread(self) -> None:
         with contextlib.suppress(OSError):
             self._wake.send(b"!")
 
 
 def _unreadable(error: Exception) -> Failed:
-    """What a worker sent, a result or a report, cannot be read in this process."""
+    """The answer in place of a result or a report that cannot be unpickled in this process."""
     kind = type(error)
     return Failed(
         kind=f"{kind.__module__}.{kind.__qualname__}",
@@ -253,7 +253,7 @@ def _unreadable(error: Exception) -> Failed:
     )
 
 
-# So many messages are not read only between two calls of `Trainer.train`.
+# How many events may be unread before signs of life are dropped: between two calls of `train`.
 _MANY = 64
 
 
@@ -279,7 +279,7 @@ class _LocalWorker:
     _watched: dict[int, int] = field(default_factory=dict)
 
     def watch(self, selector: selectors.BaseSelector) -> None:
-        """Let ``selector`` wake up when there is something to do for this worker."""
+        """Register what wakes ``selector`` when there is something to do for this worker."""
         wanted = dict.fromkeys(self.process.descriptors, selectors.EVENT_READ)
         if not self.is_closed:
             writes = selectors.EVENT_WRITE if self.outgoing else 0
@@ -294,7 +294,7 @@ class _LocalWorker:
         self._watched = wanted
 
     def pause_s(self) -> float:
-        """How long to wait before the process is looked at, if nothing happens."""
+        """The longest wait until the process is looked at again."""
         return POLL_S if not self.process.descriptors or self.is_closed else _END_S
 
     def flush(self) -> None:
@@ -309,7 +309,7 @@ class _LocalWorker:
         del self.outgoing[:num_sent]
 
     def receive(self) -> list[Answer]:
-        """All that has arrived."""
+        """Return all answers that have arrived."""
         while not self.is_closed:
             try:
                 more = self.connection.recv(_READ_BYTES)
@@ -347,22 +347,22 @@ class _LocalWorker:
         self.process.close(kill_rest=True)
 
     def reason(self) -> str:
-        """How the process has ended."""
+        """Describe how the process has ended."""
         status = self.process.poll()
         assert status is not None
         return f"its process {ended_how(status)}"
 
 
 class _Shares:
-    """Which worker has which part of this machine's resources."""
+    """The parts of this machine's resources that workers have."""
 
     def __init__(self, resources: Resources | None) -> None:
-        self._told = resources
-        self._taken: dict[int, dict[str, float]] = {}
+        self._resources = resources
+        self._reserved: dict[int, dict[str, float]] = {}
         self._devices: dict[int, dict[str, float]] = {}  # part of each GPU, by worker
 
     def num_free(self, needs: Mapping[str, float]) -> int:
-        """How many workers with these needs find a place."""
+        """The number of workers with these needs that find a place."""
         needs = self._needs(needs)
         counts = [MAX_LOCAL_WORKERS]
         totals = self._totals(needs)
@@ -372,14 +372,14 @@ class _Shares:
             if name == _GPU:
                 counts.append(self._num_free_on_devices(totals, amount))
                 continue
-            taken = sum(each.get(name, 0.0) for each in self._taken.values())
-            counts.append(int((totals.get(name, 0.0) - taken) / amount + _ROUNDING))
+            reserved = sum(each.get(name, 0.0) for each in self._reserved.values())
+            counts.append(int((totals.get(name, 0.0) - reserved) / amount + _ROUNDING))
         return max(0, min(counts))
 
-    def take(self, worker: int, needs: Mapping[str, float]) -> str | None:
-        """Give it what it needs; the devices it may use, None: it asked for none."""
+    def reserve(self, worker: int, needs: Mapping[str, float]) -> str | None:
+        """Reserve what ``worker`` needs; return its devices, or None if it needs none."""
         needs = self._needs(needs)
-        self._taken[worker] = dict(needs)
+        self._reserved[worker] = dict(needs)
         amount = needs.get(_GPU, 0.0)
         if amount <= 0:
             return None
@@ -392,18 +392,18 @@ class _Shares:
         self._devices[worker] = dict.fromkeys(chosen, part)
         return ",".join(sorted(chosen, key=list(free).index))
 
-    def give_back(self, worker: int) -> None:
-        self._taken.pop(worker, None)
+    def release_share(self, worker: int) -> None:
+        self._reserved.pop(worker, None)
         self._devices.pop(worker, None)
 
     def _needs(self, needs: Mapping[str, float]) -> Mapping[str, float]:
-        return needs if needs or self._told is None else {_CPU: 1.0}
+        return needs if needs or self._resources is None else {_CPU: 1.0}
 
     def _totals(self, needs: Mapping[str, float]) -> Mapping[str, float]:
-        if callable(self._told):
-            return self._told()
-        if self._told is not None:
-            return self._told
+        if callable(self._resources):
+            return self._resources()
+        if self._resources is not None:
+            return self._resources
         found = {_CPU: float(os.cpu_count() or 1)}
         if _GPU in needs:
             import torch
@@ -419,7 +419,7 @@ class _Shares:
         return int(num_whole / amount + _ROUNDING)
 
     def _free_devices(self, totals: Mapping[str, float]) -> dict[str, float]:
-        """What is left of each device, by its name in ``CUDA_VISIBLE_DEVICES``."""
+        """The free part of each device, by its name in ``CUDA_VISIBLE_DEVICES``."""
         num = int(totals.get(_GPU, 0.0))
         visible = env.value_of("CUDA_VISIBLE_DEVICES", "")
         names = visible.split(",")[:num] if visible else [str(index) for index in range(num)]
@@ -446,10 +446,10 @@ def check_resources(resources_per_worker: Mapping[str, float], min_workers: int)
 
 
 def _num_threads(resources: Mapping[str, float]) -> int:
-    """As torchrun does: one, unless the user knows better."""
-    told = env.value_of("OMP_NUM_THREADS", "")
-    if told.isdigit() and int(told) > 0:
-        return int(told)
+    """The number of torch's threads: one, as with torchrun, unless the user has set it."""
+    number = env.value_of("OMP_NUM_THREADS", "")
+    if number.isdigit() and int(number) > 0:
+        return int(number)
     return max(1, int(resources.get(_CPU, 1)))
 
 

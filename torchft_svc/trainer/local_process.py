@@ -40,7 +40,7 @@ PART = ".part"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LocalStart:
-    """The first message to a worker's process: what it is, and what it looks like from inside.
+    """The first message to a worker's process: its job and its environment.
 
     Args:
         worker: its number.
@@ -62,7 +62,7 @@ class LocalStart:
 
 
 class Frames:
-    """Takes messages out of a stream of bytes."""
+    """Splits a stream of bytes into messages."""
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -89,7 +89,7 @@ class Frames:
 
 
 def frame(message: object) -> bytes:
-    """A message as it goes over the socket; the other end has another ``__main__``."""
+    """Encode a message for the socket; the other end has another ``__main__``."""
     body: bytes = cloudpickle.dumps(message)
     return LENGTH.pack(len(body)) + body
 
@@ -112,15 +112,15 @@ class LocalLink:
     def host(self) -> str:
         return "127.0.0.1"
 
-    def begin(self, timeout_s: float) -> LocalStart:
-        """The first message.
+    def receive_start(self, timeout_s: float) -> LocalStart:
+        """Receive the first message.
 
         Raises:
             ChannelClosed: it does not come.
         """
         start = self._next(timeout_s)
         if not isinstance(start, LocalStart):
-            raise ChannelClosed("to the trainer", "it did not say what to run")
+            raise ChannelClosed("to the trainer", "it did not send what to run")
         self._scratch, self._worker = start.scratch, start.worker
         return start
 
@@ -191,7 +191,7 @@ def write_state(
 
 
 def read_state(state: StateHandle) -> bytes:
-    """What was stored.
+    """Read a state that was stored.
 
     Raises:
         CheckpointError: it is not there any more.
@@ -205,11 +205,11 @@ def read_state(state: StateHandle) -> bytes:
 # -- the process ---------------------------------------------------------------------------------
 
 # The trainer sends the first message right after the fork.
-_BEGIN_S = 60.0
+_START_S = 60.0
 
 
-def load() -> None:
-    """All that torch and we load at the first use, which takes half a second; starts no thread."""
+def load_libraries() -> None:
+    """Load what torch and we load at the first use, which takes half a second, without a thread."""
     import numpy.random  # noqa: F401
     import torch
     import torch.nn.parallel
@@ -229,7 +229,7 @@ def main(descriptor: str, owner_pid: str, *scratch: str) -> None:
     run_worker = importlib.import_module("torchft_svc.trainer.worker").run_worker
     for name in ("per_step", "checkpoint_tensors"):  # so that no fork has to do it
         importlib.import_module(f"torchft_svc.trainer.{name}")
-    load()
+    load_libraries()
     fork = serve(int(descriptor), int(owner_pid))
     if fork is None:
         for folder in scratch:  # the trainer may have been killed
@@ -238,7 +238,7 @@ def main(descriptor: str, owner_pid: str, *scratch: str) -> None:
     fork.lead_session(signal.SIGTERM)
     (connection,) = fork.descriptors
     link = LocalLink(socket.socket(fileno=connection))
-    start = link.begin(_BEGIN_S)
+    start = link.receive_start(_START_S)
     env.replace(start.environment)
     os.chdir(start.folder)
     sys.path[:] = start.path

@@ -1,8 +1,8 @@
 """The folders of one local backend in which its workers leave their states for each other.
 
 Each folder is locked as long as its trainer lives. So a cleaner of old files (systemd-tmpfiles)
-leaves it alone, and the next trainer can tell a folder that was left by a trainer which was killed
-together with its fork server.
+leaves it alone, and the next trainer recognizes a folder that was left by a trainer which was
+killed together with its fork server.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NAME = re.compile(r"torchft-trainer-(\d+)-[0-9a-f]{16}")
 
 
 class LocalScratch:
-    """Names the folders of this process' trainer, the first choice first; see `make`."""
+    """Names the folders of this process' trainer, the first choice first; see `make_folders`."""
 
     def __init__(self) -> None:
         name = f"torchft-trainer-{os.getpid()}-{secrets.token_hex(8)}"
         self.folders = tuple(str(place / name) for place in _places())
         self._locks: dict[str, int] = {}
 
-    def make(self) -> None:
+    def make_folders(self) -> None:
         """Make what is missing; states go to the first folder that there is.
 
         The fork server removes them if this process is killed, once it is ready: make them then.

@@ -54,7 +54,7 @@ class CreatorLoop:
         self._source: BatchSource | None = None
         held.own(self._models, self._optimizers, self._schedulers, updates_once=True)
 
-    def begin(self, world: TrainingWorld, steps: Steps) -> None:
+    def enter_world(self, world: TrainingWorld, steps: Steps) -> None:
         """Train in ``world`` from now on."""
         self._steps = steps
         self._wrapped, self._voting, self._following = world.prepare(
@@ -151,14 +151,14 @@ class Metrics:
 
     def result(self) -> dict[str, Any]:
         """Numbers of batches and samples, each average, and each value of the last batch."""
-        told: dict[str, Any] = {
+        averages: dict[str, Any] = {
             "batch_count": self._num_batches,
             "num_samples": self._num_samples,
         }
         for name, total in self._sums.items():
-            told[name] = float(total) / self._num_samples
-            told[f"last_{name}"] = float(self._last[name])
-        return told
+            averages[name] = float(total) / self._num_samples
+            averages[f"last_{name}"] = float(self._last[name])
+        return averages
 
 
 BatchLoss = Callable[[Any, Any, Mapping[str, Any]], tuple[Tensor, Mapping[str, Any]]]
@@ -171,8 +171,8 @@ def _loss(job: WorkerJob) -> BatchLoss:
     function = given
 
     def loss(model: Any, batch: Any, info: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
-        told = function(model, batch, info)
-        return told if isinstance(told, tuple) else (told, {})
+        result = function(model, batch, info)
+        return result if isinstance(result, tuple) else (result, {})
 
     return loss
 

@@ -1,4 +1,4 @@
-"""What a trainer and its workers tell each other."""
+"""The messages between a trainer and its workers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FaultTolerance = Literal["per-step", "restart"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Position:
-    """How far training has come; equal for all workers that have done the same steps.
+    """The position of training; equal for all workers that have done the same steps.
 
     Args:
         epoch: number of passes over the data that have been completed.
@@ -26,7 +26,7 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateHandle:
-    """Where a state is that a worker offered with `Link.offer`; only the backend looks inside."""
+    """The place of a state that a worker offered; only the backend knows what it means."""
 
     position: Position
     where: Any
@@ -46,7 +46,7 @@ class JoinWorld:
         rank, world_size: of this worker (``per-step``: the index of its replica group, and the
             number of workers asked for).
         address: ``host:port`` of the store of this world, or of the lighthouse (``per-step``).
-            Empty: open a store, and tell its address (`StoreOpened`) before joining.
+            Empty: open a store, and send its address (`StoreOpened`) before joining.
         state: to begin with; None: as it was created.
     """
 
@@ -227,7 +227,7 @@ def _bare(kind: type[BaseException], args: tuple[Any, ...], fields: dict[str, An
     return error
 
 
-# A worker tells at least this often that it lives.
+# How often a worker reports at least that it lives.
 BEAT_S = 0.5
 
 Command = JoinWorld | Train | Validate | GiveState | End | Abandon

@@ -79,8 +79,11 @@ class PerStepWorld:
         self._await_known(command.address, job_id)
 
     def _await_known(self, address: str, job_id: str) -> None:
-        """Until the lighthouse knows this group. Others might ask before it is known, and train
-        without it; and there is nobody to train with when they have finished."""
+        """Wait until the lighthouse knows this group.
+
+        Others might ask before, and train without it; when they have finished, nobody is left to
+        train with.
+        """
         give_up_at = time.monotonic() + _KNOWN_S
         try:
             with LighthouseClient(address, timedelta(seconds=_KNOWN_S)) as lighthouse:

@@ -28,7 +28,7 @@ def check_drawable(path: str | os.PathLike[str]) -> None:
 
 
 def draw_run(history: RunHistory, path: str | os.PathLike[str], title: str = "") -> None:
-    """Write a picture to ``path``; its ending (png, svg, pdf) says which kind.
+    """Write a picture to ``path``; its ending (png, svg, pdf) chooses the kind.
 
     Raises:
         ConfigError: matplotlib is missing, or does not know this kind of file.

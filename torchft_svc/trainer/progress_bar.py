@@ -1,4 +1,4 @@
-"""Shows how training goes on: a bar on a terminal that rich draws, otherwise lines of a log."""
+"""Shows the progress of training: a bar that rich draws on a terminal, otherwise lines of a log."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _MAX_METRICS = 4
 
 
 class ProgressBar(Protocol):
-    """What the trainer tells while it trains; ``now`` is in monotonic seconds."""
+    """Shows the progress of a trainer; ``now`` is in monotonic seconds."""
 
     def update(
         self, now: float, position: Position, num_workers: int, metrics: Mapping[str, Any]
     ) -> None:
         """Training has come to ``position``."""
 
-    def note(self, text: str) -> None:
+    def show_sentence(self, text: str) -> None:
         """Something that happened: a lost worker, a wait for resources."""
 
 
@@ -60,7 +60,7 @@ class _Silent:
     ) -> None:
         pass
 
-    def note(self, text: str) -> None:
+    def show_sentence(self, text: str) -> None:
         pass
 
 
@@ -77,9 +77,9 @@ class _Lines:
             return
         self._written_at = now
         step = f"{position.step}" if self._last is None else f"{position.step}/{self._last}"
-        self.note(" ".join([f"step {step}", *_words(num_workers, metrics)]))
+        self.show_sentence(" ".join([f"step {step}", *_words(num_workers, metrics)]))
 
-    def note(self, text: str) -> None:
+    def show_sentence(self, text: str) -> None:
         print(f"{self._title}: {text}", file=self._out, flush=True)
 
 
@@ -93,7 +93,7 @@ class _RichBar:
         words = "  ".join(_words(num_workers, metrics))
         self._progress.update(self._task, completed=position.step, words=words)
 
-    def note(self, text: str) -> None:
+    def show_sentence(self, text: str) -> None:
         self._progress.console.print(text, highlight=False, markup=False)
 
 

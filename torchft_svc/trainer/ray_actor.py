@@ -66,7 +66,7 @@ class RayLink:
             return None
 
     def offer_state(self, position: Position, state: bytes) -> StateHandle:
-        """The trainer takes it when it hears of it."""
+        """Keep ``state`` until the trainer fetches it."""
         number = next(self._state_ids)
         self._states[number] = state
         return StateHandle(position=position, where=number)
@@ -76,17 +76,17 @@ class RayLink:
 
     # Called for the trainer.
 
-    def tell(self, command: Command) -> None:
+    def send_command(self, command: Command) -> None:
         self._commands.put(command)
 
     def end(self) -> None:
-        """The worker's program says nothing more."""
+        """Record that the worker's program sends nothing more."""
         with self._changed:
             self._has_ended = True
             self._changed.notify_all()
 
     def answers(self, timeout_s: float) -> tuple[list[Answer], bool]:
-        """What the worker has said since, once there is something; and whether that is all."""
+        """Wait for messages of the worker; return them, and whether these are the last."""
         with self._changed:
             self._changed.wait_for(lambda: self._has_ended or bool(self._answers), timeout_s)
             if not self._is_urgent():
@@ -104,7 +104,7 @@ class RayLink:
 
 
 class RayWorkerActor:
-    """What Ray runs: the worker's program, and beside it what the trainer asks for."""
+    """The actor of a worker: runs its program, and beside it answers the trainer."""
 
     def __init__(self) -> None:
         self._link = RayLink()
@@ -119,8 +119,8 @@ class RayWorkerActor:
             self._link.end()
 
     @ray.method(concurrency_group="commands")
-    def tell(self, command: Command) -> None:
-        self._link.tell(command)
+    def send_command(self, command: Command) -> None:
+        self._link.send_command(command)
 
     @ray.method(concurrency_group="answers")
     def process(self) -> RayProcess:
@@ -137,7 +137,7 @@ class RayWorkerActor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RayProcess:
-    """Where the process of an actor is."""
+    """The place of an actor's process."""
 
     pid: int
     node: str

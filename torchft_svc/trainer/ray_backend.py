@@ -50,9 +50,9 @@ from torchft_svc.trainer.ray_slots import RaySlots
 
 _log = logging.getLogger(__name__)
 
-# A worker that has been told to start and has no room after this is told as lost.
+# How long a worker may wait for room before it is reported as lost.
 PLACEMENT_TIMEOUT_S = 10.0
-# What Ray has been asked to kill is told as lost after this, even if Ray does not say so.
+# How long a killed worker may live for Ray before it is reported as lost.
 KILL_TIMEOUT_S = 5.0
 # Ray asks an actor to end, and kills its process after 5 s: so long a frozen one keeps its place.
 FROZEN_AFTER_S = 0.3
@@ -65,7 +65,7 @@ _GROUPS = {"commands": 1, "answers": 1, "states": 1}
 
 @dataclass(eq=False, kw_only=True, slots=True)
 class _RayWorker:
-    """What the trainer knows of a worker that has not ended."""
+    """The record of a worker that has not ended."""
 
     worker: int
     actor: Any
@@ -77,7 +77,7 @@ class _RayWorker:
     held: deque[Answer] = field(default_factory=deque)
     has_ended: bool = False
     killed_at: float | None = None
-    heard_at: float | None = None
+    answered_at: float | None = None
 
     def references(self) -> list[Any]:
         return [ref for ref in (self.run, self.poll, self.state) if ref is not None]
@@ -135,7 +135,7 @@ class RayBackend:
         self._requested = (num_workers, _needed(resources_per_worker))
 
     def start(self, worker: int, job: bytes, resources: Mapping[str, float]) -> None:
-        """Those that are started between two calls of `wait` are placed together."""
+        """Start a worker; those started between two calls of `wait` are placed together."""
         self._to_start.append((worker, job, _needed(resources)))
 
     def send(self, worker: int, command: Command) -> None:
@@ -146,7 +146,7 @@ class RayBackend:
         if isinstance(command, JoinWorld) and command.state is not None:
             state = dataclasses.replace(command.state, where=self._states.get(command.state.where))
             command = dataclasses.replace(command, state=state)
-        running.actor.tell.options(num_returns=0).remote(command)
+        running.actor.send_command.options(num_returns=0).remote(command)
 
     def wait(self, timeout_s: float) -> list[Received | Lost]:
         deadline = time.monotonic() + timeout_s
@@ -169,8 +169,11 @@ class RayBackend:
         running = self._workers.get(worker)
         if running is not None and running.killed_at is None:
             running.killed_at = time.monotonic()
-            if running.heard_at is not None and running.killed_at > running.heard_at + SILENT_S:
-                self._slots.suspect(running.worker)  # Ray tells its end without seeing it
+            if (
+                running.answered_at is not None
+                and running.killed_at > running.answered_at + SILENT_S
+            ):
+                self._slots.suspect(running.worker)  # Ray reports its end without seeing it
             _kill(running.actor)
             self._note_killed(running)
 
@@ -178,7 +181,7 @@ class RayBackend:
         return fetch_state(self._states.get(state.where))
 
     def write_state(self, position: Position, state: bytes) -> StateHandle:
-        return self._keep(position, ray.put(as_array(state)))
+        return self._keep_state(position, ray.put(as_array(state)))
 
     def drop_state(self, state: StateHandle) -> None:
         self._states.pop(state.where, None)
@@ -213,7 +216,7 @@ class RayBackend:
         starting, self._to_start = self._to_start, []
         for _, same in itertools.groupby(starting, key=lambda item: item[2]):
             batch = list(same)
-            slots = self._slots.take([worker for worker, _, _ in batch], batch[0][2])
+            slots = self._slots.reserve([worker for worker, _, _ in batch], batch[0][2])
             for (worker, job, resources), slot in zip(batch, slots, strict=True):
                 strategy = PlacementGroupSchedulingStrategy(
                     placement_group=slot.group, placement_group_bundle_index=slot.bundle
@@ -233,7 +236,7 @@ class RayBackend:
                 )
 
     def _stored(self, job: bytes) -> Any:
-        """All workers have the same job: Ray stores it once."""
+        """Store the job in Ray once, because all workers have the same."""
         if self._job is None or self._job[0] is not job:
             self._job = (job, ray.put(job))
         return self._job[1]
@@ -241,7 +244,7 @@ class RayBackend:
     # What happens
 
     def _collect(self, timeout_s: float) -> None:
-        """Wait until something has happened, and take all that has."""
+        """Wait for an event, and return all that have happened."""
         owners = {
             ref: running for running in self._workers.values() for ref in running.references()
         }
@@ -254,15 +257,15 @@ class RayBackend:
         for ref in ready:
             running = owners[ref]
             if running.worker not in self._workers:
-                continue  # another of its references told that it is lost
+                continue  # it was reported as lost by another of its references
             try:
-                self._take(running, ref)
+                self._receive_result(running, ref)
             except RayError as error:
                 if isinstance(error, ActorUnavailableError):
                     self._slots.suspect(running.worker)
                 self._lose(running, _reason(error))
 
-    def _take(self, running: _RayWorker, ref: Any) -> None:
+    def _receive_result(self, running: _RayWorker, ref: Any) -> None:
         if ref == running.run:
             ray.get(ref)
             running.run = None
@@ -272,7 +275,7 @@ class RayBackend:
         else:
             answers, running.has_ended = ray.get(ref)
             running.placed_by = None
-            running.heard_at = time.monotonic()
+            running.answered_at = time.monotonic()
             running.poll = None
             if not running.has_ended:
                 running.poll = running.actor.answers.remote(POLL_S)
@@ -282,7 +285,7 @@ class RayBackend:
             self._lose(running, "its program has ended")
 
     def _pass_on(self, running: _RayWorker) -> None:
-        """Hand out what a worker said, up to a state that is not with the trainer yet."""
+        """Return messages of a worker, up to a state that the trainer does not have yet."""
         while running.held and running.state is None:
             offered = _offered(running.held[0])
             if offered is not None:
@@ -295,7 +298,7 @@ class RayBackend:
         answer = running.held.popleft()
         offered = _offered(answer)
         assert offered is not None
-        handle = self._keep(offered.position, ref)
+        handle = self._keep_state(offered.position, ref)
         if isinstance(answer, Finished):
             answer = dataclasses.replace(answer, result=handle)
         else:
@@ -338,7 +341,7 @@ class RayBackend:
                 if not self._slots.is_placed(running.worker):
                     self._lose(running, "others took its place before it could start")
 
-    def _keep(self, position: Position, ref: Any) -> StateHandle:
+    def _keep_state(self, position: Position, ref: Any) -> StateHandle:
         number = next(self._state_ids)
         self._states[number] = ref
         return StateHandle(position=position, where=number)
@@ -354,7 +357,7 @@ def _offered(answer: Answer) -> StateHandle | None:
 
 
 def _needed(resources: Mapping[str, float]) -> dict[str, float]:
-    """Ray reserves nothing of nothing: a worker needs a CPU, if nothing else is said."""
+    """The resources to reserve: a CPU if none are given, because Ray needs some."""
     return {name: float(amount) for name, amount in resources.items() if amount} or {"CPU": 1.0}
 
 
@@ -373,15 +376,15 @@ def _kill(actor: Any) -> None:
 
 
 def _reason(error: RayError) -> str:
-    """What Ray knows about the end of a worker, in a line."""
+    """Describe the end of a worker in a line, as far as Ray knows it."""
     if isinstance(error, RayTaskError):
         return f"its program raised {error.cause!r}"
-    told = str(error)
+    text = str(error)
     if isinstance(error, ActorUnavailableError):
         return "its node or its process cannot be reached"
-    if "node has died" in told:
+    if "node has died" in text:
         return "its node has died"
-    if isinstance(error, OutOfMemoryError) or "NODE_OUT_OF_MEMORY" in told:
+    if isinstance(error, OutOfMemoryError) or "NODE_OUT_OF_MEMORY" in text:
         return "its node ran out of memory"
-    found = re.search(r"Worker exit detail: ([^.]*)", told) or re.search(r"(The actor .*)", told)
+    found = re.search(r"Worker exit detail: ([^.]*)", text) or re.search(r"(The actor .*)", text)
     return f"its process has ended ({found[1] if found else type(error).__name__})"

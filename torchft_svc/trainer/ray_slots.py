@@ -1,4 +1,4 @@
-"""Where the workers of a trainer run on Ray: bundles of placement groups, used again and again."""
+"""The places of a trainer's workers on Ray: bundles of placement groups, used again and again."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class RaySlots:
             ]
 
     def num_free(self, resources: Mapping[str, float]) -> int:
-        """How many workers can be started now."""
+        """The number of workers that can be started now."""
         for question in self._suspects.values():
             question.wait()
         totals = self._living_nodes()
@@ -102,8 +102,8 @@ class RaySlots:
             num_fitting += _num_fitting(free, resources)
         return num_ready + max(0, num_fitting - num_pending)
 
-    def take(self, workers: Sequence[int], resources: Mapping[str, float]) -> list[Slot]:
-        """A slot for each worker; those that are new are in one placement group."""
+    def reserve(self, workers: Sequence[int], resources: Mapping[str, float]) -> list[Slot]:
+        """Reserve a slot for each worker; those that are new are in one placement group."""
         self._remove_torn()
         found = [
             slot
@@ -151,7 +151,7 @@ class RaySlots:
             self._remove_free(num_free - num_workers)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Free all bundles."""
         groups = {slot.group for slot in self._slots if slot.is_ours}
         back: Counter[str] = Counter(ray.available_resources())
         for slot in self._slots:
@@ -182,7 +182,7 @@ class RaySlots:
         return slots
 
     def _remove_free(self, num_slots: int) -> None:
-        """Those without room first: nobody is to make room for them any more."""
+        """Remove free bundles, first those for which there is no room yet."""
         groups = self._by_group(self._living_nodes())
         for group in sorted(groups, key=lambda group: any(node for _, node in group)):
             if len(group) <= num_slots and _is_unused(group):

@@ -61,13 +61,15 @@ def as_trainable(
                 result = trainer.train(**train_options)
                 with tempfile.TemporaryDirectory() as folder:
                     trainer.save(Path(folder) / _STATE)
-                    tune.report(_told(result), checkpoint=tune.Checkpoint.from_directory(folder))
+                    tune.report(_metrics(result), checkpoint=tune.Checkpoint.from_directory(folder))
 
     each = dict(resources_per_worker or {"CPU": 1.0})
     bundles = [{"CPU": 1.0}, *(dict(each) for _ in range(num_workers))]
     return tune.with_resources(run, tune.PlacementGroupFactory(bundles))
 
 
-def _told(result: Mapping[str, Any]) -> dict[str, Any]:
-    told = {name: value for name, value in result.items() if isinstance(value, numbers.Real | str)}
-    return {**told, "num_incidents": len(result["incidents"])}
+def _metrics(result: Mapping[str, Any]) -> dict[str, Any]:
+    metrics = {
+        name: value for name, value in result.items() if isinstance(value, numbers.Real | str)
+    }
+    return {**metrics, "num_incidents": len(result["incidents"])}

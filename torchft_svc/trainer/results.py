@@ -6,14 +6,14 @@ import numbers
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-# Workers weigh their numbers by it, where they tell it.
+# The weight of a worker's numbers, where it is among its results.
 NUM_SAMPLES = "num_samples"
 
 
 def reduced(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """One result of those of all workers.
 
-    Numbers are averaged, weighted by ``num_samples`` where all tell it; ``num_samples`` is added
+    Numbers are averaged, weighted by ``num_samples`` where all report it; ``num_samples`` is added
     up. All else, and what is equal, is that of the first worker which has it.
     """
     names = dict.fromkeys(name for each in results for name in each)

@@ -18,8 +18,8 @@ CREATION, VALIDATION, BETWEEN_STEPS = 11, 12, 13
 
 def mix(*numbers: int) -> int:
     """A seed from ``numbers``, 0 to 2**63 - 1: any two lists of numbers have different ones."""
-    told = ",".join(map(str, numbers)).encode()
-    return int.from_bytes(hashlib.blake2b(told, digest_size=8).digest(), "big") >> 1
+    text = ",".join(map(str, numbers)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") >> 1
 
 
 def seed_everything(*numbers: int) -> None:

@@ -32,7 +32,7 @@ _MAX_SHOWN = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingState:
-    """All that a run goes on from, after the step of ``position``.
+    """All that a run continues from, after the step of ``position``.
 
     Args:
         parts: what ``state_dict()`` of each part returned: ``model``, ``optimizer``, ``scheduler``,
@@ -107,7 +107,7 @@ def decode_state(data: bytes, source: str) -> TrainingState:
 
 
 def copy_to_host(state: TrainingState) -> TrainingState:
-    """A state that does not change while training goes on."""
+    """Copy a state, so that it does not change with training."""
     copies: dict[int, torch.Tensor] = {}
 
     def copied(value: Any) -> Any:

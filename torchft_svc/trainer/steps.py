@@ -26,8 +26,8 @@ from torchft_svc.trainer.world import TrainingWorld
 
 log = logging.getLogger(__name__)
 
-# Faster steps are not each told to the trainer.
-_TELL_EVERY_S = 0.02
+# Faster steps are not each reported to the trainer.
+_SEND_EVERY_S = 0.02
 # A checkpoint of a command that has ended is waited for so long.
 _WRITE_S = 60.0
 
@@ -40,7 +40,7 @@ class Steps:
         self._held, self._world = held, world
         self.checkpoints = Checkpoints(link, job, held)
         self._has_begun = False
-        self._told_at = 0.0
+        self._sent_at = 0.0
 
     def next_batch(self, source: BatchSource) -> Any:
         """The batch of the next step, which begins with it; None: the pass is over.
@@ -71,19 +71,19 @@ class Steps:
             return None
         batch, num_samples = drawn
         held.draw(replace(at, num_samples=num_samples))
-        self._tell()
+        self._send_progress()
         seed_everything(self._job.seed, at.epoch, at.step, at.num_samples, turn.rank)
         return move(batch, held.device)
 
-    def _tell(self) -> None:
+    def _send_progress(self) -> None:
         now = time.monotonic()
-        if now >= self._told_at + _TELL_EVERY_S:
-            self._told_at = now
+        if now >= self._sent_at + _SEND_EVERY_S:
+            self._sent_at = now
             self._link.send(Progress(position=self._held.position))
 
 
 class Checkpoints:
-    """When a checkpoint is written: before a pass, and inside of one as often as the job says."""
+    """Decides when a checkpoint is written: before a pass, and within one by the job's interval."""
 
     def __init__(self, link: Link, job: WorkerJob, held: HeldState) -> None:
         self._link, self._job, self._held = link, job, held
@@ -92,15 +92,15 @@ class Checkpoints:
         self._last: Position | None = None
         self._last_at = 0.0
 
-    def begin(self, directory: str) -> None:
-        """From now on write them to ``directory``; empty: write none."""
+    def use_directory(self, directory: str) -> None:
+        """Write checkpoints to ``directory`` from now on; empty: write none."""
         if directory == self._directory:
             return
         self.end()
         self._directory, self._last = directory, None
         if directory:
             store = CheckpointStore(directory, self._job.keep_last)
-            self._writer = CheckpointWriter(store, self._tell)
+            self._writer = CheckpointWriter(store, self._report_written)
 
     def at_step(self, position: Position, *, is_leader: bool) -> None:
         """Write one, if it is due at the beginning of this step."""
@@ -111,7 +111,7 @@ class Checkpoints:
             return  # the last one is still being written
         state = self._held.whole()
         if state is not None:
-            self._writer.begin(state)
+            self._writer.begin_write(state)
             self._last, self._last_at = position, time.monotonic()
 
     def _is_due(self, position: Position) -> bool:
@@ -130,7 +130,7 @@ class Checkpoints:
             log.warning("the last checkpoint is not waited for any longer")
         self._writer, self._directory = None, ""
 
-    def _tell(self, written: Checkpoint) -> None:
+    def _report_written(self, written: Checkpoint) -> None:
         self._link.send(CheckpointWritten(position=written.position, path=written.path))
 
 

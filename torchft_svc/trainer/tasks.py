@@ -1,4 +1,4 @@
-"""What a trainer asks of its workers: to train, to validate, to hand out their state."""
+"""The tasks of a trainer's workers: to train, to validate, to offer their state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchft_svc.trainer.messages import (
 
 @dataclass(kw_only=True)
 class TrainTask:
-    """To the end of the pass, or ``num_steps`` steps; all workers stop at the same place."""
+    """Train to the end of the pass, or ``num_steps`` steps; all workers stop at the same place."""
 
     num_steps: int | None
     checkpoint_dir: str
@@ -89,7 +89,7 @@ class ValidateTask:
 
 @dataclass(kw_only=True)
 class GiveStateTask:
-    """One worker offers its state; it goes on to train with it."""
+    """Ask one worker for its state; it continues with it."""
 
     leader_only: bool = True
     trains: bool = False

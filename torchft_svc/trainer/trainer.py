@@ -61,7 +61,7 @@ _STOP_S = 20.0
 
 
 class Trainer:
-    """Trains on ``num_workers`` workers, and goes on when some of them, or all, are lost::
+    """Trains on ``num_workers`` workers, and continues when some of them, or all, are lost::
 
         trainer = Trainer(
             model_creator=lambda config: nn.Linear(64, 10),
@@ -151,13 +151,13 @@ class Trainer:
         show_progress: bool | None = None,
         **unknown: Any,
     ) -> None:
-        told = dict(locals())
+        arguments = dict(locals())
         check_options(Trainer.__init__, unknown.items())
         for name in ("self", "unknown", "backend", "show_progress"):
-            del told[name]
+            del arguments[name]
         for name in ("config", "resources_per_worker", "ddp_args"):
-            told[name] = {} if told[name] is None else told[name]
-        self._config = TrainerConfig(**told)
+            arguments[name] = {} if arguments[name] is None else arguments[name]
+        self._config = TrainerConfig(**arguments)
         speak_on_stderr(Environment().log_level or "warning", "")
         self._show_progress = show_progress
         self._store: CheckpointStore | None = None
@@ -223,13 +223,15 @@ class Trainer:
         if num_steps is not None and self._config.train_fn is not None:
             raise ConfigError("num_steps", num_steps, "train_fn decides how long it trains")
         retries = budget(max_retries, reset_retries_after)
-        told = check_info(info)
+        checked = check_info(info)
         with self._alone():
             directory = self._prepare(checkpoint)
             first = self._driver.position
             if self._trained is not None and self._is_set_back():
                 first = self._trained[1]
-            task = TrainTask(num_steps=num_steps, checkpoint_dir=directory, info=told, first=first)
+            task = TrainTask(
+                num_steps=num_steps, checkpoint_dir=directory, info=checked, first=first
+            )
             num_before = len(self._driver.history.incidents)
             self._shown.reports = []
             with self._shows("train", num_steps):
@@ -252,7 +254,7 @@ class Trainer:
         info: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> Any:
-        """Evaluate the model on the validation data; each worker takes a part.
+        """Evaluate the model on the validation data, a part of it in each worker.
 
         Args:
             num_steps: use so many batches of each worker only.
@@ -268,17 +270,17 @@ class Trainer:
             reason = "it validates by itself: see TrainContext.share"
             raise ConfigError("train_fn", self._config.train_fn, reason)
         retries = budget(max_retries, None)
-        told = check_info(info)
+        checked = check_info(info)
         with self._alone():
             self._resume()
             num_parts = self._driver.num_workers or self._config.num_workers
-            task = ValidateTask(num_steps=num_steps, num_parts=num_parts, info=told)
+            task = ValidateTask(num_steps=num_steps, num_parts=num_parts, info=checked)
             is_done = False
             while not is_done:
                 self._driver.run_task(task, retries)
                 is_done = task.is_done()
                 if self._catch_up(retries):
-                    task = ValidateTask(num_steps=num_steps, num_parts=num_parts, info=told)
+                    task = ValidateTask(num_steps=num_steps, num_parts=num_parts, info=checked)
                     is_done = False
         results = [task.results[part] for part in sorted(task.results)]
         return reduced(results) if reduce_results else results
@@ -348,13 +350,13 @@ class Trainer:
 
     @property
     def position(self) -> Position:
-        """How far training has come; with ``resume``, where it will begin."""
+        """The position of training; with ``resume``, where it will begin."""
         self._resume()
         return self._driver.position
 
     @property
     def num_workers(self) -> int:
-        """How many workers are ready now."""
+        """The number of workers that are ready now."""
         return self._driver.num_workers
 
     @property
@@ -425,7 +427,7 @@ class Trainer:
         return self._store
 
     def _prepare(self, checkpoint: str | os.PathLike[str] | None) -> str:
-        """Where checkpoints are written; empty: nowhere."""
+        """Prepare the directory of checkpoints, and return it; empty: none are written."""
         if checkpoint == AUTO:
             store = self._open_store()
             self._resume()
@@ -459,7 +461,7 @@ class Trainer:
         self._must_resume = False
 
     def _begin_with_copy(self, state: TrainingState) -> None:
-        """Of a state that is in this process; each worker gets one."""
+        """Begin with a state that is in this process; each worker gets a copy."""
         handle = self._backend.write_state(state.position, encode_state(state))
         known = known_state(StateSource.GIVEN, state.position, handle=handle)
         self._trained = None
@@ -498,7 +500,7 @@ class Trainer:
         return True
 
     def _keep_state(self, retries: RetryBudget) -> None:
-        """Without checkpoints, this is what is left if all workers are lost."""
+        """Fetch a state, which is what is left if all workers are lost without a checkpoint."""
         task = GiveStateTask()
         self._driver.run_task(task, retries)
         if self._catch_up(retries):
@@ -529,12 +531,12 @@ class Trainer:
         return decode_state(self._backend.read_state(handle), "a worker")
 
     def _check_fits(self, state: TrainingState) -> None:
-        """Where the model can be made here, see whether the state is of it."""
+        """Check that the state is of the model, if that can be made here."""
         if self._config.model_creator is not None:
             self._models_for(state)
 
     def _models_for(self, state: TrainingState) -> tuple[Any, list[tuple[Any, Mapping[str, Any]]]]:
-        """What ``model_creator`` makes, and each model of it with its part of ``state``.
+        """The models of ``model_creator``, each with its part of ``state``.
 
         Raises:
             ConfigError: it does not fit.
@@ -574,7 +576,7 @@ class _Shown(RunObserver):
 
     def warned(self, sentence: str) -> None:
         if self.bar is not None:
-            self.bar.note(sentence)
+            self.bar.show_sentence(sentence)
 
 
 def _opened(backend: Any, config: TrainerConfig) -> tuple[Backend, str]:

@@ -64,9 +64,9 @@ _COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.
 
 
 def run_worker(link: Link, worker: int, job: bytes) -> None:
-    """Carry out what the trainer at the other end of ``link`` wants, until it says that it ends.
+    """Execute the commands of the trainer at the other end of ``link``, until it sends `End`.
 
-    ``job`` is a `WorkerJob`, pickled by cloudpickle. Errors of the program are told to the trainer,
+    ``job`` is a `WorkerJob`, pickled by cloudpickle. Errors of the program are sent to the trainer,
     never raised.
     """
     _Worker(link, worker).run(job)
@@ -110,7 +110,7 @@ class _Worker:
             job = self._create(pickled)
             self._link.send(Started(pid=os.getpid(), host=self._link.host))
             for command in self._each_command():
-                self._carry_out(command, job)
+                self._execute(command, job)
         except (StepAbandoned, ChannelClosed):
             raise
         except BaseException as error:  # noqa: BLE001 - it is the trainer's to judge
@@ -138,7 +138,7 @@ class _Worker:
                 raise command
             yield command
 
-    def _carry_out(self, command: Command, job: WorkerJob) -> None:
+    def _execute(self, command: Command, job: WorkerJob) -> None:
         self._held.check()
         program = self._program
         assert program is not None
@@ -147,7 +147,7 @@ class _Worker:
             return
         if isinstance(command, Train):
             assert self._steps is not None, "no world was joined"
-            self._steps.checkpoints.begin(command.checkpoint_dir)
+            self._steps.checkpoints.use_directory(command.checkpoint_dir)
             result = program.train(command)
         elif isinstance(command, Validate):
             assert isinstance(program, CreatorLoop), "a training function validates by itself"
@@ -184,7 +184,7 @@ class _Worker:
         world.join(command, held.position)
         self._steps = Steps(self._link, job, held, world)
         assert self._program is not None
-        self._program.begin(world, self._steps)
+        self._program.enter_world(world, self._steps)
         self._has_joined = True
         self._count(-1)
         self._link.send(Joined(world=command.world, position=held.position))
@@ -203,7 +203,7 @@ class _Worker:
     # -- the end ---------------------------------------------------------------------------------
 
     def _fail(self, error: BaseException) -> None:
-        """Tell it, and wait for the trainer to ask for the state."""
+        """Report the error, and wait until the trainer asks for the state."""
         log.debug("the program failed", exc_info=error)
         if self._leaves_at_once:
             self._leave()
@@ -337,5 +337,5 @@ def _pickled(error: BaseException) -> bytes:
 def _is_peers(error: BaseException) -> bool:
     if isinstance(error, PeerError | dist.DistError):
         return not isinstance(error, CheckpointError)
-    told: Any = error.args[0] if error.args else ""
-    return type(error) is RuntimeError and _COLLECTIVE.search(str(told)) is not None
+    message: Any = error.args[0] if error.args else ""
+    return type(error) is RuntimeError and _COLLECTIVE.search(str(message)) is not None

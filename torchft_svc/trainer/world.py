@@ -37,7 +37,7 @@ class TrainingWorld(Protocol):
     """The workers that train together, seen by one of them; `abandon` is for other threads."""
 
     def join(self, command: JoinWorld, position: Position) -> None:
-        """Meet the others; this worker begins at ``position``, unless it takes over another's."""
+        """Meet the others; this worker begins at ``position``, unless it heals from another."""
 
     def prepare(
         self, models: Sequence[nn.Module], optimizers: Sequence[Any], schedulers: Sequence[Any]
@@ -46,13 +46,13 @@ class TrainingWorld(Protocol):
 
     @property
     def turn(self) -> Turn:
-        """This worker's place in the step that was begun last, or in the world at its start."""
+        """The rank of this worker in the step that was begun last, or in the world at its start."""
 
     def begin_step(self) -> None:
-        """Wait for the others, if they may have changed; this may take over their state."""
+        """Wait for the others, if they may have changed; this may load their state."""
 
     def has_lost_vote(self) -> bool:
-        """Whether the last update was not applied, because the step was discarded; told once."""
+        """Whether the last update was not applied, as the step was discarded; returned once."""
 
     def abandon(self, reason: str) -> None:
         """Have everything fail that waits for the others."""
@@ -139,7 +139,7 @@ class TorchWorld:
 
 
 def _settle_buckets(wrapped: TorchDataParallel) -> None:
-    """Let the layout of the buckets be the same in the first step as in all others.
+    """Make the layout of the buckets the same in the first step as in all others.
 
     torch arranges them anew after the first backward pass, in the order in which gradients came.
     Where a gradient lies decides in which order its parts are summed, so the first step after a

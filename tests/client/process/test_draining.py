@@ -55,7 +55,7 @@ class Worker:
 
     @classmethod
     def forked(cls, address: str, name: str, out: Path, place: dict[str, str]) -> Worker:
-        """With a process group of its own, as a launcher makes it."""
+        """Start it with a process group of its own, as a launcher makes it."""
         process = Forked(Call(leads_a_session, (address, name), place, out))
         return cls(out, process.pid, lambda: process.wait(DEADLINE_S))
 
@@ -80,7 +80,7 @@ class Worker:
         return at
 
     def send_all(self, number: int) -> None:
-        """As systemd and Kubernetes do: every process, so the manager too."""
+        """Signal as systemd and Kubernetes do: every process, so the manager too."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
@@ -103,14 +103,14 @@ class Worker:
         return max(after - before for before, after in itertools.pairwise(at[-100:]))
 
     def last_step(self) -> str:
-        """At which step it was drained."""
-        (told,) = [line[1] for line in self.lines() if line[0] == "drained"]
-        return told
+        """The step at which it was drained."""
+        (step,) = [line[1] for line in self.lines() if line[0] == "drained"]
+        return step
 
     def drained_at(self) -> float:
-        """When it had finished its step, and its group had left."""
-        (told,) = [float(line[2]) for line in self.lines() if line[0] == "drained"]
-        return told
+        """The instant at which it had finished its step, and its group had left."""
+        (at,) = [float(line[2]) for line in self.lines() if line[0] == "drained"]
+        return at
 
     def ends(self) -> None:
         assert self._wait() == 0, self.out.read_text()
@@ -130,7 +130,7 @@ def no_handler() -> Iterator[None]:
 
 
 def nothing(reason: str) -> None:
-    """Nobody has to be told."""
+    """A group of one worker informs no other worker."""
 
 
 @pytest.mark.usefixtures("no_handler")
@@ -192,7 +192,7 @@ while True:
 
 @pytest.mark.parametrize("is_init", [True, False])
 def test_a_second_sigterm_ends_a_program_that_hangs(is_init: bool) -> None:
-    """Also where it is the first process of a container, whose signals have no default action."""
+    """SIGTERM also ends the first process of a container, where it has no default action."""
     own_ids = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
     if is_init and (
         shutil.which("unshare") is None or subprocess.run([*own_ids, "true"]).returncode
@@ -222,11 +222,11 @@ def test_the_handler_of_a_drained_manager_stays_while_the_signal_may_be_repeated
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for repeat_s in (60.0, 0.0):
-        told: list[str] = []
+        reasons: list[str] = []
         monkeypatch.setattr(draining, "REPEAT_S", repeat_s)
-        term_signal = TermSignal(told.append, nothing)
+        term_signal = TermSignal(reasons.append, nothing)
         os.kill(os.getpid(), signal.SIGTERM)
-        eventually(lambda told=told: told)
+        eventually(lambda reasons=reasons: reasons)
         term_signal.close()
         assert (signal.getsignal(signal.SIGTERM) is signal.SIG_DFL) == (repeat_s == 0.0)
 

@@ -72,9 +72,9 @@ def test_forked_data_loader_workers(address: str) -> None:
 
 def test_an_unreachable_lighthouse_is_an_error_that_names_it(address: str) -> None:
     with running("unreachable", address) as trainer:
-        told = trainer.read_until("error")
-        if "lighthouse at 127.0.0.1:1" not in told:
-            raise Late(told)
+        line = trainer.read_until("error")
+        if "lighthouse at 127.0.0.1:1" not in line:
+            raise Late(line)
         assert trainer.ends() == 0, trainer.errors()
 
 
@@ -97,7 +97,7 @@ ENDS = {
 def test_the_lighthouse_tells_an_orderly_end_from_a_loss(
     name: str, by: signal.Signals | str | None, what: str, reason: str
 ) -> None:
-    """And knows that the job is finished, or is not; after that another run begins at step 0."""
+    """The lighthouse knows whether the job is finished; then another run begins at step 0."""
     with (
         lighthouse_process("--min-replicas=1") as house,
         LighthouseClient(house.address, timedelta(seconds=10)) as client,
@@ -116,11 +116,11 @@ def test_the_lighthouse_tells_an_orderly_end_from_a_loss(
         (job,) = eventually(lambda: [each for each in client.status() if each.ended_s is not None])
         assert (job.finished, job.gone[0].orderly) == (what == "left", what == "left"), job
         assert reason in job.gone[0].reason
-        told = [line for line in house.errors().splitlines() if f"group {what} " in line]
+        lines = [line for line in house.errors().splitlines() if f"group {what} " in line]
         level = logging.getLevelName(logging.INFO if what == "left" else logging.WARNING)
-        assert len(told) == 1, house.errors()
-        assert f" {level} " in told[0]
-        assert reason in told[0]
+        assert len(lines) == 1, house.errors()
+        assert f" {level} " in lines[0]
+        assert reason in lines[0]
         with running("returns", house.address) as trainer:
             trainer.read_until("training")
             assert trainer.ends() == 0, trainer.errors()

@@ -114,7 +114,7 @@ def test_a_child_has_the_default_for_sigterm(address: str, thread: str) -> None:
 
 
 def test_the_programs_own_handler_stays_in_its_children() -> None:
-    """Also one that it has installed after the manager's."""
+    """The same holds for a handler that it has installed after the manager's."""
     receiving, sending = _context.Pipe(duplex=False)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     term = TermSignal(lambda _: None, lambda _: None)
@@ -157,7 +157,7 @@ def test_sigterm_ends_a_child_also_while_it_is_forked(address: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what another test may have left behind
     with Trainer(address, "a", 0) as a:
         term = signal.getsignal(signal.SIGTERM)
-        assert callable(term), "the manager does not hear it"
+        assert callable(term), "the manager does not receive it"
         for _ in range(20):  # one in five to ten meets the moment
             with forked() as child:
                 child.terminate()

@@ -36,9 +36,9 @@ def test_a_kill_of_a_trainer_that_moves_shows_no_stacks() -> None:
             name = f"trains-{trainer.process.pid}"
             eventually(lambda: is_told(operator, name), what=f"{name} does not join")
         assert trainer.process.wait(DEADLINE_S) == 1
-        told = trainer.errors()
-        assert "this process is killed: it hangs" in told
-        assert "most recent call" not in told
+        log = trainer.errors()
+        assert "this process is killed: it hangs" in log
+        assert "most recent call" not in log
 
 
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_a_kill_ends_a_trainer_that_hangs(program: str, status: int) -> None:
         assert ended == status
         trainer.check_children()
         if program == "sleeps":
-            told = trainer.errors()
-            assert "this process is killed: it hangs" in told
-            assert "in sleeps" in told, "where its main thread stands"
+            log = trainer.errors()
+            assert "this process is killed: it hangs" in log
+            assert "in sleeps" in log, "where its main thread stands"
 
 
 def test_a_second_sigterm_ends_a_trainer_at_once() -> None:
-    """Its step never ends; what is repeated within a second counts as the same request."""
+    """A step never ends; what is repeated within a second counts as the same request."""
     with lighthouse() as address, running("sleeps", address) as trainer:
         trainer.read_until("training")
         began_at = time.monotonic()

@@ -20,10 +20,10 @@ def test_a_collective_that_never_ends_ends_the_process() -> None:
         trainer.read_until("training")
         assert trainer.process.wait(DEADLINE_S) == 1
         trainer.check_children()
-        told = trainer.errors()
-        assert "the watchdog has waited" in told
-        assert "for a collective to end" in told
-        assert "in sticks_in_a_collective" in told, "where its main thread stands"
+        log = trainer.errors()
+        assert "the watchdog has waited" in log
+        assert "for a collective to end" in log
+        assert "in sticks_in_a_collective" in log, "where its main thread stands"
 
 
 def test_what_ends_in_time_is_left_alone() -> None:

@@ -74,7 +74,7 @@ class BackgroundThread:
             self._tasks.put(task)
 
     def close(self, timeout_s: float) -> bool:
-        """End after the present task; False if it takes longer than ``timeout_s`` seconds."""
+        """End after the present task; return whether that is so within ``timeout_s`` seconds."""
         if not self._closed:
             self._closed = True
             self._tasks.put(None)

@@ -96,7 +96,7 @@ def guard_future(
     lock = threading.Lock()
     over = False
 
-    def settle(value: T, error: Exception | None) -> None:
+    def set_result(value: T, error: Exception | None) -> None:
         nonlocal over
         with lock:
             if over:
@@ -107,10 +107,10 @@ def guard_future(
         guarded.set_result(value)
 
     def expired() -> None:
-        settle(default, DeadlineExceeded("a future", timeout_s))
+        set_result(default, DeadlineExceeded("a future", timeout_s))
 
     def abandoned() -> None:
-        settle(default, None)
+        set_result(default, None)
 
     number = timer.call_at(time.monotonic() + timeout_s, expired, abandoned)
 
@@ -119,9 +119,9 @@ def guard_future(
         try:
             value = source.value()
         except Exception as error:  # noqa: BLE001 - any error of the future
-            settle(default, error)
+            set_result(default, error)
         else:
-            settle(value, None)
+            set_result(value, None)
 
     future.add_done_callback(finished)
     return guarded

@@ -84,7 +84,7 @@ class TermSignal:
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _reason(self) -> str:
-        """Why this process drains; empty: it does not."""
+        """The reason why this process drains; empty: it does not."""
         return "" if self._first_at is None else f"process {os.getpid()} got SIGTERM"
 
     def _run(self) -> None:

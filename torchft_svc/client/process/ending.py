@@ -40,14 +40,14 @@ def failure() -> str:
 def end_now(reason: str, *, hangs: bool = True) -> None:
     """Log ``reason``, and all tracebacks if the process ``hangs``; exit without clean-up."""
     words = threading.Thread(
-        target=_say, args=(reason, hangs), name="torchft-last-words", daemon=True
+        target=_log_end, args=(reason, hangs), name="torchft-last-words", daemon=True
     )
     words.start()
     words.join(LAST_WORDS_S)
     os._exit(KILLED_STATUS)
 
 
-def _say(reason: str, hangs: bool) -> None:
+def _log_end(reason: str, hangs: bool) -> None:
     log.critical("this process is killed: %s", reason)
     flush_lines()
     if hangs:

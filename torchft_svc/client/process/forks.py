@@ -23,7 +23,7 @@ _hook = threading.Event()
 
 
 def drop_after_fork(holder: Holder) -> None:
-    """From now on close the descriptors of ``holder`` in forked children."""
+    """Close the descriptors of ``holder`` in forked children from now on."""
     _holders.add(holder)
     if not _hook.is_set():
         _hook.set()
@@ -48,7 +48,7 @@ _is_own_handler: Callable[[object], bool] | None = None
 
 
 def end_children_by_term(is_own_handler: Callable[[object], bool]) -> None:
-    """From now on let SIGTERM end forked children as if this process did not handle it.
+    """Make SIGTERM end forked children from now on, as if this process did not handle it.
 
     A handler in Python runs only when the interpreter comes to it: a child that is about to block
     in a system call, as each worker of a pool does, would never run it. So a child that has

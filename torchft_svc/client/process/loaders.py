@@ -19,14 +19,14 @@ from torch.utils.data._utils import signal_handling
 
 from torchft_svc.errors import Drained
 
-# The signal may reach this process a moment after the worker, whose end may be seen first.
+# How long after the end of a worker this process may receive the same signal.
 _TERM_GRACE_S = 0.5
 _LOOK_S = 0.01
 _KILLED_BY_SIGTERM = "Terminated"
 
 
 def follow_drain(reason: Callable[[], str]) -> None:
-    """From now on ``reason`` returns why this process drains; empty: it does not.
+    """Ask ``reason`` from now on why this process drains; empty: it does not.
 
     A later call replaces an earlier one.
     """

@@ -14,7 +14,7 @@ from torchft_svc.trainer.retry.budget import ProgramError
 
 
 class StateSource(Enum):
-    """Where the workers of a new world begin."""
+    """The origins of the state of a new world."""
 
     START = "the start"
     HELD = "the state that the trainer holds"
@@ -78,7 +78,7 @@ class InitialState:
 
     @property
     def refusal(self) -> ProgramError | None:
-        """Why the state of this world cannot be loaded, while another one is looked for."""
+        """The error of a state that cannot be loaded, while another one is looked for."""
         return self._refusal
 
     def hold_state(self, state: KnownState) -> list[StateOrder]:
@@ -125,7 +125,7 @@ class InitialState:
         return orders
 
     def refuses(self, error: ProgramError, best_step: int) -> bool:
-        """Whether ``error`` says that nobody can begin with the state of this world.
+        """Whether ``error`` means that nobody can begin with the state of this world.
 
         After the first step somebody could.
         """

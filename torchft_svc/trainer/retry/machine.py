@@ -252,7 +252,7 @@ class SendCommand:
 
 @dataclass(frozen=True, slots=True)
 class LetAbandon:
-    """Have a worker abandon its step, offer its state, and end."""
+    """Make a worker abandon its step, offer its state, and end."""
 
     worker: int
     reason: str
@@ -260,7 +260,7 @@ class LetAbandon:
 
 @dataclass(frozen=True, slots=True)
 class LetEnd:
-    """Have a worker end in good order."""
+    """Make a worker end in good order."""
 
     worker: int
 
@@ -381,7 +381,7 @@ class RetryMachine:
         return {number: each.rank for number, each in self._workers.items()}
 
     def num_ready(self) -> int:
-        """How many workers have joined."""
+        """The number of workers that have joined."""
         return sum(each.stage is WorkerStage.JOINED for each in self._workers.values())
 
     # -- inputs of the shell -----------------------------------------------------------------------
@@ -968,7 +968,7 @@ class RetryMachine:
         return {number: each for number, each in self._workers.items() if each.counts}
 
     def _num_with_state(self) -> int:
-        """How many workers have the state of the last step."""
+        """The number of workers that have the state of the last step."""
         return sum(each.has_state for each in self._alive().values())
 
     def _record_behind(self, asked: Collection[KnownWorker]) -> None:
