@@ -183,7 +183,7 @@ def simulate(groups: int, *, seconds: float, joins: int) -> tuple[list[dict[str,
         fleet.join(number, joins + 1, " of many")
     assert len(fleet.published.answers) == groups
     began_at = time.perf_counter()
-    answer = quorum_answer(fleet.published.decided.quorum, time.time())
+    answer = quorum_answer(fleet.published.quorum, time.time())
     encoded_ms = 1000 * (time.perf_counter() - began_at)
     memory = (
         f"{num_bytes / groups / 1024:.1f} KB of memory for each group; a quorum of {groups} groups "

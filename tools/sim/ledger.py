@@ -1,4 +1,4 @@
-"""The ledger of `LivenessChecks`: what a simulated lighthouse has heard and said about a job."""
+"""The ledger of `LivenessChecks`: what a simulated lighthouse has received and sent about a job."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torchft_svc.core.quorum.activity import Activity, Phase
 
 @dataclass(slots=True)
 class Ledger:
-    """Of one job, in one life of a lighthouse.
+    """The ledger of one job, in one life of a lighthouse.
 
-    ``late``: groups that missed their deadline, and are not awaited until they ask. ``evicted``:
+    ``late``: groups that are late, and are not awaited until they ask. ``evicted``:
     left out of ``previous`` since it was published, and have not asked; ``recalled`` may be awaited
     again, because nobody else was left. ``doing``: what groups report, or that they ask.
     """
@@ -28,7 +28,7 @@ class Ledger:
     left_healing: set[str] = field(default_factory=set)  # and that was reported
     first_back_at: float | None = None  # the first of ``previous`` has asked
     due_since: float | None = None
-    hangs_unheeded_since: float | None = None
+    hangs_unhandled_since: float | None = None
 
     def going_on(self) -> frozenset[str]:
         """The groups of the last quorum that ask, or may still ask."""

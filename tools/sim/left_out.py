@@ -22,7 +22,7 @@ def check_eviction(ledger: Ledger, out: ReportEviction, config: QuorumConfig, no
     it."""
     who = out.replica_id
     must(who in _hung(ledger, config, now), "I5", f"{who} is left out: {ledger.doing.get(who)}")
-    must(who in out.recipients, "I5", f"{who} is left out, and does not hear of it")
+    must(who in out.recipients, "I5", f"{who} is left out, and not informed")
     if who in ledger.previous:  # or that was published by an earlier lighthouse
         # A group that was left out and is awaited again may be the first one to continue.
         back = ledger.recalled & ledger.previous & ledger.who(Phase.QUORUM)
@@ -30,27 +30,27 @@ def check_eviction(ledger: Ledger, out: ReportEviction, config: QuorumConfig, no
         must(bool(waiting), "I5", f"{who} is left out, though nobody waits for it")
 
 
-def check_hangs_are_heeded(name: str, ledger: Ledger, config: QuorumConfig, now: float) -> None:
-    """Nobody waits for a hanging group for long after having reported that it waits."""
+def check_hangs_are_handled(name: str, ledger: Ledger, config: QuorumConfig, now: float) -> None:
+    """Check that nobody waits long for a hanging group after having reported that it waits."""
     hung = ledger.going_on() | (ledger.recalled & ledger.previous)
     hung &= _hung(ledger, config, now) - ledger.asking.keys()
     is_certain = not ledger.may_be_late(now, config.join_timeout_s)
     if config.on_hang != "evict" or not (hung and _waiting(ledger) and is_certain):
-        ledger.hangs_unheeded_since = None
-    elif ledger.hangs_unheeded_since is None:
-        ledger.hangs_unheeded_since = now
+        ledger.hangs_unhandled_since = None
+    elif ledger.hangs_unhandled_since is None:
+        ledger.hangs_unhandled_since = now
     else:
-        is_new = now - ledger.hangs_unheeded_since < HEED_S
+        is_new = now - ledger.hangs_unhandled_since < HEED_S
         must(is_new, "I5", f"{name} waits for {sorted(hung)[:4]}, which hang")
 
 
 def check_left_healing(
     ledger: Ledger, left: ReportLeftHealing, config: QuorumConfig, now: float
 ) -> None:
-    """It is reported once for each group, when its time is up."""
+    """Check that it is reported once for each group, when its time is up."""
     who = left.replica_id
     must(who in ledger.who(Phase.HEALING), "I5", f"{who} was left out, but does not heal")
-    must(who not in ledger.left_healing, "I5", f"{who} was left out, which is told twice")
+    must(who not in ledger.left_healing, "I5", f"{who} was left out, which is reported twice")
     _check_time_is_up(ledger, who, config, now)
 
 

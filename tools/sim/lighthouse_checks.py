@@ -174,7 +174,7 @@ class LighthouseChecks:
             self._invariants.discards.heard(key[1])
         self._signs_at[key] = self._now
         self._signs_awake_at[key] = self._awake_at
-        self._liveness.heard(key)
+        self._liveness.record_sign(key)
 
     # -- what goes out ---------------------------------------------------------------------------
 

@@ -1,6 +1,6 @@
 """Looks at a lighthouse now and then: which groups it awaits (I5), and which it remembers (I7).
 
-Like the other checks it keeps a ledger of its own, from what the lighthouse hears and says.
+Like the other checks it keeps a ledger of its own, from what the lighthouse receives and sends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tools.sim.left_out import (
     ROUNDING_S,
     check_all_are_in,
     check_eviction,
-    check_hangs_are_heeded,
+    check_hangs_are_handled,
     check_heals,
     check_history,
     check_left_healing,
@@ -37,14 +37,14 @@ Key = tuple[str, str]  # job and replica id
 
 
 class LivenessChecks:
-    """Over one life of a lighthouse."""
+    """Checks one life of a lighthouse."""
 
     def __init__(self, config: QuorumConfig) -> None:
         self._config = config
         self._longest_s = config.heal_timeout_s or config.join_timeout_s
         self._ledgers: dict[str, Ledger] = {}
 
-    def heard(self, key: Key) -> None:
+    def record_sign(self, key: Key) -> None:
         self._ledger(key[0]).dead.discard(key[1])
 
     def asked(self, key: Key, member: Member, now: float) -> None:
@@ -71,7 +71,7 @@ class LivenessChecks:
             ledger.gave_up[key[1]] = (since, now)
 
     def gone(self, key: Key, now: float) -> None:
-        """If no group of the last quorum is left, hanging groups are awaited again."""
+        """Record a loss; hanging groups are awaited again if no other member is left."""
         ledger = self._ledger(key[0])
         ledger.forget(key[1])
         left = ledger.going_on()
@@ -97,8 +97,8 @@ class LivenessChecks:
         ledger.left_healing.add(left.replica_id)
 
     def term_ended(self, key: Key, over: TermEnds, now: float) -> None:
-        """``over`` is told to a member. If others have waited in that step for too long, those that
-        have not begun it are stragglers, unless the term ends because a member asks."""
+        """Record that ``over`` is sent to a member. If others have waited in that step for too
+        long, those that have not begun it are stragglers, unless a member asks."""
         ledger = self._ledger(key[0])
         if ledger.asking.keys() & ledger.previous:
             return
@@ -128,7 +128,7 @@ class LivenessChecks:
         for name, ledger in self._ledgers.items():
             decision = core.pause(name, now).decision
             self._check_due(name, ledger, decision, now)
-            check_hangs_are_heeded(name, ledger, self._config, now)
+            check_hangs_are_handled(name, ledger, self._config, now)
             awaited = decision.awaited if isinstance(decision, Waiting) else frozenset()
             if ledger.going_on():
                 held = awaited & ledger.evicted
@@ -155,7 +155,7 @@ class LivenessChecks:
 
     def check_memory(self, core: Jobs, alive: Collection[Key]) -> None:
         """The core remembers no dead group, except those of the last quorum, and the few whose loss
-        it may have to tell again."""
+        it may have to announce again."""
         known = {replica_id for _, replica_id in alive}
         for job in core._jobs.values():
             must(len(job.term.lost) <= MAX_LOSSES_SENT, "I7", "too many losses are remembered")

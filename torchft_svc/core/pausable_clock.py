@@ -37,10 +37,10 @@ class PausableClock:
         return at - self.missed_s
 
     def skip_to(self, at: float) -> None:
-        """Nobody had to look until ``at``: nothing was missed."""
+        """Continue at ``at``: nobody had to look until then, so nothing was missed."""
         self._looked_at = at
 
     def look_by(self, instant: float) -> float:
-        """When to call `now` next: at the latest when this clock shows ``instant``."""
+        """The time to call `now` next: at the latest when this clock shows ``instant``."""
         at = instant + self.missed_s + (ROUNDING_S if self.missed_s else 0.0)
         return min(at, self._looked_at + self.look_s)

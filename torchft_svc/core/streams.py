@@ -9,7 +9,7 @@ from torchft_svc.errors import TorchFTError
 
 @dataclass(frozen=True, slots=True)
 class EndStream:
-    """With ``error``, or in good order (None) after what was sent."""
+    """End ``stream`` with ``error``, or in good order (None) after what was sent."""
 
     stream: int
     error: TorchFTError | None = None
@@ -17,6 +17,6 @@ class EndStream:
 
 @dataclass(frozen=True, slots=True)
 class ReportStandstill:
-    """This process was stopped for ``for_s`` seconds."""
+    """Report that this process was stopped for ``for_s`` seconds."""
 
     for_s: float

@@ -34,7 +34,7 @@ class DeadlineTimer:
         self._handle = self._call_later(max(0.0, deadline - now), self._fire)
 
     def stop(self) -> None:
-        """Nothing is called any more, until the next deadline is set."""
+        """Stop the timer, until the next deadline is set."""
         if self._handle is not None:
             self._handle.cancel()
         self._handle, self._at = None, math.inf

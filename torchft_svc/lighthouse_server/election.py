@@ -13,7 +13,7 @@ from torchft_svc.lighthouse_server.leadership import MIN_LEASE_S
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Election:
-    """``advertise`` is the address that managers are sent to, if this lighthouse leads
+    """The settings; ``advertise``: where managers are sent if this lighthouse leads
     (None: the one that it is bound to).
 
     Raises:

@@ -44,7 +44,7 @@ T = TypeVar("T")
 
 
 class Etcd:
-    """The server in use is one of ``access``' list. To be used on one event loop.
+    """A client of the servers in ``access``, one at a time. To be used on one event loop.
 
     Every call raises `Unreachable` where this server does not answer or cannot do it, and
     `Unauthorized` where it and this lighthouse do not trust each other.
@@ -60,7 +60,7 @@ class Etcd:
 
     @property
     def address(self) -> str:
-        """Of the server in use."""
+        """The address of the server in use."""
         return self._access.addresses[self._next]
 
     async def grant(self, ttl_s: int, timeout_s: float) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class Etcd:
         return await self._as_user(keep_alive, timeout_s)
 
     async def revoke(self, lease: int, timeout_s: float) -> None:
-        """Nobody holds the lease any more."""
+        """Give the lease up."""
         await self._call(
             "etcdserverpb.Lease/LeaseRevoke", pb.LeaseRevokeRequest(id=lease), timeout_s
         )
@@ -117,12 +117,12 @@ class Etcd:
         return answer.kv.lease, answer.kv.value.decode("utf-8", "replace")
 
     async def go_on(self) -> None:
-        """The server in use has failed: use the next one of the list."""
+        """Use the next server of the list: the present one has failed."""
         await self.close()
         self._next = (self._next + 1) % len(self._access.addresses)
 
     async def close(self) -> None:
-        """May be called twice."""
+        """Close the connection; may be called twice."""
         channel, self._channel = self._channel, None
         self._token = None  # each server forgets those that are not used at itself
         if channel is not None:
@@ -152,7 +152,7 @@ class Etcd:
     async def _as_user(
         self, call: Callable[[Metadata], Awaitable[T]], timeout_s: float | None
     ) -> T:
-        """What ``call`` returns; it is made once more if the token that it had is stale."""
+        """Return what ``call`` returns; made once more if the token that it had is stale."""
         try:
             if self._token is not None:
                 try:

@@ -23,7 +23,7 @@ USER_NAME, PASSWORD_NAME = "TORCHFT_ETCD_USER", "TORCHFT_ETCD_PASSWORD"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EtcdAccess(TlsFiles):
-    """``url`` is ``etcd://host:port[,host:port...][/prefix]``, or ``etcds://...`` with TLS.
+    """The servers, and the user; ``url``: ``etcd[s]://host:port[,host:port...][/prefix]``.
 
     With TLS the servers are checked against ``ca_file`` (without one: against the system's CAs),
     and shown ``cert_file`` if there is one.
@@ -65,12 +65,12 @@ class EtcdAccess(TlsFiles):
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """In the order in which they are tried."""
+        """The servers, in the order in which they are tried."""
         return split_addresses(self._parts()[0])
 
     @property
     def prefix(self) -> str:
-        """Below which the keys of the election are."""
+        """The prefix of the keys of the election."""
         return self._parts()[2] or DEFAULT_PREFIX
 
     @property
@@ -91,7 +91,7 @@ def resolve_etcd_access(
     user: str | None = None,
     password_file: str | None = None,
 ) -> EtcdAccess:
-    """Argument, else environment, else the system's CAs, no certificate and no user.
+    """Return the access by argument, else environment, else the system's CAs and no user.
 
     Raises:
         ConfigError: see `EtcdAccess`; also a password file that cannot be read, or two passwords.

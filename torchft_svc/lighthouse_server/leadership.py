@@ -29,12 +29,12 @@ MIN_RETRY_S, MAX_RETRY_S = 0.2, 1.0
 
 
 def clock() -> float:
-    """Seconds that go on while the machine sleeps."""
+    """Return seconds that go on while the machine sleeps."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class Leadership:
-    """``check`` before every answer; to be used on one event loop."""
+    """Whether this lighthouse leads; `check` before every answer. To be used on one event loop."""
 
     def __init__(self, etcd: Etcd, lease_ttl_s: int) -> None:
         self._etcd = etcd
@@ -62,7 +62,7 @@ class Leadership:
     async def stands_for_election(
         self, address: str, end_lead: Callable[[TorchFTError], None]
     ) -> AsyncIterator[None]:
-        """While the block runs, under ``address``; at its end another one may lead at once.
+        """Stand for election while the block runs; at its end another one may lead at once.
 
         ``end_lead`` is called when this lighthouse has stopped to lead.
         """
@@ -93,7 +93,7 @@ class Leadership:
             self._why_not[self._etcd.address] = why_not
 
     async def _candidacy(self) -> None:
-        """One lease, from its beginning to its end."""
+        """Hold one lease, from its beginning to its end."""
         pause_s = self._lease_ttl_s / RENEWALS_PER_LEASE
         timeout_s = min(pause_s, MAX_CALL_S)
         began_at = clock()

@@ -20,7 +20,7 @@ MAX_NAMED_NODES = 5
 
 
 def write_run_report(report: Report) -> None:
-    """One line about a launched run."""
+    """Write one line about a launched run."""
     if isinstance(report, ReportWorld):
         world = report.world
         log.info(

@@ -73,9 +73,10 @@ class WorkerActivities:
     """What the workers of a group do; the group does what the slowest of them does.
 
     That is the one that has stood still for the longest time.
+
     A worker that votes waits for the others: what they do counts, as long as they do anything else.
     A worker that heals or waits for other groups counts first: the others of its group may wait for
-    it in a collective of their own, and cannot tell that from a hang.
+    it in a collective of their own, and cannot distinguish that from a hang.
     """
 
     def __init__(self) -> None:
@@ -159,7 +160,7 @@ class HangWatch:
         return report and report[0]
 
     def reported_at(self, replica_id: str) -> float:
-        """When this group has reported its activity for the last time (-inf: never)."""
+        """The time of the last report of a group (-inf: there is none)."""
         return self._reports[replica_id][1] if replica_id in self._reports else -math.inf
 
     def why(self, replica_id: str, now: float) -> str:
@@ -172,7 +173,7 @@ class HangWatch:
         return replica_id in self._hung
 
     def look_at(self) -> float | None:
-        """When to call `newly_hung`; may be too early, never too late."""
+        """The time to call `newly_hung`; may be too early, never too late."""
         return self._look_at
 
     def newly_hung(self, now: float) -> list[tuple[str, Activity]]:

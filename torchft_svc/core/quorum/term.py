@@ -99,7 +99,7 @@ class RunningTerm:
 
     @property
     def due_at(self) -> float:
-        """When to look for members that keep others waiting."""
+        """The time to look for members that keep others waiting."""
         return self.look_at if self.over_from is None else self.last_look_at
 
     def record_wait(self, since: float, patience_s: float, now: float) -> None:

@@ -111,7 +111,7 @@ class Member:
 
     @property
     def history(self) -> tuple[int, int]:
-        """Of two groups at one step, the one with the larger history has the newer state."""
+        """The age of the group's state: of two groups at one step, the larger one is newer."""
         return self.seen_quorum_id, self.step_quorum_id
 
     @property
@@ -244,7 +244,8 @@ class WorkerRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
-    """``round`` is 0 if the worker does not know rounds; ``wish``: see `Wish`."""
+    """A worker's vote on its step; ``round`` is 0 if the worker does not know rounds; ``wish``: see
+    `Wish`."""
 
     group_rank: int
     step: int
@@ -276,7 +277,7 @@ class DifferenceReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuorumConfig:
-    """When a job's quorum is formed (architecture, section 4); durations in seconds.
+    """Settings of when a job's quorum is formed; durations in seconds.
 
     ``on_step_regression``: what happens to a quorum that would lose committed steps: ``hold`` holds
     it back, ``warn`` publishes it with a warning; ``auto`` holds it back while a group that took

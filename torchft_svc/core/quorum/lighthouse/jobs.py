@@ -82,7 +82,7 @@ _SESSION_ENDED = "its session ended"
 
 @dataclass(frozen=True, slots=True)
 class ReportLoss:
-    """``replica_id`` is no longer alive, because of ``reason``.
+    """Report that ``replica_id`` is no longer alive, because of ``reason``.
 
     ``between_steps``: it had finished its step, so its peers lose nothing. ``is_orderly``: it left
     on purpose. ``quorum_id``: the job's last quorum (0: none yet); the group may be in a later one
@@ -101,7 +101,7 @@ class ReportLoss:
 
 @dataclass(frozen=True, slots=True)
 class ReportHang:
-    """``replica_id`` has stayed in ``phase`` of ``step`` for ``for_s`` seconds; reported once.
+    """Report once that ``replica_id`` has stayed in ``phase`` of ``step`` for ``for_s`` seconds.
 
     ``kill``: its processes are to be ended.
     """
@@ -116,8 +116,10 @@ class ReportHang:
 
 @dataclass(frozen=True, slots=True)
 class ReportEviction:
-    """``replica_id`` lives, but hangs: quorum ``quorum_id`` continues without it. ``recipients``
-    are informed, the group itself among them."""
+    """Report that quorum ``quorum_id`` continues without ``replica_id``, which lives, but hangs.
+
+    ``recipients`` are informed, the group itself among them.
+    """
 
     job: str
     replica_id: str
@@ -128,7 +130,7 @@ class ReportEviction:
 
 @dataclass(frozen=True, slots=True)
 class ReportStraggler:
-    """``replica_id`` lives, but has not asked in time: the next quorum is formed without it.
+    """Report that the next quorum is formed without ``replica_id``, which has not asked in time.
 
     ``quorum_id``: of its quorum, in which it may wait for others. ``recipients``: itself.
     """
@@ -142,7 +144,7 @@ class ReportStraggler:
 
 @dataclass(frozen=True, slots=True)
 class ReportLeftHealing:
-    """``replica_id`` was left out after it has healed for ``for_s`` seconds; reported once."""
+    """Report once that ``replica_id`` was left out after it has healed for ``for_s`` seconds."""
 
     job: str
     replica_id: str
@@ -277,7 +279,7 @@ class Job:
     likeness: Likeness = field(default_factory=Likeness)
     #: The highest id that a group has reported, maybe of a quorum of another lighthouse.
     reported_id: int = 0
-    #: The last quorum whose members were told to leave it.
+    #: The last quorum whose members were informed that they have to leave it.
     spent_id: int = 0
     #: Living groups that an operator has ended, and the reasons.
     killed: dict[str, str] = field(default_factory=dict)
@@ -302,7 +304,7 @@ class Job:
 
     @property
     def is_id_spent(self) -> bool:
-        """Whether members were told to leave the last quorum, so that the next one is another."""
+        """Whether members have to leave the last quorum, so that the next one has another id."""
         return self.last_id == self.spent_id
 
     def may_keep_id(self, members: Sequence[Member]) -> bool:
@@ -319,7 +321,7 @@ class Job:
     def record_last_quorum(
         self, replica_id: str, last: LastQuorum, num_groups: int, now: float
     ) -> None:
-        """A group reports the ``last`` quorum that it was in, of ``num_groups`` (0: not known)."""
+        """Record the ``last`` quorum that a group was in, of ``num_groups`` (0: not known)."""
         known_id = self.members.last.quorum_id
         self.members.reported(replica_id, last)
         if self.members.last.quorum_id != known_id:
@@ -361,7 +363,7 @@ class Job:
             self.members.last = self.members.last.reached(step)
 
     def end_progress(self) -> None:
-        """Record it for the last time: a member asks, or is gone, and commits no further step."""
+        """Record the progress for the last time: a member asks, or is gone, and commits no more."""
         self.record_progress()
         self.term.is_recorded = True
 
@@ -486,7 +488,7 @@ class Job:
         return Leave(self.killed[replica_id], how.between_steps, ends=True)
 
     def forget_group(self, replica_id: str) -> int | None:
-        """The group is gone; returns the caller that waited for it, if any."""
+        """Forget a group that is gone; returns the caller that waited for it, if any."""
         self.killed.pop(replica_id, None)
         self.hangs.forget_group(replica_id)
         self.announcements.forget_group(replica_id)
@@ -566,7 +568,7 @@ class QuorumIds:
             )
 
     def forget_job(self, last: int, now: float) -> None:
-        """A job whose last id was ``last`` is forgotten, and may start again.
+        """Forget a job whose last id was ``last``, and which may start again.
 
         Issued ids are below the clock; a reported one may not be, and must not move the ids of
         other jobs.
@@ -604,7 +606,7 @@ class Jobs:
     def request(
         self, job_name: str, member: Member, caller: int, now: float, *, agreed: bool = False
     ) -> None:
-        """``caller`` waits for a quorum that contains ``member``; ``agreed``: see `Question`.
+        """Record that ``caller`` waits for a quorum with ``member``; ``agreed``: see `Question`.
 
         Raises: RequestRefused: this group cannot be in a quorum of the job; nobody waits.
         """
@@ -628,7 +630,7 @@ class Jobs:
         self._settle(job, now, asked=[member.replica_id])
 
     def withdraw(self, job_name: str, caller: int, now: float) -> None:
-        """``caller`` waits no longer (cancelled, or its deadline is over)."""
+        """Record that ``caller`` waits no longer (cancelled, or its deadline is over)."""
         job = self._jobs.get(job_name)
         if job is None:
             return
@@ -682,7 +684,7 @@ class Jobs:
             job.history.record_difference(report)
 
     def leave(self, job_name: str, replica_id: str, leave: Leave, now: float) -> None:
-        """The group is gone: its heartbeat timeout need not pass."""
+        """Remove a group that has left: its heartbeat timeout need not pass."""
         job = self._jobs.get(job_name)
         if job is None or not job.members.knows(replica_id):
             return
@@ -691,8 +693,8 @@ class Jobs:
         self._settle(job, now)
 
     def went_silent(self, job_name: str, replica_id: str, now: float) -> None:
-        """The group's session has ended without a `Leave`: in a term it stays a member while nobody
-        waits for it (rule E7), otherwise it is gone."""
+        """Record that a group's session has ended without a `Leave`: in a term it stays a member
+        while nobody waits for it (rule E7), otherwise it is gone."""
         job = self._jobs.get(job_name)
         if job is None or not job.may_return(replica_id):
             self.leave(job_name, replica_id, Leave(_SESSION_ENDED), now)
@@ -700,11 +702,11 @@ class Jobs:
             job.silent[replica_id] = now
 
     def killed(self, job_name: str, replica_id: str, reason: str) -> None:
-        """An operator ends a living group: it then ends on purpose, however it ends."""
+        """Record that an operator ends a living group: it ends on purpose, however it ends."""
         self._jobs[job_name].killed[replica_id] = reason
 
     def accept_loss(self, job_name: str, now: float) -> None:
-        """An operator lets the next quorum through although it loses committed steps.
+        """Let the next quorum through although it loses committed steps, as an operator wants.
 
         Forgotten when a group with the newer state asks.
 
@@ -722,7 +724,7 @@ class Jobs:
         self._settle(job, now)
 
     def tick(self, now: float) -> None:
-        """Time has passed; call it at `next_deadline`, or more often."""
+        """Draw conclusions from the time; call it at `next_deadline`, or more often."""
         self._wake_at = None
         for job in list(self._jobs.values()):
             silent = Leave(f"no sign of life for {self._config.heartbeat_timeout_s:g} s")
@@ -735,7 +737,7 @@ class Jobs:
     # -- questions -------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """When `tick` has something to do; may be too early, never too late."""
+        """The time at which `tick` has something to do; may be too early, never too late."""
         return self._wake_at
 
     def pause(self, job_name: str, now: float) -> Pause:
@@ -747,7 +749,7 @@ class Jobs:
         return Pause(decide(job.members.view(now), self._config, now), now, held)
 
     def why(self, job_name: str, now: float) -> str:
-        """The same, as a sentence."""
+        """The sentence of `pause`."""
         return self.pause(job_name, now).sentence()
 
     def status(self, job_name: str, now: float) -> list[JobStatus]:
@@ -944,7 +946,7 @@ class Jobs:
         self._end_stalled_term(job, now)
 
     def _record_activity(self, job: Job, replica_id: str, activity: Activity, now: float) -> bool:
-        """Whether there may be something to conclude."""
+        """Record what a group does; whether there may be something to conclude."""
         job.hangs.record_activity(replica_id, activity, now)
         has_changed = job.members.record_activity(replica_id, activity, now)
         if replica_id in job.members.previous_ids:
@@ -962,7 +964,7 @@ class Jobs:
         return has_changed
 
     def _remove(self, job: Job, replica_id: str, how: Leave, now: float) -> None:
-        """The group is gone."""
+        """Remove a group that is gone, and inform its peers."""
         how = job.how_it_ended(replica_id, how)
         quorum_id = job.members.last.quorum_id
         if replica_id in job.members.previous_ids:
@@ -1125,7 +1127,7 @@ class Jobs:
         self._outputs.publish(job.name, callers, quorum, formed.lost_from, begins_anew)
 
     def _end_job(self, job: Job, now: float) -> None:
-        """The last group of the job is gone."""
+        """Remember the job as ended: its last group is gone."""
         del self._jobs[job.name]
         if job.members.last.quorum_id or job.highest_id > self._ids.first:
             is_finished = job.history.end() or job.members.is_finished

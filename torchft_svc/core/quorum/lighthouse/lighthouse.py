@@ -67,7 +67,7 @@ def first_quorum_id(wall_s: float, remainder: int) -> int:
 
 
 def expires_at(asked_at: float, timeout_s: float) -> float:
-    """When a question is refused that has no answer by then."""
+    """The time at which a question is refused that has no answer by then."""
     return asked_at + timeout_s
 
 
@@ -109,7 +109,7 @@ class RefuseCall:
 
 @dataclass(frozen=True, slots=True)
 class ReportPause:
-    """Groups of ``job`` have waited for ``for_s`` seconds; reported again when ``why`` changes."""
+    """Report why groups of ``job`` have waited for ``for_s`` seconds; again when that changes."""
 
     job: str
     for_s: float
@@ -118,7 +118,7 @@ class ReportPause:
 
 @dataclass(frozen=True, slots=True)
 class ReportCommand:
-    """An operator's ``command`` is sent to ``replica_id``."""
+    """Report that an operator's ``command`` is sent to ``replica_id``."""
 
     job: str
     replica_id: str
@@ -127,7 +127,7 @@ class ReportCommand:
 
 @dataclass(frozen=True, slots=True)
 class ReportAcceptedLoss:
-    """An operator lets ``job`` go back from ``committed_step``."""
+    """Report that an operator lets ``job`` go back from ``committed_step``."""
 
     job: str
     committed_step: int
@@ -317,7 +317,7 @@ class Sessions:
         return (job, replica_id) in self._streams
 
     def record_beat(self, session: Session) -> None:
-        """Of the sessions of its group, this one was silent for the shortest time."""
+        """Record that of all sessions of its group, this one was silent for the shortest time."""
         streams = self._streams[session.key]
         if len(streams) > 1:
             streams[session.stream] = streams.pop(session.stream)
@@ -381,7 +381,7 @@ class Lighthouse:
     # -- inputs: sessions ------------------------------------------------------------------------
 
     def opened(self, stream: int, job: str, hello: Hello, now: float) -> Orders:
-        """A stream has begun with ``hello``.
+        """Open a session: a stream has begun with ``hello``.
 
         Raises:
             RequestRefused: this group cannot have a session; the stream has to end.
@@ -416,7 +416,7 @@ class Lighthouse:
         self._sessions.end_stream(silent.stream, error)
 
     def received(self, stream: int, message: SessionMessage, now: float) -> Orders:
-        """A message has come over ``stream``; ignored if that has ended.
+        """Process a message that has come over ``stream``; ignored if that has ended.
 
         Raises: RequestRefused: it breaks the protocol; the stream has to end.
         """
@@ -438,8 +438,8 @@ class Lighthouse:
         return self._end_input()
 
     def closed(self, stream: int, now: float, error: TorchFTError | None = None) -> Orders:
-        """A stream has ended, maybe with ``error``; if its group has no other one, it is gone, or
-        missing."""
+        """Close the session of a stream that has ended, maybe with ``error``; a group without
+        another one is gone, or missing."""
         session = self._sessions.by_stream.get(stream)
         if session is None:
             return ()
@@ -468,7 +468,7 @@ class Lighthouse:
         self._request(opened, member, at, agreed=question.agreed)
 
     def leave_session(self, session: Session, leave: Leave, at: float) -> None:
-        """The group is out before its stream ends; its question gets an answer or an error."""
+        """Remove a group before its stream ends; its question gets an answer or an error."""
         leave.check()
         self._sessions.remove_session(session)
         self._leave(session.job, session.replica_id, leave, at)
@@ -478,14 +478,14 @@ class Lighthouse:
     # -- inputs: unary calls ---------------------------------------------------------------------
 
     def called(self, call: int, job: str, member: Member, timeout_s: float, now: float) -> Orders:
-        """Unary ``call`` waits for a quorum with ``member``; it is answered once."""
+        """Record that unary ``call`` waits for a quorum with ``member``; it is answered once."""
         at = self._begin_input(now)
         opened = OpenQuestion(job, timeout_s, expires_at(at, timeout_s), call=call)
         self._request(opened, member, at)
         return self._end_input()
 
     def cancelled(self, call: int, now: float) -> Orders:
-        """Nobody waits for unary ``call`` any more; ignored if it was answered."""
+        """Withdraw unary ``call``, for which nobody waits; ignored if it was answered."""
         caller = self._sessions.calls.get(call)
         if caller is None:
             return ()
@@ -494,7 +494,7 @@ class Lighthouse:
         return self._end_input()
 
     def heartbeat(self, job: str, replica_id: str, now: float) -> Orders:
-        """A sign of life without a session.
+        """Record a sign of life without a session.
 
         Raises:
             RequestRefused: there can be no such group.
@@ -504,7 +504,7 @@ class Lighthouse:
         return self._end_input()
 
     def left(self, job: str, replica_id: str, leave: Leave, now: float) -> Orders:
-        """A group without a session leaves.
+        """Remove a group without a session, which leaves.
 
         Raises: RequestRefused: there can be no such group, or reason.
         """
@@ -517,7 +517,7 @@ class Lighthouse:
     # -- inputs: operators, the election, time ---------------------------------------------------
 
     def commanded(self, job: str, name: str, command: Kill | Drain, now: float) -> Orders:
-        """An operator kills or drains the group with this replica id or name.
+        """Send an operator's command to the group with this replica id or name.
 
         Raises: RequestRefused: there is no such group, or it has no session.
         """
@@ -536,7 +536,7 @@ class Lighthouse:
         return self._end_input()
 
     def loss_accepted(self, job: str, now: float) -> Orders:
-        """An operator lets the next quorum of ``job`` lose committed steps.
+        """Let the next quorum of ``job`` lose committed steps, as an operator wants.
 
         Raises:
             RequestRefused: none is held back for that reason.
@@ -547,7 +547,7 @@ class Lighthouse:
         return self._end_input(ReportAcceptedLoss(job, committed_step))
 
     def lead_ended(self, error: TorchFTError, first_id: int, now: float) -> Orders:
-        """Another lighthouse leads: inform all clients, and forget them."""
+        """Inform all clients that another lighthouse leads, and forget them."""
         before = self._sessions
         at = self._begin_input(now)
         self._begin_lead(first_id, at)
@@ -556,7 +556,7 @@ class Lighthouse:
         return self._end_input(*calls, *streams)
 
     def tick(self, now: float) -> Orders:
-        """Time has passed; call it at `next_deadline`, or more often."""
+        """Draw conclusions from the time; call it at `next_deadline`, or more often."""
         at = self._begin_input(now)
         self._expire_questions(at)
         pauses = self._sessions.pauses
@@ -573,7 +573,7 @@ class Lighthouse:
     # -- questions -------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """When to `tick`, on the clock of ``now``; may be too early, never too late."""
+        """The time of the next `tick`, on the clock of ``now``; maybe too early, never too late."""
         at = self._sessions.expiry_at
         due_at = self.jobs.next_deadline()
         if due_at is not None and due_at < at:
@@ -641,7 +641,7 @@ class Lighthouse:
             self._sessions.refuse(caller, error)
 
     def withdraw_closed(self, session: Session, at: float) -> None:
-        """Nobody waits any more for the answer to the question of a stream that has ended."""
+        """Withdraw the question of a stream that has ended."""
         self._withdraw_question(session, at)
 
     def _withdraw_question(self, session: Session, at: float) -> None:

@@ -218,8 +218,8 @@ class Membership:
         is_finished: bool = False,
         began_at: float = -math.inf,
     ) -> None:
-        """``is_finished``: the run that ``last`` was the last quorum of has ended on purpose;
-        ``began_at``: since when the lighthouse serves."""
+        """Begin with the ``last`` quorum that is known; ``is_finished``: its run has ended on
+        purpose. ``began_at``: since when the lighthouse serves."""
         self._config = config
         self._began_at = began_at
         self.is_finished = is_finished
@@ -527,7 +527,7 @@ class Membership:
         }
 
     def _since(self, replica_id: str, state: GroupState) -> float:
-        """When its request came, or its heal ended."""
+        """The time at which its request came, or its heal ended."""
         if state is not GroupState.HEALED:
             return self._waiting[replica_id].asked_at
         heal = self._known[replica_id].heal
@@ -566,7 +566,7 @@ class Membership:
         return dead
 
     def next_death(self) -> float | None:
-        """When the longest silent group dies, if it stays silent."""
+        """The time at which the longest silent group dies, if it stays silent."""
         group = next(iter(self._known.values()), None)
         return None if group is None else group.seen_at + self._config.heartbeat_timeout_s
 
@@ -618,7 +618,7 @@ class Membership:
 
     @property
     def gathers_until(self) -> float | None:
-        """When the wait ends for groups that this lighthouse has not seen: for those of an earlier
+        """The end of the wait for groups that this lighthouse has not seen: for those of an earlier
         quorum (`Gathering.until`), or else of a cold start (`Gathering.starts_at`)."""
         gathering = self._gathering
         return gathering.starts_at if gathering.until is None else gathering.until

@@ -22,7 +22,7 @@ from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
 
 @dataclass(frozen=True, slots=True)
 class Formed:
-    """``members`` are the quorum, sorted by replica id. ``lost_from``: the committed step of the
+    """The ``members`` of a quorum, sorted by replica id. ``lost_from``: the committed step of the
     job if it goes back with this quorum (rule Q7), else None."""
 
     members: tuple[Member, ...]
