@@ -113,11 +113,11 @@ def test_a_request_ends_a_hang() -> None:
     scene.ask("a:1", 8)
     scene.until(105)
     assert scene.pop_orders() == [hang("b:1")]
-    told = scene.group("a:1")
-    assert (told.phase, told.step, told.phase_s) == (Phase.QUORUM, 8, 5.0)
+    reported = scene.group("a:1")
+    assert (reported.phase, reported.step, reported.phase_s) == (Phase.QUORUM, 8, 5.0)
 
 
-def test_a_hang_that_is_told_late_is_reported_at_once() -> None:
+def test_a_hang_that_is_reported_late_is_reported_at_once() -> None:
     scene = training()
     scene.until(101)
     scene.report("a:1", Phase.TRAINING, 7, for_s=60)

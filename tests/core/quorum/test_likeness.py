@@ -53,7 +53,7 @@ def test_a_group_may_start_anew_with_another_size() -> None:
 
 
 @pytest.mark.parametrize("sizes", [(0, 2), (2, 0)])
-def test_who_does_not_tell_a_size_is_not_asked_for_it(sizes: tuple[int, int]) -> None:
+def test_who_does_not_report_a_size_is_not_asked_for_it(sizes: tuple[int, int]) -> None:
     scene = Scene(config(min_replicas=2))
     scene.ask("a:1", world_size=sizes[0])
     scene.ask("b:1", world_size=sizes[1])
@@ -98,7 +98,7 @@ def test_of_two_newcomers_that_differ_the_second_is_refused() -> None:
 
 
 @pytest.mark.parametrize("layouts", [("", BIG), (BIG, "")])
-def test_who_tells_nothing_of_it_is_not_compared(layouts: tuple[str, str]) -> None:
+def test_who_reports_nothing_of_it_is_not_compared(layouts: tuple[str, str]) -> None:
     scene = Scene(config(min_replicas=2))
     asks(scene, layouts[0], "a:1")
     asks(scene, layouts[1], "b:1")
@@ -131,7 +131,7 @@ def test_a_newcomer_that_waits_does_not_outlast_such_a_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("layouts", "told"),
+    ("layouts", "reported"),
     [
         (["x"], "x"),
         (["x", "x"], "x"),
@@ -139,8 +139,8 @@ def test_a_newcomer_that_waits_does_not_outlast_such_a_change() -> None:
         (["x", "y"], "x; on all 2 workers 9ab9de25768ac172"),
     ],
 )
-def test_the_workers_of_a_group_tell_one_layout(layouts: list[str], told: str) -> None:
-    assert group_layout(layouts) == told
+def test_the_workers_of_a_group_tell_one_layout(layouts: list[str], reported: str) -> None:
+    assert group_layout(layouts) == reported
 
 
 def test_a_layout_that_is_cut_still_differs_where_one_worker_s_does() -> None:

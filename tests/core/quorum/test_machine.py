@@ -296,8 +296,8 @@ class Groups(RuleBasedStateMachine):
                 why = world.house.why(group.job, world.now)
                 is_held = "the job has committed step" in why or "the job has finished" in why
                 assert "of at least" in why or is_held, why
-                told = [each.min_replicas for each in world.groups.values()]
-                assert max(world.config.min_replicas, *told) > 1 or is_held
+                reported = [each.min_replicas for each in world.groups.values()]
+                assert max(world.config.min_replicas, *reported) > 1 or is_held
         self.i5_nobody_waits_without_a_reason()
         self.i7_only_the_living_are_remembered()
 

@@ -29,7 +29,7 @@ def test_who_came_first_has_the_name() -> None:
     assert (names.owners("a"), names.owners("c")) == (["a:1", "a:2", "a:3"], [])
 
 
-def test_an_heir_is_told_once() -> None:
+def test_an_heir_is_informed_once() -> None:
     names = named("a:1", "a:2", "a:3", "b:1")
     assert names.pop_newly_unique() == []
     names.remove("a:1")

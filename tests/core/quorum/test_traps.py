@@ -96,7 +96,7 @@ def test_trap_hung_groups_that_still_heartbeat_block_all_others() -> None:
     assert waits == [10, 0, 0, 0, 0]
 
 
-def test_trap_a_failed_quorum_is_told_to_nobody() -> None:
+def test_trap_a_failed_quorum_is_informed_to_nobody() -> None:
     scene = formed("a", settings=config(heartbeat_timeout_s=5, min_replicas=1))
     scene.beat("b")
     lonely = scene.ask("b")  # waits for a, and falls silent
@@ -109,9 +109,11 @@ def test_trap_a_failed_quorum_is_told_to_nobody() -> None:
     group = Group(3)
     for rank in range(3):
         group.quorum_requested(WorkerRequest(group_rank=rank, step=1), rank)
-    told = plain(group.quorum_failed(1, Unreachable("lighthouse", "host:1", "refused")))
-    assert [order.caller for order in told] == [0, 1, 2]
-    assert {order.reason for order in told} == {"lighthouse at host:1 cannot be reached: refused"}
+    reported = plain(group.quorum_failed(1, Unreachable("lighthouse", "host:1", "refused")))
+    assert [order.caller for order in reported] == [0, 1, 2]
+    assert {order.reason for order in reported} == {
+        "lighthouse at host:1 cannot be reached: refused"
+    }
 
 
 def test_trap_the_join_timer_counts_from_the_earliest_waiter() -> None:
@@ -159,8 +161,8 @@ def test_trap_only_the_last_rank_s_step_and_failures_are_forwarded() -> None:
     group = Group(2)
     group.quorum_requested(WorkerRequest(group_rank=0, step=4), 1)
     group.quorum_requested(WorkerRequest(group_rank=1, step=5), 2)
-    told = plain(group.quorum_formed(1, quorum(1, member("a", 4)), "a"))
-    assert [(order.caller, order.error) for order in told] == [
+    reported = plain(group.quorum_formed(1, quorum(1, member("a", 4)), "a"))
+    assert [(order.caller, order.error) for order in reported] == [
         (1, "RequestRefused"),
         (2, "RequestRefused"),
     ]

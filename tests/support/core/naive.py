@@ -31,7 +31,7 @@ class Request:
 
 @dataclass
 class Naive:
-    """What happened is told by ``log``: quorums, losses, and refused callers with a word why."""
+    """A lighthouse; its ``log``: quorums, losses, and refused callers with a word why."""
 
     config: QuorumConfig
     log: list[tuple[Any, ...]] = field(default_factory=list)
@@ -41,16 +41,22 @@ class Naive:
     stragglers: set[str] = field(default_factory=set)
     veterans: set[str] = field(default_factory=set)
     previous: Quorum | None = None
-    newest: LastQuorum = NO_QUORUM  # known here, or told
-    told: dict[str, LastQuorum] = field(default_factory=dict)  # by the living, of other lighthouses
-    ahead: set[str] = field(default_factory=set)  # told of a newer quorum than the last one here
+    newest: LastQuorum = NO_QUORUM  # known here, or reported
+    reported: dict[str, LastQuorum] = field(
+        default_factory=dict
+    )  # by the living, of other lighthouses
+    ahead: set[str] = field(
+        default_factory=set
+    )  # reported of a newer quorum than the last one here
     last_id: int = 0
     heard_id: int = 0
     loss_accepted: bool = False
     told_num_groups: list[tuple[int, float]] = field(default_factory=list)  # and when
     others_known: bool = False  # lighthouses; by one of them
     asked_alone: list[float] = field(default_factory=list)  # newcomers, or that were alone: when
-    all_told: list[tuple[str, int]] = field(default_factory=list)  # as told, also by the dead
+    all_reported: list[tuple[str, int]] = field(
+        default_factory=list
+    )  # as reported, also by the dead
     questions: list[LastQuorum] = field(default_factory=list)  # what those that asked knew of
     begun_anew: int = 0  # the first quorum, if none of it knew another one
 
@@ -93,8 +99,8 @@ class Naive:
             if self.previous is not None and last.quorum_id > self.newest.quorum_id:
                 self.ahead.add(replica_id)
             if self.previous is None:
-                self.told[replica_id] = max(last, self.told.get(replica_id, last))
-                self.all_told.append((replica_id, last.quorum_id))
+                self.reported[replica_id] = max(last, self.reported.get(replica_id, last))
+                self.all_reported.append((replica_id, last.quorum_id))
                 if last > self.newest:
                     self.newest = last
                     self.loss_accepted = False
@@ -158,7 +164,7 @@ class Naive:
         return found if is_most else set()
 
     def _floor(self) -> int:
-        """How far the job is at least: as told by sessions, or by questions of a quorum that is not
+        """How far the job is at least, by sessions, or by questions of a quorum that is not
         older."""
         asked = max(self.questions, default=NO_QUORUM)
         is_news = asked.quorum_id >= self.newest.quorum_id
@@ -169,7 +175,9 @@ class Naive:
         if self.previous is not None:
             return {member.replica_id for member in self.previous.participants}
         newest = self.newest.quorum_id
-        return {replica_id for replica_id, last in self.told.items() if last.quorum_id == newest}
+        return {
+            replica_id for replica_id, last in self.reported.items() if last.quorum_id == newest
+        }
 
     def _gathering(self) -> Gathering:
         if not self.told_num_groups:
@@ -186,11 +194,13 @@ class Naive:
         return Gathering(most, until)
 
     def _num_gone(self) -> int:
-        """Groups, by name, that have told of the newest quorum, and live no more."""
+        """Groups, by name, that have reported of the newest quorum, and live no more."""
         if self.previous is not None:
             return 0
-        told = {each.split(":")[0] for each, id_ in self.all_told if id_ == self.newest.quorum_id}
-        return len(told - {each.split(":")[0] for each in self.groups})
+        reported = {
+            each.split(":")[0] for each, id_ in self.all_reported if id_ == self.newest.quorum_id
+        }
+        return len(reported - {each.split(":")[0] for each in self.groups})
 
     def _settle(self, now: float) -> None:
         for request in self.requests:
@@ -204,7 +214,7 @@ class Naive:
             if self.newest.max_step == 0:  # that is like no step at all
                 self.newest = NO_QUORUM
             self.loss_accepted = False
-            self.told_num_groups, self.all_told, self.others_known = [], [], False
+            self.told_num_groups, self.all_reported, self.others_known = [], [], False
             self.asked_alone = []
             self.questions = []
             self.last_id = max(self.last_id, self.heard_id)
@@ -240,7 +250,7 @@ class Naive:
             self.begun_anew = self.last_id
         self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
         self.veterans |= set(ids)
-        self.told_num_groups, self.all_told, self.others_known = [], [], False
+        self.told_num_groups, self.all_reported, self.others_known = [], [], False
         self.asked_alone = []
         self.questions = []
         top = max(member.step for member in members)
@@ -248,7 +258,7 @@ class Naive:
         if lost_from is None:
             assert top >= floor
         self.newest = LastQuorum(self.last_id, top)
-        self.told, self.ahead = {}, set()
+        self.reported, self.ahead = {}, set()
         self.log.append(("quorum", now, self.previous, tuple(callers), lost_from))
 
     def _has_come(self, member: Member, now: float) -> None:
@@ -306,7 +316,7 @@ class Naive:
         self.stragglers.discard(replica_id)
         self.ahead.discard(replica_id)
         self.veterans.discard(replica_id)
-        self.told.pop(replica_id, None)
+        self.reported.pop(replica_id, None)
         self.gave_up = [each for each in self.gave_up if each[0].member.replica_id != replica_id]
 
     def _refuse(self, request: Request, word: str) -> None:

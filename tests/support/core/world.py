@@ -1,6 +1,6 @@
 """A world of replica groups around one lighthouse, which follow the protocol, die, hang and return.
 
-The world keeps its own ledger from what it did and what it was told, and checks every order against
+The world keeps its own ledger from what it did and what it received, and checks every order against
 them as it arrives: I1, I2, I4 and that nobody is answered twice (I5).
 """
 
@@ -75,7 +75,9 @@ class JobLedger:
     last: LastQuorum = NO_QUORUM
     has_published: bool = False  # this lighthouse
     took_part: set[str] = field(default_factory=set)
-    told: dict[str, LastQuorum] = field(default_factory=dict)  # to this lighthouse, by the living
+    reported: dict[str, LastQuorum] = field(
+        default_factory=dict
+    )  # to this lighthouse, by the living
     announced: set[str] = field(default_factory=set)
     evicted: set[str] = field(default_factory=set)  # from the last quorum, and has not asked since
     loss_accepted: bool = False  # by an operator, since the last quorum
@@ -104,10 +106,10 @@ class World:
     greeted: set[tuple[str, str]] = field(default_factory=set)  # have a session
     began_at: int = 0  # the lighthouse
     callers: int = 0
-    asked_by: dict[int, Group] = field(default_factory=dict)  # callers not yet told
+    asked_by: dict[int, Group] = field(default_factory=dict)  # callers not yet reported
     beats: dict[tuple[str, str], Activity] = field(default_factory=dict)  # the last ones
-    hangs_told: dict[tuple[str, str], set[float]] = field(default_factory=dict)  # since when
-    left_healing: set[tuple[str, str]] = field(default_factory=set)  # was told
+    hangs_reported: dict[tuple[str, str], set[float]] = field(default_factory=dict)  # since when
+    left_healing: set[tuple[str, str]] = field(default_factory=set)  # was reported
     num_starts: int = 0
     num_quorums: int = 0
 
@@ -132,7 +134,7 @@ class World:
         if group.last.quorum_id:
             ledger.took_part.add(group.replica_id)
             if not ledger.has_published:
-                ledger.told[group.replica_id] = group.last
+                ledger.reported[group.replica_id] = group.last
                 ledger.is_finished &= group.last <= ledger.last
                 ledger.last = max(ledger.last, group.last)
         self.live(group)
@@ -163,7 +165,7 @@ class World:
         orders = self.house.request(group.job, group.asked, self.callers, self.now)
         if replaced is not None:
             refused = [each.caller for each in orders if isinstance(each, RefuseRequest)]
-            assert replaced in refused, "I5: the call that was replaced is told"
+            assert replaced in refused, "I5: the call that was replaced is reported"
             del self.asked_by[replaced]
             orders = tuple(
                 each
@@ -239,7 +241,7 @@ class World:
         self.house, self.began_at = House(self.config, first_id, now=self.now), self.now
         self.seen_at.clear()
         self.greeted.clear()
-        self.hangs_told.clear()
+        self.hangs_reported.clear()
         self.left_healing.clear()
         for ledger in self.ledger.values():
             ledger.last = NO_QUORUM
@@ -248,7 +250,7 @@ class World:
             ledger.is_finished = False
             ledger.loss_accepted = False
             ledger.took_part.clear()
-            ledger.told.clear()
+            ledger.reported.clear()
             ledger.announced.clear()
             ledger.evicted.clear()
             ledger.begun_anew = 0
@@ -267,7 +269,7 @@ class World:
             if not group.is_frozen and (group.job, group.replica_id) in self.groups:
                 self.beat(group)
 
-    # -- what is told ----------------------------------------------------------------------------
+    # -- what follows ----------------------------------------------------------------------------
 
     def live(self, group: Group) -> None:
         self.seen_at[group.job, group.replica_id] = self.now
@@ -305,24 +307,24 @@ class World:
         if order.reason.startswith("no sign of life"):
             assert seen_at is not None
             assert self.now - seen_at >= self.config.heartbeat_timeout_s, "rule Q8"
-        self.hangs_told.pop((order.job, order.replica_id), None)  # if it comes back, it is news
+        self.hangs_reported.pop((order.job, order.replica_id), None)  # if it comes back, it is news
         self.left_healing.discard((order.job, order.replica_id))
         ledger = self.ledger.get(order.job, JobLedger())
         ledger.took_part.discard(order.replica_id)
-        ledger.told.pop(order.replica_id, None)
+        ledger.reported.pop(order.replica_id, None)
         ledger.announced.discard(order.replica_id)
         ledger.evicted.discard(order.replica_id)
         if not self.living(order.job):
             ledger.is_finished |= ledger.last_id > 0 and not ledger.remaining
 
     def hang(self, order: ReportHang) -> None:
-        told = self.hangs_told.setdefault((order.job, order.replica_id), set())
+        reported = self.hangs_reported.setdefault((order.job, order.replica_id), set())
         assert order.for_s >= (self.config.hang_timeout_s or math.inf)
         since = self.now - order.for_s
-        assert since not in told, "a hang is told once"
-        told.add(since)
+        assert since not in reported, "a hang is reported once"
+        reported.add(since)
         beat = self.beats[order.job, order.replica_id]
-        assert beat == Activity(order.phase, order.step, since), "what its last beat told"
+        assert beat == Activity(order.phase, order.step, since), "what its last beat reported"
 
     def evict(self, order: ReportEviction) -> None:
         """It hangs, and a member of the same quorum has said last that it asks, or waits."""
@@ -332,7 +334,7 @@ class World:
         assert doing.phase is Phase.TRAINING
         assert self.now - doing.since >= (self.config.hang_timeout_s or math.inf)
         ledger = self.ledger[order.job]
-        assert order.replica_id not in ledger.evicted, "told once"
+        assert order.replica_id not in ledger.evicted, "reported once"
         before, living = self.members_before(order.job), self.living(order.job)
         assert order.replica_id in before & living
         said = {each: self.beats.get((order.job, each)) for each in before & living}
@@ -355,26 +357,26 @@ class World:
     def leave_healing(self, order: ReportLeftHealing) -> None:
         """Told once, of a living group that was waited for in vain."""
         assert order.replica_id in self.living(order.job)
-        assert (order.job, order.replica_id) not in self.left_healing, "told once"
+        assert (order.job, order.replica_id) not in self.left_healing, "reported once"
         self.left_healing.add((order.job, order.replica_id))
 
     def members_before(self, job: str) -> set[str]:
-        """Of the last quorum: published here, or told by those who were in it elsewhere."""
+        """Of the last quorum: published here, or reported by those who were in it elsewhere."""
         ledger = self.ledger[job]
         if ledger.has_published:
             return {key for key, _, _ in ledger.lists[ledger.last_id]}
         newest = ledger.last.quorum_id
-        return {key for key, last in ledger.told.items() if last.quorum_id == newest > 0}
+        return {key for key, last in ledger.reported.items() if last.quorum_id == newest > 0}
 
     def announce(self, order: Announce) -> None:
-        ledger = self.ledger[order.job]  # there is a quorum to be told
+        ledger = self.ledger[order.job]  # there is a quorum to be reported
         assert order.replica_id not in {key for key, _, _ in ledger.lists[ledger.last_id]}
-        assert order.replica_id not in ledger.announced, "told once"
+        assert order.replica_id not in ledger.announced, "reported once"
         assert order.replica_id in {each.replica_id for each in self.asked_by.values()}
         ledger.announced.add(order.replica_id)
 
     def refuse(self, order: RefuseRequest) -> None:
-        asker = self.asked_by.pop(order.caller)  # fails if the caller has been told before
+        asker = self.asked_by.pop(order.caller)  # fails if the caller has been reported before
         key = (asker.job, asker.replica_id)
         if isinstance(order.error, RequestRefused):  # its name is taken: it gives up
             self.groups.pop(key, None)
@@ -389,7 +391,9 @@ class World:
         if ledger.evicted:  # nobody begins a second history while they hang
             goes_on = {each.replica_id for each in order.quorum.participants}
             assert goes_on & self.members_before(order.job)
-            assert order.quorum.quorum_id > ledger.last_id, "they were told that the last is over"
+            assert order.quorum.quorum_id > ledger.last_id, (
+                "they were reported that the last is over"
+            )
             ledger.evicted.clear()
         self.check_doubts(order, ledger)
         self.check_i1_ids(order, ledger)
@@ -398,13 +402,13 @@ class World:
         living = self.living(order.job)
         for caller, each in zip(order.callers, order.quorum.participants, strict=True):
             assert each.replica_id in living, "rule Q8: no dead member"
-            asker = self.asked_by.pop(caller)  # I5: told once
+            asker = self.asked_by.pop(caller)  # I5: reported once
             assert (asker.job, asker.replica_id) == (order.job, each.replica_id)
             group = self.groups.get((order.job, each.replica_id))
             if group is None:
                 continue  # killed a moment ago, and nobody has noticed yet
-            told = replace(each, step=each.doubted_step or each.step, doubted_step=0)
-            assert (group.caller, group.asked) == (caller, told), "rule Q1: nobody who gave up"
+            reported = replace(each, step=each.doubted_step or each.step, doubted_step=0)
+            assert (group.caller, group.asked) == (caller, reported), "rule Q1: nobody who gave up"
             group.caller = group.asked = None
             group.quorum, group.trains_since = order.quorum, self.now
             group.seen_quorum_id = order.quorum.quorum_id
@@ -448,14 +452,14 @@ class World:
                 assert group is None or seen_id > ledger.last.quorum_id or is_older
 
     def check_i4_progress(self, order: AnswerQuorum, ledger: JobLedger) -> None:
-        """The committed step never goes back, unless the policy accepts it and the loss is told."""
+        """The committed step never goes back, unless the policy accepts it; then it is reported."""
         max_step, living = order.quorum.max_step, self.living(order.job)
         askers = [each for each in self.asked_by.values() if each.job == order.job]
         if not any(each.min_replicas for each in askers):
             assert len(order.callers) >= self.config.min_replicas
         assert len(order.callers) >= max(each.min_replicas for each in order.quorum.participants)
         if max_step < ledger.floor:
-            assert order.lost_from == ledger.floor, "I4: a loss is told"
+            assert order.lost_from == ledger.floor, "I4: a loss is reported"
             policy = "warn" if ledger.loss_accepted else self.config.on_step_regression
             assert policy != "hold" or ledger.is_finished, "I4"
             if policy != "warn":

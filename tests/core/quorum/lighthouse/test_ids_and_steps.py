@@ -101,11 +101,11 @@ def test_q6_an_id_of_the_far_future_is_refused() -> None:
     scene.ask("a")
     scene.pop_orders()
     of_running = 70 + int(scene.now + MAX_AHEAD_S) * IDS_PER_S
-    for told in (of_running + 1, 2**61):
+    for reported in (of_running + 1, 2**61):
         with pytest.raises(
-            RequestRefused, match=f"quorum {told}, which a group reported, was never issued"
+            RequestRefused, match=f"quorum {reported}, which a group reported, was never issued"
         ):
-            scene.ask("b", seen_quorum_id=told)
+            scene.ask("b", seen_quorum_id=reported)
     assert [each.groups[0].replica_id for each in scene.house.status("", scene.now)] == ["a"]
     scene.ask("b", seen_quorum_id=of_running)
     scene.ask("a")
@@ -120,7 +120,7 @@ def test_q6_a_lighthouse_whose_clock_is_not_set_believes_any_id() -> None:
     assert 2**61 < quorum_id <= 2**61 + 16
 
 
-def test_q6_what_is_told_in_one_job_does_not_move_the_ids_of_another() -> None:
+def test_q6_what_is_reported_in_one_job_does_not_move_the_ids_of_another() -> None:
     scene = Scene(config(max_jobs=2), first_id=70)
     far = 70 + int(MAX_AHEAD_S) * IDS_PER_S
     scene.ask("a", job="forged", seen_quorum_id=far)
@@ -138,8 +138,8 @@ def test_q6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
     scene = Scene(config(max_jobs=1), first_id=70)
     scene.now = 60.0
     far = 70 + int(MAX_AHEAD_S) * IDS_PER_S
-    for job, told in (("x", 5000), ("y", 0), ("z", far), ("x", 0), ("w", 0)):
-        scene.ask("a", job=job, seen_quorum_id=told)
+    for job, reported in (("x", 5000), ("y", 0), ("z", far), ("x", 0), ("w", 0)):
+        scene.ask("a", job=job, seen_quorum_id=reported)
         scene.leave("a", job=job)
     ids = [quorum_id for quorum_id, _ in scene.pop_quorums()]
     assert ids[0] == 5001
@@ -162,16 +162,16 @@ def test_q6_a_forged_id_does_not_keep_the_job_from_the_next_lighthouse() -> None
 # -- steps that are not believed --------------------------------------------------------------
 
 
-def doubted(replica_id: str, told: int) -> Member:
-    return member(replica_id, 0, doubted_step=told)
+def doubted(replica_id: str, reported: int) -> Member:
+    return member(replica_id, 0, doubted_step=reported)
 
 
-@pytest.mark.parametrize("told", [72, 1000, 2**62])
-def test_doubt_a_newcomer_more_than_a_step_ahead_of_the_job_has_to_heal(told: int) -> None:
+@pytest.mark.parametrize("reported", [72, 1000, 2**62])
+def test_doubt_a_newcomer_more_than_a_step_ahead_of_the_job_has_to_heal(reported: int) -> None:
     scene = formed("a", "b", step=70)
-    scene.ask("c", step=told)
+    scene.ask("c", step=reported)
     scene.ask_all("a", "b", step=71)
-    quorum = answer(2, member("a", 71), member("b", 71), doubted("c", told), callers=(4, 5, 3))
+    quorum = answer(2, member("a", 71), member("b", 71), doubted("c", reported), callers=(4, 5, 3))
     assert scene.pop_orders() == [quorum]
     assert [each.replica_id for each in quorum.quorum.up_to_date] == ["a", "b"]
     scene.leave("c")
@@ -258,8 +258,8 @@ def forge(scene: Scene, *replica_ids: str, step: int = 2**62) -> None:
     """They tell that the job went on elsewhere, with all that shows that."""
     for replica_id in replica_ids:
         scene.opened(replica_id, quorum_id=50, max_step=step)
-        told = {"seen_quorum_id": 50, "has_history": True, "last_num_groups": 3}
-        scene.ask(replica_id, step=step, **told)
+        reported = {"seen_quorum_id": 50, "has_history": True, "last_num_groups": 3}
+        scene.ask(replica_id, step=step, **reported)
 
 
 @pytest.mark.parametrize(
@@ -443,8 +443,8 @@ def test_q7_after_a_finished_job_another_run_begins(policy: str) -> None:
     scene.leave("c", ends=False)
     scene.pop_orders()
     caller = scene.ask("e")
-    told = [answer(3, member("e"), callers=(caller,), lost_from=1)]
-    assert scene.pop_orders() == ([] if policy == "hold" else told), "that run had not finished"
+    reported = [answer(3, member("e"), callers=(caller,), lost_from=1)]
+    assert scene.pop_orders() == ([] if policy == "hold" else reported), "that run had not finished"
 
 
 def test_q7_who_belongs_to_a_finished_job_does_not_begin_it_anew() -> None:
@@ -585,7 +585,7 @@ def test_q7_nothing_to_accept(policy: str) -> None:
     assert scene.pop_orders() == []
 
 
-def test_a_restarted_lighthouse_tells_by_seen_ids_whose_state_is_older() -> None:
+def test_a_restarted_lighthouse_reports_by_seen_ids_whose_state_is_older() -> None:
     """`c` is as far as the others, but was left out when they came there."""
     asking = (
         Member(replica_id="a", step=17, seen_quorum_id=5),
@@ -613,7 +613,7 @@ def test_who_was_to_heal_and_missed_that_is_no_source_of_the_next_quorum() -> No
 
 def test_i1_two_lighthouses_that_a_job_has_come_apart_to_give_out_other_ids() -> None:
     """Each half knows the same last id, and nobody else does."""
-    told = set()
+    reported = set()
     for remainder in range(8):
         scene = Scene(first_id=96 + remainder, id_stride=8)
         scene.ask(f"a:{remainder}", step=3, seen_quorum_id=500)
@@ -621,8 +621,8 @@ def test_i1_two_lighthouses_that_a_job_has_come_apart_to_give_out_other_ids() ->
         scene.ask(f"a:{remainder}", step=3, commit_failures=1)
         ((next_id, _),) = scene.pop_quorums()
         assert next_id == quorum_id + 8
-        told.add(quorum_id)
-    assert told == set(range(501, 509))
+        reported.add(quorum_id)
+    assert reported == set(range(501, 509))
 
 
 def test_of_groups_that_restored_one_step_the_one_that_was_committed_last_is_right() -> None:

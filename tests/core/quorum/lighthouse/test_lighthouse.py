@@ -24,13 +24,13 @@ def test_jobs_never_see_each_other() -> None:
     assert scene.why("three") == "no group asks for a quorum"
 
 
-def test_the_living_others_of_the_last_quorum_are_told_of_a_loss() -> None:
+def test_the_living_others_of_the_last_quorum_are_informed_of_a_loss() -> None:
     scene = formed("a", "b", "c")
     scene.beat("d")
     for replica_id in ("c", "d", "a"):
         scene.leave(replica_id)
-    told = [sorted(order.recipients) for order in scene.pop_orders()]
-    assert told == [["a", "b", "c"], [], ["a", "b"]], "and itself, if it can hear that"
+    reported = [sorted(order.recipients) for order in scene.pop_orders()]
+    assert reported == [["a", "b", "c"], [], ["a", "b"]], "and itself, if it can hear that"
 
 
 def test_nobody_gives_a_step_up_for_a_group_that_has_finished_it() -> None:
@@ -41,7 +41,7 @@ def test_nobody_gives_a_step_up_for_a_group_that_has_finished_it() -> None:
 
 
 def test_a_late_heartbeat_does_not_bring_a_group_back_that_has_left() -> None:
-    """Otherwise the others would wait for it, and be told of its loss again."""
+    """Otherwise the others would wait for it, and be informed of its loss again."""
     scene = formed("a", "b")
     scene.house.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
     scene.beat("b")
@@ -60,13 +60,13 @@ def test_a_late_heartbeat_does_not_bring_a_group_back_that_has_left() -> None:
     assert scene.why().startswith("waiting for b"), "nor is a heartbeat that comes much later"
 
 
-def test_of_many_that_die_at_once_a_few_are_told() -> None:
+def test_of_many_that_die_at_once_a_few_are_informed() -> None:
     names = [f"g{number}" for number in range(MAX_LOSSES_SENT + 6)]
     scene = formed(*names)
     for name in names[4:]:
         scene.leave(name)
-    told = [set(order.recipients) - {order.replica_id} for order in scene.pop_orders()]
-    assert [bool(others) for others in told] == [True] * MAX_LOSSES_SENT + [False] * 2
+    reported = [set(order.recipients) - {order.replica_id} for order in scene.pop_orders()]
+    assert [bool(others) for others in reported] == [True] * MAX_LOSSES_SENT + [False] * 2
     scene.ask_all(*names[:4], step=1)
     assert scene.pop_quorums() == [(2, names[:4])]
     scene.leave(names[0])  # its peers are in another step now
@@ -196,7 +196,7 @@ def test_a_rejected_input_leaves_the_state_as_it_was() -> None:
 
 
 def test_a_question_leaves_the_state_as_it_was() -> None:
-    """Also when a deadline is over that no tick has told yet."""
+    """Also when a deadline is over that no tick has acted on yet."""
     scene = formed("a", "b", settings=config(min_replicas=2))
     scene.ask_all("a", "c")
     before = snapshot(scene)

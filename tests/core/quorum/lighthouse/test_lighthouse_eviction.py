@@ -1,4 +1,4 @@
-"""Which groups that hang are left out of their quorum, and what they and the others are told."""
+"""Which groups that hang are left out of their quorum, and which news they and others receive."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_nobody_is_left_out_whom_nobody_waits_for(phase: Phase) -> None:
     assert scene.pop_orders() == [left_out("a:1", 20.0)]
 
 
-def test_a_group_that_does_not_tell_waits_once_it_asks() -> None:
+def test_a_group_that_does_not_report_waits_once_it_asks() -> None:
     scene = formed("a:1", "b:1", step=7, settings=EVICT)
     scene.report("a:1", Phase.TRAINING, 7)
     scene.beat("b:1")
@@ -67,8 +67,8 @@ def test_a_group_that_does_not_tell_waits_once_it_asks() -> None:
     scene.until(107)
     assert scene.pop_orders() == [hangs("a:1")]
     scene.ask("b:1", 7)
-    told, quorum = scene.pop_orders()
-    assert told == left_out("a:1", 7.0)
+    reported, quorum = scene.pop_orders()
+    assert reported == left_out("a:1", 7.0)
     assert [each.replica_id for each in quorum.quorum.participants] == ["b:1"]
 
 
@@ -94,7 +94,7 @@ def test_one_who_comes_back_joins_and_heals() -> None:
 
 
 def test_too_few_are_left_until_it_is_back() -> None:
-    """Those who were told that it is out meet it under another id."""
+    """Those who were informed that it is out meet it under another id."""
     scene = training("a:1", "b:1", min_replicas=2)
     scene.ask("b:1", 8)
     scene.until(105)
@@ -128,8 +128,8 @@ def test_all_but_one_hang_and_the_last_one_dies() -> None:
     scene.leave("c:1")
     scene.pop_orders()
     scene.ask("a:1", 7)
-    told, quorum = scene.pop_orders()
-    assert told == left_out("b:1")
+    reported, quorum = scene.pop_orders()
+    assert reported == left_out("b:1")
     assert [each.replica_id for each in quorum.quorum.participants] == ["a:1"]
 
 
@@ -173,10 +173,10 @@ def test_a_lighthouse_that_was_restarted_leaves_it_out_again() -> None:
     for replica_id in ("a:1", "b:1"):
         scene.opened(replica_id, 7, 3)
     scene.report("a:1", Phase.TRAINING, 3, for_s=8)
-    assert len(scene.pop_orders()) == 1, "b:1 has not told yet what it does"
+    assert len(scene.pop_orders()) == 1, "b:1 has not reported yet what it does"
     scene.report("b:1", Phase.QUORUM, 3)
-    (told,) = scene.pop_orders()
-    assert (told.replica_id, told.quorum_id) == ("a:1", 7)
+    (reported,) = scene.pop_orders()
+    assert (reported.replica_id, reported.quorum_id) == ("a:1", 7)
     scene.ask("b:1", 3, seen_quorum_id=7)
     assert scene.pop_quorums() == [(11, ["b:1"])]
 
@@ -199,22 +199,22 @@ def test_nobody_is_left_out_unless_that_is_wanted(on_hang: str) -> None:
     scene.report("a:1", Phase.TRAINING, 7)
     scene.report("b:1", Phase.QUORUM, 7)
     scene.until(120)
-    (told,) = scene.pop_orders()
-    assert told == ReportHang(JOB, "a:1", Phase.TRAINING, 7, 5.0, kill=on_hang == "kill")
+    (reported,) = scene.pop_orders()
+    assert reported == ReportHang(JOB, "a:1", Phase.TRAINING, 7, 5.0, kill=on_hang == "kill")
 
 
 @pytest.mark.parametrize(
     ("phase", "is_told"),
     [(Phase.TRAINING, True), (Phase.QUORUM, True), (Phase.IDLE, True), (Phase.HEALING, False)],
 )
-def test_q4_a_straggler_is_told_that_the_others_go_on(phase: Phase, is_told: bool) -> None:
+def test_q4_a_straggler_is_informed_that_the_others_go_on(phase: Phase, is_told: bool) -> None:
     """It may be in a collective with one that is frozen, and is in no quorum whose losses count."""
     scene = formed("a:1", "b:1", step=7, settings=config(join_timeout_s=3, heal_timeout_s=3))
     scene.report("b:1", phase, 7)
     scene.ask("a:1", 8)
     scene.until(103)
-    told = [order for order in scene.pop_orders() if isinstance(order, ReportStraggler)]
-    assert told == ([ReportStraggler(JOB, "b:1", 1, ("b:1",))] if is_told else [])
+    reported = [order for order in scene.pop_orders() if isinstance(order, ReportStraggler)]
+    assert reported == ([ReportStraggler(JOB, "b:1", 1, ("b:1",))] if is_told else [])
     assert scene.house._jobs[JOB].members.quorum_left() == ["a:1"]
     scene.ask("a:1", 9)
     assert not any(isinstance(order, ReportStraggler) for order in scene.pop_orders()), "once"

@@ -1,4 +1,4 @@
-"""Tests of the lighthouse's part in a term: who is told of its end, what it knows (E4 to E8)."""
+"""Tests the lighthouse's part in a term: who is informed of its end, what it knows (E4 to E8)."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Term(Scene):
         asker = member(replica_id, step, **{"steady": True, "step_quorum_id": 1, **fields})
         self._record(self.house.request(JOB, asker, self._caller, self.now, agreed=agreed))
 
-    def told(self) -> list[tuple[int | None, tuple[str, ...]]]:
-        """Of the end of a term: from which step on, and who."""
+    def pop_term_ends(self) -> list[tuple[int | None, tuple[str, ...]]]:
+        """The news that the term ends: from which step on, and for whom."""
         ends = [each for each in self.pop_orders() if isinstance(each, EndTerm)]
         assert all(each.news.quorum_id == 1 for each in ends)
         return [(each.news.step, tuple(sorted(each.recipients))) for each in ends]
 
-    def missed(self, replica_id: str, quorum_id: int = 1, num_groups: int = 3) -> list[object]:
+    def missed_news(self, replica_id: str, quorum_id: int = 1, num_groups: int = 3) -> list[object]:
         last = LastQuorum(quorum_id, 5)
         return list(self.house.missed_news(JOB, replica_id, last, num_groups))
 
@@ -61,8 +61,8 @@ def test_groups_that_go_on_in_an_older_quorum_learn_that_the_job_goes_on_without
     scene.opened("c", quorum_id=8, max_step=1)
     scene.ask("c", 2, seen_quorum_id=8, has_history=True)
     scene.until(60.0)
-    told = [each for each in scene.pop_orders() if isinstance(each, ReportStraggler)]
-    assert [(each.replica_id, each.quorum_id, each.recipients) for each in told] == [
+    reported = [each for each in scene.pop_orders() if isinstance(each, ReportStraggler)]
+    assert [(each.replica_id, each.quorum_id, each.recipients) for each in reported] == [
         ("a", 8, ("a",)),
         ("b", 8, ("b",)),
     ]
@@ -73,13 +73,13 @@ def test_a_term_ends_if_groups_come_from_a_newer_quorum_and_both_do_not_train_on
     term = Term()
     for each in "de":
         term.opened(each, quorum_id=9, max_step=40)
-    assert term.told() == [(None, ("a", "b", "c"))], "once"
-    (news,) = term.missed("a")
+    assert term.pop_term_ends() == [(None, ("a", "b", "c"))], "once"
+    (news,) = term.missed_news("a")
     assert news == TermEnds(1, None, "d, e trained on in a newer quorum elsewhere")
     for each in "abc":
         term.asks(each, 6, agreed=True)
-    told = [each for each in term.pop_orders() if isinstance(each, ReportStraggler)]
-    assert [(each.replica_id, each.quorum_id, each.recipients) for each in told] == [
+    reported = [each for each in term.pop_orders() if isinstance(each, ReportStraggler)]
+    assert [(each.replica_id, each.quorum_id, each.recipients) for each in reported] == [
         ("d", 9, ("d",)),
         ("e", 9, ("e",)),
     ]
@@ -92,18 +92,18 @@ def test_two_terms_do_not_last_beside_each_other_at_a_lighthouse_that_is_new_to_
     """Newcomers c and d have begun at a lighthouse that a and b could not reach, and that is gone,
     too. Nobody asks."""
     scene = Scene(SECONDS)
-    told: dict[str, list[TermEnds]] = {each: [] for each in order}
+    reported: dict[str, list[TermEnds]] = {each: [] for each in order}
     for each in order:
         quorum_id = 9 if each in "cd" else 7
         scene.opened(each, quorum_id, 20, 2)
         for ends in scene.pop_orders():
             for who in ends.recipients:
-                told[who].append(ends.news)
-        told[each] += scene.house.missed_news(JOB, each, LastQuorum(quorum_id, 20), 2)
-    # Who was in the newest quorum when it was told may learn of a newer one.
-    assert all({each.quorum_id for each in told[who]} == {9} for who in "cd")
-    assert all({each.step for each in told[who]} == {None} for who in "cd")
-    assert not any(each.quorum_id == 9 for who in "ab" for each in told[who])
+                reported[who].append(ends.news)
+        reported[each] += scene.house.missed_news(JOB, each, LastQuorum(quorum_id, 20), 2)
+    # Who was in the newest quorum when the news came may learn of a newer one.
+    assert all({each.quorum_id for each in reported[who]} == {9} for who in "cd")
+    assert all({each.step for each in reported[who]} == {None} for who in "cd")
+    assert not any(each.quorum_id == 9 for who in "ab" for each in reported[who])
     for each in "cd":
         scene.ask(each, 20, seen_quorum_id=9, has_history=True, last_num_groups=2, steady=True)
     taken = scene.pop_orders()
@@ -129,7 +129,7 @@ def test_who_asks_at_a_new_lighthouse_ends_no_term_as_a_rival() -> None:
 def test_a_member_that_asks_alone_ends_the_term_for_the_others() -> None:
     term = Term()
     term.asks("b", 8)
-    assert term.told() == [(8, ("a", "c"))]
+    assert term.pop_term_ends() == [(8, ("a", "c"))]
     term.asks("a", 8)
     term.asks("c", 9, agreed=True)
     assert [kind for kind in term.pop_orders() if isinstance(kind, EndTerm)] == []
@@ -142,7 +142,7 @@ def test_the_quorum_after_a_break_has_another_id() -> None:
     assert term.pop_quorums() == [(2, ["a", "b", "c"])]
 
 
-def test_the_quorum_after_a_loss_that_was_told_has_another_id() -> None:
+def test_the_quorum_after_a_loss_that_was_announced_has_another_id() -> None:
     """Though the lost group is back as the same one, and nobody breaks off."""
     term = Term()
     term.leave("c")
@@ -159,28 +159,28 @@ def test_if_all_know_the_id_stays() -> None:
     assert term.pop_quorums() == [(1, ["a", "b", "c"])]
 
 
-def test_who_is_in_an_earlier_step_may_finish_it_and_one_that_waits_there_is_told() -> None:
+def test_who_is_in_an_earlier_step_may_finish_it_and_one_that_waits_there_is_informed() -> None:
     term = Term()
     term.asks("b", 9)
     term.asks("a", 8)
-    assert term.told() == [(9, ("a", "c")), (8, ("b", "c"))]
+    assert term.pop_term_ends() == [(9, ("a", "c")), (8, ("b", "c"))]
 
 
-def test_a_repeated_question_tells_nothing_new() -> None:
+def test_a_repeated_question_reports_nothing_new() -> None:
     term = Term()
     term.asks("b", 8)
     term.asks("b", 8)
-    assert term.told() == [(8, ("a", "c"))]
+    assert term.pop_term_ends() == [(8, ("a", "c"))]
 
 
 def test_an_agreement_from_before_the_term_ends_it() -> None:
     """The answer with this quorum was lost, and the question is repeated."""
     term = Term()
     term.asks("b", 5, agreed=True)
-    assert term.told() == [(5, ("a", "c"))]
+    assert term.pop_term_ends() == [(5, ("a", "c"))]
 
 
-def test_who_was_told_of_a_loss_asks_and_that_is_no_news() -> None:
+def test_who_was_informed_of_a_loss_asks_and_that_is_no_news() -> None:
     """Neither for the others, nor for the one that was given up, which learns why."""
     settings = dataclasses.replace(SECONDS, hang_timeout_s=5.0, on_hang="evict")
     term = Term(settings)
@@ -191,26 +191,26 @@ def test_who_was_told_of_a_loss_asks_and_that_is_no_news() -> None:
     (evicted,) = (each for each in term.pop_orders() if isinstance(each, ReportEviction))
     assert sorted(evicted.recipients) == ["a", "b", "c"]
     term.asks("a", 7)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
 
 
 @pytest.mark.parametrize("steady", [True, False])
 def test_a_newcomer_ends_nothing(steady: bool) -> None:
     term = Term()
     term.asks("d", 0, steady=steady, step_quorum_id=0)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
     assert term.pop_newcomers() == ["d"]
 
 
-def test_where_each_step_asks_nobody_is_told() -> None:
+def test_where_each_step_asks_nobody_is_informed() -> None:
     term = Term(steady=False)
     term.asks("b", 6, steady=False)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
 
 
 @pytest.mark.parametrize("steps", [(5, 5, 4), (0, 0, 0)])
 def test_where_groups_heal_each_step_asks(steps: tuple[int, int, int]) -> None:
-    """At step 0 they may all heal from one. If that one dies, the others hear of it at once."""
+    """At step 0 they may all heal from one. If that one dies, the others learn of it at once."""
     scene = Scene(SECONDS)
     scene.beat("a", "b", "c")
     for each, step in zip("abc", steps, strict=True):
@@ -220,18 +220,18 @@ def test_where_groups_heal_each_step_asks(steps: tuple[int, int, int]) -> None:
     assert lost(scene) == [("a", ("a", "b", "c"))]
 
 
-def test_a_session_that_begins_hears_what_it_has_missed() -> None:
+def test_a_session_that_begins_learns_what_it_has_missed() -> None:
     term = Term()
-    assert term.missed("a") == []
+    assert term.missed_news("a") == []
     term.asks("d", 0, step_quorum_id=0)
-    assert term.missed("a") == [NewcomerWaits("d")]
+    assert term.missed_news("a") == [NewcomerWaits("d")]
     term.asks("b", 8)
-    waits, ends = term.missed("a")
+    waits, ends = term.missed_news("a")
     assert waits == NewcomerWaits("d")
     assert isinstance(ends, TermEnds)
     assert (ends.quorum_id, ends.step) == (1, 8)
-    assert term.missed("a", quorum_id=0) == [], "it was not in this quorum"
-    assert term.missed("d") == []
+    assert term.missed_news("a", quorum_id=0) == [], "it was not in this quorum"
+    assert term.missed_news("d") == []
 
 
 def test_a_lighthouse_that_needs_more_groups_wants_the_term_to_end() -> None:
@@ -261,7 +261,7 @@ def committed(term: Term) -> int:
     return term.house.committed_step(JOB)
 
 
-def test_the_job_is_where_all_members_have_told_to_be() -> None:
+def test_the_job_is_where_all_members_have_reported_to_be() -> None:
     term = Term()
     term.report("a", Phase.TRAINING, 9)
     term.report("b", Phase.TRAINING, 8)
@@ -346,7 +346,7 @@ def test_how_far_the_term_is_need_not_have_been_reported() -> None:
     assert committed(term) == 51
 
 
-def test_a_wait_for_the_quorum_that_is_heard_of_later_is_no_progress_in_it() -> None:
+def test_a_wait_for_the_quorum_that_is_reported_later_is_no_progress_in_it() -> None:
     """The group asked with the lowest step of its workers, and one of them was ahead."""
     term = Term()
     for each in "abc":
@@ -393,11 +393,11 @@ def test_who_does_not_begin_a_step_is_waited_for_as_long_as_if_the_others_had_as
     term = Term()
     waiting_for_c(term)
     term.before(110.0)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
     term.until(110.0)
     term.report("c", Phase.IDLE, 7)
     term.until(110.0 + LOOK_S)
-    assert term.told() == [(7, ("a", "b", "c"))]
+    assert term.pop_term_ends() == [(7, ("a", "b", "c"))]
     term.asks("a", 7)
     term.asks("b", 7)
     assert term.pop_quorums() == [(2, ["a", "b"])], "and the next quorum does not wait for it"
@@ -431,11 +431,11 @@ def test_waits_that_ended_in_time_do_not_delay_the_news_about_later_ones() -> No
     term.until(101.0)
     waiting_for_c(term)  # and the first wait is looked at while these last
     term.before(111.0)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
     term.now = 111.0
     term.report("c", Phase.IDLE, 7)
     term.until(111.0)
-    assert term.told() == [(7, ("a", "b", "c"))]
+    assert term.pop_term_ends() == [(7, ("a", "b", "c"))]
 
 
 def test_who_has_reported_nothing_since_the_wait_became_too_long_may_have_begun_the_step() -> None:
@@ -443,10 +443,10 @@ def test_who_has_reported_nothing_since_the_wait_became_too_long_may_have_begun_
     term = Term()
     waiting_for_c(term)
     term.until(112.0)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
     term.report("c", Phase.TRAINING, 8)
     term.until(120.0)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
 
 
 @pytest.mark.parametrize("phase", [Phase.TRAINING, Phase.VOTING, Phase.HEALING])
@@ -455,7 +455,7 @@ def test_who_has_begun_the_step_is_no_straggler(phase: Phase) -> None:
     waiting_for_c(term)
     term.report("c", phase, 7)
     term.until(110.0 + 5 * LOOK_S)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
 
 
 def test_who_begins_the_step_in_time_costs_nothing() -> None:
@@ -466,7 +466,7 @@ def test_who_begins_the_step_in_time_costs_nothing() -> None:
     for each in "ab":
         term.report(each, Phase.TRAINING, 8)
     term.until(200.0)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
 
 
 def test_a_wait_that_ended_with_a_question_counts_for_who_has_not_begun_the_step() -> None:
@@ -477,21 +477,21 @@ def test_a_wait_that_ended_with_a_question_counts_for_who_has_not_begun_the_step
     term.asks("a", 7)
     term.until(109.5)
     term.asks("b", 7)
-    assert term.told() == [(7, ("b", "c"))]
+    assert term.pop_term_ends() == [(7, ("b", "c"))]
     term.before(110.0)
     assert term.pop_quorums() == []
     term.until(110.0)
     assert term.pop_quorums() == [(2, ["a", "b"])]
 
 
-def test_a_wait_that_was_over_before_it_is_heard_of_counts_at_once() -> None:
+def test_a_wait_that_was_over_before_it_is_reported_counts_at_once() -> None:
     """Nothing is left for a tick: the next deadline of a lighthouse is never in the past."""
     term = Term()
     term.now = 130.0
     term.report("c", Phase.IDLE, 7)
     term.report("b", Phase.IDLE, 8)
     term.report("a", Phase.QUORUM, 7, for_s=20.0)
-    assert term.told() == [(7, ("a", "b", "c"))]
+    assert term.pop_term_ends() == [(7, ("a", "b", "c"))]
     term = Term()
     waiting_for_c(term)
     term.now = 112.0  # nobody has looked meanwhile
@@ -528,7 +528,7 @@ def test_where_each_step_asks_a_member_that_waits_in_a_sum_ends_nothing() -> Non
     term = Term(steady=False)
     waiting_for_c(term)
     term.until(110.0 + LOOK_S)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
 
 
 def test_what_is_known_of_an_earlier_quorum_says_nothing_of_a_newer_one() -> None:
@@ -568,7 +568,7 @@ def test_losses_of_an_earlier_quorum_are_not_counted_in_a_newer_one() -> None:
         ("is in the next quorum", False),
     ],
 )
-def test_who_was_left_out_while_its_line_was_cut_is_told_over_its_next_session(
+def test_who_was_left_out_while_its_line_was_cut_is_informed_over_its_next_session(
     then: str, is_past: bool
 ) -> None:
     """Nobody has noticed the cut, so its last session is still there, and the news went to it."""
@@ -598,7 +598,7 @@ def test_who_was_left_out_while_its_line_was_cut_is_told_over_its_next_session(
 
 
 def lost(term: Scene) -> list[tuple[str, tuple[str, ...]]]:
-    """Who is gone, and who is told that."""
+    """Who is gone, and who is informed that."""
     losses = [each for each in term.pop_orders() if isinstance(each, ReportLoss)]
     return [(each.replica_id, tuple(sorted(each.recipients))) for each in losses]
 
@@ -626,8 +626,8 @@ def test_it_is_gone_when_it_gives_no_sign_of_life() -> None:
     assert lost(term) == [("b", ("a", "b", "c"))]
 
 
-@pytest.mark.parametrize(("agreed", "told"), [(False, ("a", "b", "c")), (True, ())])
-def test_it_is_gone_when_a_member_asks(agreed: bool, told: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(("agreed", "reported"), [(False, ("a", "b", "c")), (True, ())])
+def test_it_is_gone_when_a_member_asks(agreed: bool, reported: tuple[str, ...]) -> None:
     """If the term ends by agreement, all have finished the step, and news would make them give it
     up."""
     term = Term()
@@ -635,7 +635,7 @@ def test_it_is_gone_when_a_member_asks(agreed: bool, told: tuple[str, ...]) -> N
     term.asks("a", 8, agreed=agreed)
     orders = term.pop_orders()
     (loss,) = (each for each in orders if isinstance(each, ReportLoss))
-    assert tuple(sorted(loss.recipients)) == told
+    assert tuple(sorted(loss.recipients)) == reported
     assert not any(isinstance(each, EndTerm) for each in orders)
     term.asks("c", 8, agreed=agreed)
     assert term.pop_quorums() == [(2, ["a", "c"])]
@@ -693,7 +693,7 @@ def test_outside_of_a_term_a_session_that_ends_is_a_loss(why: str) -> None:
 
 
 def test_the_last_one_of_a_term_is_gone_with_its_session() -> None:
-    """The others have left between two steps, which is no loss that is told."""
+    """The others have left between two steps, which is no loss that is reported."""
     term = Term()
     for each in "bc":
         term.house.leave(JOB, each, Leave("bye", between_steps=True), term.now)
@@ -707,7 +707,7 @@ def test_after_the_end_of_a_term_a_session_that_ends_is_a_loss() -> None:
     term.until(110.0)
     term.report("c", Phase.IDLE, 7)
     term.until(110.0 + LOOK_S)
-    assert term.told() == [(7, ("a", "b", "c"))]
+    assert term.pop_term_ends() == [(7, ("a", "b", "c"))]
     term.session_ends("b")
     assert lost(term) == [("b", ("a", "b", "c"))]
 
@@ -746,13 +746,13 @@ def test_what_members_have_reported_before_the_quorum_is_no_progress_in_it() -> 
     assert term.house.committed_step(JOB) == 8
 
 
-def test_a_loss_is_told_again_to_a_member_whose_session_was_broken() -> None:
+def test_a_loss_is_announced_again_to_a_member_whose_session_was_broken() -> None:
     """The term is not said to be over from a step on: which one is not known, and the member may
     have a whole step."""
     term = Term()
     term.asks("a", 8)
     term.session_ends("b")
-    assert term.missed("c") == [Lost("b", "its session ended", 1)]
+    assert term.missed_news("c") == [Lost("b", "its session ended", 1)]
 
 
 # -- a lighthouse that is new to the job (E8) ----------------------------------------------------
@@ -775,11 +775,11 @@ class NewLighthouse(Term):
         self.beat("b")
 
     def waits_until(self, at: float) -> list[tuple[int | None, tuple[str, ...]]]:
-        """What the members have been told by then."""
+        """The ends of terms that the members have received by then."""
         while self.now < at:
             self.until(min(at, self.now + 0.5))
             self.waits()
-        return self.told()
+        return self.pop_term_ends()
 
 
 @pytest.mark.parametrize("asker", ["c", "d"])
@@ -791,7 +791,7 @@ def test_who_asks_may_be_the_member_that_has_not_come_back(asker: str, has_histo
     assert term.waits_until(GATHER_S - 0.5) == []
     assert term.waits_until(GATHER_S + 0.5) == [(8, ("a", "b"))]
     assert term.waits_until(200.0) == []
-    (news,) = [each for each in term.missed("a") if isinstance(each, TermEnds)]
+    (news,) = [each for each in term.missed_news("a") if isinstance(each, TermEnds)]
     assert news.step == 8
 
 
@@ -808,7 +808,7 @@ def test_members_may_come_back_to_a_lighthouse_that_has_been_up_for_long() -> No
     assert term.waits_until(100.0) == [(8, ("a", "b"))]
 
 
-def test_a_lighthouse_that_has_formed_the_quorum_misses_nobody_in_it() -> None:
+def test_a_lighthouse_that_has_formed_the_quorum_waits_for_nobody_in_it() -> None:
     """Sessions that break tell it again, and of how many groups it was."""
     term = Term()
     term.opened("a", 1, 5, num_groups=3)
@@ -816,7 +816,7 @@ def test_a_lighthouse_that_has_formed_the_quorum_misses_nobody_in_it() -> None:
         term.until(term.now + 0.5)
         term.report("a", Phase.QUORUM, 8, for_s=0.4)
         term.beat("b", "c")
-    assert term.told() == []
+    assert term.pop_term_ends() == []
 
 
 def test_a_newcomer_ends_no_step_if_all_have_come_back() -> None:
@@ -840,7 +840,7 @@ def test_who_does_not_wait_loses_no_step_for_one_that_has_not_come_back() -> Non
         term.until(float(step))
         for each in "ab":
             term.report(each, Phase.QUORUM, step, for_s=0.9 * MISSING_AFTER_S)
-    assert term.told() == []
+    assert term.pop_term_ends() == []
 
 
 def test_members_of_an_older_quorum_are_not_missed() -> None:

@@ -75,7 +75,7 @@ def test_q2_a_newcomer_that_asks_is_in() -> None:
     assert scene.pop_quorums() == [(2, ["a", "b", "c"])]
 
 
-def test_who_joins_is_told_apart_from_who_stays() -> None:
+def test_who_joins_is_distinguished_from_who_stays() -> None:
     scene = formed("a", "b")
     scene.ask_all("c", "a", "b", step=1)
     (order,) = scene.pop_orders()
@@ -85,7 +85,7 @@ def test_who_joins_is_told_apart_from_who_stays() -> None:
     assert order.quorum.joining == frozenset()
 
 
-def test_i3_who_joined_and_could_not_heal_is_told_apart_until_it_has() -> None:
+def test_i3_who_joined_and_could_not_heal_is_distinguished_until_it_has() -> None:
     """Its step is that of the others, its state is not, and both have discarded the step."""
     scene = formed("a", "b")
     scene.ask_all("c", "a", "b", step=1)

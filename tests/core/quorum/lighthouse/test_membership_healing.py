@@ -116,7 +116,7 @@ def test_one_that_is_gone_is_not_waited_for(end: str) -> None:
     assert scene.pop_quorums() == [(2, ["a:1"])]
 
 
-def test_one_whose_session_broke_is_waited_for_again_when_it_tells_that_it_heals() -> None:
+def test_one_whose_session_broke_is_waited_for_again_when_it_reports_that_it_heals() -> None:
     scene = formed("a:1", "b:1", "c:1", step=7, settings=HEAL)
     scene.report("b:1", Phase.HEALING, 7)
     scene.report("c:1", Phase.HEALING, 7)

@@ -10,7 +10,7 @@ from torchft_svc.core.quorum.types import LastQuorum
 from torchft_svc.errors import RequestRefused
 
 
-def told(**settings: object) -> Scene:
+def reported(**settings: object) -> Scene:
     """A new lighthouse; a and b were in quorum 5 at step 7 and have sessions, nobody asks yet."""
     scene = Scene(config(**settings), first_id=100)
     scene.opened("a", 5, 7)
@@ -20,7 +20,7 @@ def told(**settings: object) -> Scene:
 
 @pytest.mark.parametrize("policy", ["auto", "hold", "warn"])
 def test_a_newcomer_does_not_begin_while_those_who_tell_are_in_a_long_step(policy: str) -> None:
-    scene = told(on_step_regression=policy)
+    scene = reported(on_step_regression=policy)
     scene.opened("c")
     scene.ask("c", step=3)
     scene.beat("a", "b")
@@ -33,7 +33,7 @@ def test_a_newcomer_does_not_begin_while_those_who_tell_are_in_a_long_step(polic
 
 
 def test_nor_does_a_group_that_was_left_out_before() -> None:
-    scene = told()
+    scene = reported()
     scene.opened("c", 4, 3)
     scene.ask("c", step=3)
     scene.until(50)
@@ -45,7 +45,7 @@ def test_nor_does_a_group_that_was_left_out_before() -> None:
 
 def test_those_who_tell_are_waited_for_as_members_of_the_last_quorum() -> None:
     """And newcomers that have not asked are not, as in any running job."""
-    scene = told()
+    scene = reported()
     scene.opened("c")
     scene.ask("a", step=7)
     scene.before(10)
@@ -57,8 +57,8 @@ def test_those_who_tell_are_waited_for_as_members_of_the_last_quorum() -> None:
     assert scene.pop_quorums() == [(102, ["a", "b"])]
 
 
-def test_who_is_behind_what_was_told_is_held_back_until_the_newer_state_comes() -> None:
-    scene = told()
+def test_who_is_behind_what_was_reported_is_held_back_until_the_newer_state_comes() -> None:
+    scene = reported()
     scene.leave("b")
     scene.ask("a", step=6)  # its step was discarded, and b, which had committed it, is dead
     assert scene.pop_orders() == [loss("b")]
@@ -67,8 +67,8 @@ def test_who_is_behind_what_was_told_is_held_back_until_the_newer_state_comes() 
     assert scene.pop_quorums() == [(101, ["a", "c"])]
 
 
-def test_when_nobody_is_left_of_those_who_told_the_loss_is_told() -> None:
-    scene = told()
+def test_when_nobody_is_left_of_those_who_reported_the_loss_is_reported() -> None:
+    scene = reported()
     scene.ask("c", step=3)
     scene.leave("a")
     assert scene.pop_orders() == [loss("a")]
@@ -80,7 +80,7 @@ def test_when_nobody_is_left_of_those_who_told_the_loss_is_told() -> None:
 def test_a_group_that_was_in_a_later_quorum_knows_better() -> None:
     """An operator had accepted a loss: a later quorum may be at a lower step, and what was given up
     does not come back."""
-    scene = told()
+    scene = reported()
     scene.opened("c", 6, 4)
     scene.ask("a", step=7)
     scene.until(5)
@@ -96,7 +96,7 @@ def test_a_group_that_was_in_a_later_quorum_knows_better() -> None:
     assert scene.house.committed_step(JOB) == 5
 
 
-def test_what_is_told_to_a_lighthouse_with_a_quorum_of_the_job_is_old() -> None:
+def test_what_is_reported_to_a_lighthouse_with_a_quorum_of_the_job_is_old() -> None:
     scene = formed("a", step=3)
     scene.opened("b", 9, 8)
     scene.ask("a", step=3)
@@ -119,7 +119,7 @@ def test_but_who_was_in_any_quorum_of_the_job_may_have_the_newer_state() -> None
     assert "committed step 7" in scene.why()
 
 
-def test_who_is_back_after_its_session_broke_is_told_that_the_others_went_on() -> None:
+def test_who_is_back_after_its_session_broke_is_informed_that_the_others_went_on() -> None:
     scene = formed("a", "b", step=7)
     house = scene.house
     assert not house.is_past(JOB, "a", LastQuorum(1, 7)), "it lives, whatever its connections do"
@@ -145,7 +145,7 @@ def test_the_only_group_is_back_at_once_after_its_session_broke() -> None:
     assert scene.pop_quorums() == [(2, ["a"])]
 
 
-def test_an_acceptance_ends_when_a_later_step_is_told() -> None:
+def test_an_acceptance_ends_when_a_later_step_is_reported() -> None:
     scene = Scene(config(on_step_regression="hold", min_replicas=2))
     scene.opened("a", 5, 7)
     scene.ask("a", step=6)
@@ -166,7 +166,7 @@ def test_what_cannot_be_is_refused(quorum_id: int, max_step: int) -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "hold"])
 @pytest.mark.parametrize(("committed_in", "known"), [(0, 13), (4, 14), (5, 13)])
-def test_a_question_tells_how_far_the_job_is_also_after_its_group_has_died(
+def test_a_question_reports_how_far_the_job_is_also_after_its_group_has_died(
     policy: str, committed_in: int, known: int
 ) -> None:
     """It has no session, or a new manager, which knew of no quorum when its session began; the

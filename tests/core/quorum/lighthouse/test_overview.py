@@ -1,4 +1,4 @@
-"""Tests what people are told about jobs."""
+"""Tests the status of jobs for people."""
 
 from __future__ import annotations
 

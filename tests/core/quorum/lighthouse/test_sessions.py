@@ -123,7 +123,7 @@ def test_a_hello_is_welcomed() -> None:
     assert Machine().open(1, "a:1") == (Send((1,), Welcome(0.0025)),)
 
 
-def test_who_came_first_is_told_to_beat_less_often_when_the_job_has_grown() -> None:
+def test_who_came_first_has_to_beat_less_often_when_the_job_has_grown() -> None:
     machine = Machine()
     for number in range(200):
         machine.open(number, f"group-{number}:1")
@@ -144,7 +144,7 @@ def test_a_hello_that_cannot_be_leaves_nothing() -> None:
     assert machine.core.status("", machine.now)[0].groups[0].replica_id == "a:1"
 
 
-def test_who_is_back_after_its_last_session_broke_hears_that_it_is_out() -> None:
+def test_who_is_back_after_its_last_session_broke_learns_that_it_is_out() -> None:
     machine = Machine()
     quorum = machine.pair().quorum
     machine.close(1)
@@ -260,15 +260,15 @@ def test_an_expired_question_is_answered_if_the_one_before_makes_room_for_a_quor
     machine.call(1, "a:1", timeout_s=0.5)
     machine.call(2, "b:1", timeout_s=0.5)
     orders = machine.after(0.6)
-    told = [each.call for each in orders if isinstance(each, RefuseCall)]
-    told += [call for each in orders if isinstance(each, Publish) for call in each.calls]
-    assert sorted(told) == [1, 2], "each once"
+    reported = [each.call for each in orders if isinstance(each, RefuseCall)]
+    reported += [call for each in orders if isinstance(each, Publish) for call in each.calls]
+    assert sorted(reported) == [1, 2], "each once"
 
 
-# -- the reason told before ------------------------------------------------------------------------
+# -- the reason is sent --------------------------------------------------------------------------
 
 
-def test_who_waits_long_hears_why_and_again_when_that_changes() -> None:
+def test_who_waits_long_learns_why_and_again_when_that_changes() -> None:
     machine = Machine()
     machine.open(1, "a:1")
     machine.ask(1, "a:1")
@@ -281,11 +281,11 @@ def test_who_waits_long_hears_why_and_again_when_that_changes() -> None:
     machine.say(1)
     machine.core.called(50, JOB, Member(replica_id="b:1", min_replicas=3), LONG_S, machine.now)
     machine.open(2, "a:1")
-    told = machine.after(REPORT_PAUSE_AFTER_S)
-    assert told == [ReportPause(JOB, 6.0, later), Send((1,), NoQuorumYet(later))]
+    reported = machine.after(REPORT_PAUSE_AFTER_S)
+    assert reported == [ReportPause(JOB, 6.0, later), Send((1,), NoQuorumYet(later))]
 
 
-def test_of_very_many_only_some_are_told_at_a_time() -> None:
+def test_of_very_many_only_some_are_informed_at_a_time() -> None:
     machine = Machine(min_replicas=5000, heartbeat_timeout_s=LONG_S)
     for number in range(MAX_INFORMED_PER_LOOK + 1):
         machine.open(number, f"g{number}:1")
@@ -340,8 +340,8 @@ def test_all_sessions_of_a_group_hear_its_news() -> None:
     machine.pair()
     machine.open(3, "a:1")
     machine.open(4, "n:1")
-    ((streams, told),) = news(machine.ask(4, "n:1"))
-    assert (sorted(streams), told) == ([1, 2, 3], NewcomerWaits("n:1"))
+    ((streams, reported),) = news(machine.ask(4, "n:1"))
+    assert (sorted(streams), reported) == ([1, 2, 3], NewcomerWaits("n:1"))
 
 
 def test_of_many_sessions_of_one_group_the_most_silent_is_ended() -> None:
@@ -352,9 +352,9 @@ def test_of_many_sessions_of_one_group_the_most_silent_is_ended() -> None:
         machine.open(stream, "a:1")
     machine.say(0)
     ended = machine.open(99, "a:1")
-    told = f"'a:1' has {MAX_SESSIONS_PER_GROUP} others, this one was silent the longest"
+    reported = f"'a:1' has {MAX_SESSIONS_PER_GROUP} others, this one was silent the longest"
     (end,) = [each for each in ended if isinstance(each, EndStream)]
-    assert (end.stream, str(end.error)) == (1, told)
+    assert (end.stream, str(end.error)) == (1, reported)
     assert machine.say(1, Leave()) == (), "nothing comes over it any more"
     assert machine.close(1) == ()
     (published,) = machine.call(50, "b:1")
@@ -437,8 +437,8 @@ def test_an_operator_reaches_a_group_by_its_name() -> None:
     machine = Machine()
     machine.pair()
     for command in (Drain("enough"), Kill("enough")):
-        told = machine.core.commanded(JOB, "a", command, machine.now)
-        assert told == (Send((1,), command), ReportCommand(JOB, "a:1", command))
+        reported = machine.core.commanded(JOB, "a", command, machine.now)
+        assert reported == (Send((1,), command), ReportCommand(JOB, "a:1", command))
     (loss,) = [each for each in machine.close(1) if isinstance(each, ReportLoss)]
     assert (loss.reason, loss.is_orderly) == ("killed: enough", True)
 
@@ -446,7 +446,7 @@ def test_an_operator_reaches_a_group_by_its_name() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"), [("x", "no living group 'x'"), ("c:1", "has no session")]
 )
-def test_an_operator_is_told_whom_he_cannot_reach(name: str, reason: str) -> None:
+def test_an_operator_learns_whom_he_cannot_reach(name: str, reason: str) -> None:
     machine = Machine()
     machine.core.heartbeat(JOB, "c:1", machine.now)
     with pytest.raises(RequestRefused, match=reason):
@@ -474,14 +474,14 @@ def test_an_operator_accepts_a_loss() -> None:
         machine.core.loss_accepted(JOB, machine.now)
 
 
-def test_at_the_end_of_a_term_all_are_told_and_forgotten() -> None:
+def test_at_the_end_of_a_term_all_are_informed_and_forgotten() -> None:
     machine = Machine(min_replicas=3)
     machine.open(1, "a:1")
     machine.ask(1, "a:1")
     machine.call(50, "b:1")
     over = NotLeader("there:1")
-    told = machine.core.lead_ended(over, 20 * ID_STRIDE, machine.now)
-    assert told == (RefuseCall(50, over), EndStream(1, over))
+    reported = machine.core.lead_ended(over, 20 * ID_STRIDE, machine.now)
+    assert reported == (RefuseCall(50, over), EndStream(1, over))
     assert machine.close(1) == machine.core.cancelled(50, machine.now) == ()
     assert machine.core.status("", machine.now) == []
     assert machine.core.next_deadline() is None
@@ -491,17 +491,17 @@ def test_at_the_end_of_a_term_all_are_told_and_forgotten() -> None:
 
 
 @pytest.mark.parametrize(
-    ("instants", "told"),
+    ("instants", "reported"),
     [
         ([101, 102.9, 103], [1, 2.9, 3]),  # late, but as a busy machine is
         ([101, 108, 109], [1, 2, 3]),  # stopped for 6 s
         ([103, 106, 107], [1, 2, 3]),  # twice
     ],
 )
-def test_time_without_a_look_does_not_count(instants: list[float], told: list[float]) -> None:
+def test_time_without_a_look_does_not_count(instants: list[float], reported: list[float]) -> None:
     clock = PausableClock(1.0, 100.0)
-    assert [clock.now(at) - 100 for at in instants] == pytest.approx(told)
-    assert clock.missed_s == pytest.approx(instants[-1] - told[-1] - 100)
+    assert [clock.now(at) - 100 for at in instants] == pytest.approx(reported)
+    assert clock.missed_s == pytest.approx(instants[-1] - reported[-1] - 100)
 
 
 @pytest.mark.parametrize(
@@ -519,7 +519,7 @@ def test_a_standstill_is_nobody_s_silence() -> None:
     machine.say(1, Beat(Phase.TRAINING, 1, 0.0))
     machine.now += 1000.0
     assert machine.core.tick(machine.now) == (ReportStandstill(pytest.approx(999.5)),)
-    assert machine.core.tick(machine.now) == (), "told once"
+    assert machine.core.tick(machine.now) == (), "reported once"
     machine.say(1)
     assert losses(machine.after(4.0)) == []
     machine.say(1)
@@ -542,12 +542,12 @@ def test_no_deadline_is_passed_over_and_none_comes_again_at_once() -> None:
 def test_time_goes_on_while_nobody_is_there() -> None:
     """A lighthouse that stands by for days is not looked at; groups that come to it then tell ids
     that are ahead of its beginning by as much."""
-    told = FIRST_ID + int(3 * DAY_S * 1000) * ID_STRIDE
+    reported = FIRST_ID + int(3 * DAY_S * 1000) * ID_STRIDE
     machine = Machine()
     with pytest.raises(RequestRefused, match="was never issued"):
-        machine.open(1, "a:1", LastQuorum(told, 9))
+        machine.open(1, "a:1", LastQuorum(reported, 9))
     machine.now += 3 * DAY_S
-    assert news(machine.open(1, "a:1", LastQuorum(told, 9))) == [((1,), Welcome(0.0025))]
+    assert news(machine.open(1, "a:1", LastQuorum(reported, 9))) == [((1,), Welcome(0.0025))]
 
 
 def test_ids_follow_the_wall_clock() -> None:
