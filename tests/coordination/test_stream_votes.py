@@ -111,7 +111,8 @@ def worker_of(*, welcomes: bool) -> Iterator[Worker]:
         ThreadPoolExecutor(1) as thread,
     ):
         worker = Worker(manager, client, thread)
-        attach(client, 1, on_loss=lambda replica_id, *_: worker.losses.append(replica_id))
+        losses = worker.losses
+        attach(client, 1, welcomes=welcomes, on_loss=lambda lost, *_: losses.append(lost))
         yield worker
         manager.news.put(None)
 

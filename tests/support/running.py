@@ -402,15 +402,23 @@ class _Welcomed(Listeners):
         super().receive(news)
 
 
-def attach(client: ManagerClient, group_rank: int, **wanted: Callable[..., None]) -> None:
+def attach(
+    client: ManagerClient,
+    group_rank: int,
+    *,
+    welcomes: bool = True,
+    **wanted: Callable[..., None],
+) -> None:
     """Return when the manager knows that the worker lives: other calls are not ordered with that.
 
-    Of its news, all that is not ``wanted`` is ignored.
+    Of its news, all that is not ``wanted`` is ignored. ``welcomes``: False for a manager of a test
+    that sends none.
     """
     ignoring: dict[str, Any] = dict.fromkeys((each.name for each in fields(Listeners)), _ignore)
     listeners = _Welcomed(**{**ignoring, **wanted})
     client.attach(group_rank, listeners)
-    assert listeners.welcomed.wait(START_S), "the manager does not welcome the worker"
+    if welcomes:
+        assert listeners.welcomed.wait(START_S), "the manager does not welcome the worker"
 
 
 def _ignore(*_: object) -> None:
