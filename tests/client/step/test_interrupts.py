@@ -1,7 +1,7 @@
 """Tests Ctrl-C, or any other exception, at any moment of a step: the manager stays consistent.
 
-The exception is raised by a profiling hook, once at each place of ours in a step where a signal's
-handler could raise it.
+The exception is raised by a profiling hook, at each place of ours in a step where a signal's
+handler could raise it: when the step comes there first, and when it does so last.
 """
 
 from __future__ import annotations
@@ -26,30 +26,39 @@ class Interrupt(BaseException):
     """As a KeyboardInterrupt, which pytest would take for its own."""
 
 
+# A place: file, line and event. A moment: how often a step has been at a place.
+Place = tuple[str, int, str]
+Moment = tuple[Place, int]
+
+
 class Hook:
-    """Counts the places of ours where CPython handles signals, and raises at one of them.
+    """Counts the places of ours where CPython handles signals, and raises at one moment.
 
     Those are the beginning of a function and the end of a call of one that is written in C.
     """
 
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(self, at: Moment | None = None) -> None:
         self._at = at
-        self.num = 0
-        self.where = ""
+        self.visits: collections.Counter[Place] = collections.Counter()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         if event not in ("call", "c_return"):
             return
         if not any(part in frame.f_code.co_filename for part in _OURS):
             return
-        self.num += 1
-        if self.num - 1 == self._at:
-            self.where = f"{frame.f_code.co_qualname}, line {frame.f_lineno}, {event}"
-            raise Interrupt(self.where)
+        place = frame.f_code.co_filename, frame.f_lineno, event
+        self.visits[place] += 1
+        if (place, self.visits[place]) == self._at:
+            raise Interrupt(str(self._at))
+
+    def moments(self) -> Iterator[Moment]:
+        """The first and the last one at each place, in the order of the first ones."""
+        for place, num in self.visits.items():
+            yield from ((place, each) for each in sorted({1, num}))
 
 
 @contextlib.contextmanager
-def hooked(at: int | None = None) -> Iterator[Hook]:
+def hooked(at: Moment | None = None) -> Iterator[Hook]:
     hook = Hook(at)
     sys.setprofile(hook)
     try:
@@ -81,8 +90,10 @@ def everywhere(
     stride: int = 1,
     first: int = 0,
 ) -> None:
-    """Two groups train; one of them is interrupted at each ``stride``-th place of a part of a step,
-    from the ``first`` one on, which comes after another part, and goes on with the next step."""
+    """Two groups train; one of them is interrupted at each ``stride``-th moment of a part of a
+    step, from the ``first`` one on, which comes after another part, and goes on with the next step.
+
+    The moments are those of an undisturbed step, and the places that others show."""
     witness = Witness()
     over = threading.Event()
 
@@ -93,8 +104,16 @@ def everywhere(
 
     def is_interrupted(a: Trainer) -> None:
         try:
-            at = first
-            while True:
+            a.until(a.manager.current_step() + 1)
+            before(a)
+            with hooked() as hook:
+                interrupted(a)
+            moments = list(hook.moments())
+            assert len(moments) > 20, "a step has many places"
+            number = first
+            while number < len(moments):
+                at = moments[number]
+                number += stride
                 a.until(a.manager.current_step() + 1)
                 before(a)
                 try:
@@ -102,16 +121,14 @@ def everywhere(
                         interrupted(a)
                 except Interrupt:
                     state = a.manager._worker.state
-                    assert state.phase not in (Phase.VOTING, Phase.APPLYING), hook.where
-                    assert not state.spoiled or state.unhealed, hook.where
+                    assert state.phase not in (Phase.VOTING, Phase.APPLYING), at
+                    assert not state.spoiled or state.unhealed, at
+                known = {place for place, _ in moments}
+                moments += [(place, 1) for place in hook.visits if place not in known]
                 if a.manager._worker.state.phase is Phase.IDLE:
-                    witness.look(a, hook.where)
-                if hook.num <= at:
-                    assert at > 20, "a step has many places"
-                    return
-                at += stride
+                    witness.look(a, str(at))
                 a.step()
-                witness.look(a, f"after {hook.where}")
+                witness.look(a, f"after {at}")
                 witness.check()
         finally:
             over.set()
