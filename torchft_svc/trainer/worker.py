@@ -1,7 +1,7 @@
-"""A worker of a trainer: carries out its commands, and offers its state when a peer is lost.
+"""A worker of a trainer: executes its commands, and offers its state when a peer is lost.
 
 The main thread creates, joins and trains. Another one receives: it must be able to end a step that
-waits for a lost worker, and to offer the state meanwhile. A third one tells that the worker lives.
+waits for a lost worker, and to offer the state meanwhile. A third one sends signs of life.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class _Worker:
             result = program.validate(command)
         elif isinstance(command, GiveState):
             state = self._held.whole()
-            result = None if state is None else self._give(state)
+            result = None if state is None else self._offer_state(state)
         else:
             raise AssertionError(f"not a command for the main thread: {command}")
         self._count(-1)
@@ -207,7 +207,7 @@ class _Worker:
         log.debug("the program failed", exc_info=error)
         if self._leaves_at_once:
             self._leave()
-        self._link.send(_told(error, self._held))
+        self._link.send(_describe_error(error, self._held))
         give_up_at = time.monotonic() + LINGER_S
         while not self._held.abandoned:
             try:
@@ -240,10 +240,10 @@ class _Worker:
                     log.warning("no state is offered: the update of a step is not complete")
                 return
             self._offered = True
-            handle = self._give(state)
+            handle = self._offer_state(state)
         self._link.send(StateOffered(state=handle))
 
-    def _give(self, state: TrainingState) -> StateHandle:
+    def _offer_state(self, state: TrainingState) -> StateHandle:
         return self._link.offer_state(state.position, encode_state(state))
 
     def _leave(self) -> None:
@@ -308,7 +308,7 @@ def _first_gpu() -> torch.device:
     return torch.device("cuda", 0)
 
 
-def _told(error: BaseException, held: HeldState) -> Failed:
+def _describe_error(error: BaseException, held: HeldState) -> Failed:
     kind = type(error)
     return Failed(
         kind=f"{kind.__module__}.{kind.__qualname__}",

@@ -1,7 +1,7 @@
 """The workers that train together: how a worker joins them, and how it stops waiting for them.
 
 `TorchWorld` is a process group of torch, which one lost worker breaks for all. The trainer then
-tells the others to abandon it. `per_step` has the world that survives.
+orders the others to abandon it. `per_step` has the world that survives.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TrainingWorld(Protocol):
         """Whether the last update was not applied, as the step was discarded; returned once."""
 
     def abandon(self, reason: str) -> None:
-        """Have everything fail that waits for the others."""
+        """Make all that waits for the others fail."""
 
     def leave(self) -> None:
         """Disconnect; may be called twice, and after `abandon`."""

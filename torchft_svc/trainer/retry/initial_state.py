@@ -89,14 +89,14 @@ class InitialState:
 
     def hold_newer(self, state: KnownState) -> list[StateOrder]:
         """Continue from ``state``, unless there is a newer one."""
-        return self.hold_state(state) if state.place >= self.held.place else _drop(state)
+        return self.hold_state(state) if state.place >= self.held.place else _drop_state(state)
 
     def hold_reported(self, state: KnownState) -> list[StateOrder]:
         """Continue from ``state``, reported while workers end, unless an offer is as good."""
         if not self.is_settled:
             return self.hold_newer(state)
         if state.place <= self.held.place:
-            return _drop(state)
+            return _drop_state(state)
         return self.hold_state(replace(state, source=self.held.source))
 
     def hold_offered(self, state: KnownState) -> list[StateOrder]:
@@ -149,5 +149,5 @@ class InitialState:
         return self.settle_on(checkpoint)
 
 
-def _drop(state: KnownState) -> list[StateOrder]:
+def _drop_state(state: KnownState) -> list[StateOrder]:
     return [] if state.handle is None else [DropHandle(state.handle)]
