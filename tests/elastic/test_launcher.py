@@ -19,7 +19,6 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig as TorchLaunchConfig
 
 from torchft_svc.core.launch.restart import REACTIONS, Reaction, RunEvent
-from torchft_svc.elastic.agent import ElasticAgent
 from torchft_svc.elastic.launcher import (
     HardRestartPolicyStrategy,
     LaunchConfig,
@@ -29,6 +28,7 @@ from torchft_svc.elastic.launcher import (
     elastic_launch,
     launch_agent,
 )
+from torchft_svc.elastic.policy import MonitoringAgent
 from torchft_svc.elastic.runtime import get_worker_info
 from torchft_svc.errors import ConfigError, TrainingFailed
 
@@ -202,7 +202,7 @@ def test_an_own_strategy_may_be_around_another(tmp_path: Path) -> None:
         def __init__(self) -> None:
             self.results: list[RunResult] = []
 
-        def run(self, agent: ElasticAgent) -> RunResult:
+        def run(self, agent: MonitoringAgent) -> RunResult:
             self.results.append(HardRestartPolicyStrategy().run(agent))
             return self.results[-1]
 

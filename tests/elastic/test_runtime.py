@@ -39,9 +39,9 @@ from torchft_svc.elastic.messages import (
     WorkerAck,
     WorkerLeft,
     WorkerStarted,
-    agent_message,
     worker_message,
 )
+from torchft_svc.elastic.runtime import agent_message
 from torchft_svc.errors import (
     ChannelClosed,
     ConfigError,

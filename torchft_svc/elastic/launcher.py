@@ -44,8 +44,8 @@ from torchft_svc.elastic.policy import (
     RestartPolicyStrategy,
     SoftRestartPolicyStrategy,
 )
-from torchft_svc.elastic.rendezvous.config import EXIT_BARRIERS
-from torchft_svc.elastic.rendezvous.plugin import BACKEND, create_handler
+from torchft_svc.elastic.rendezvous.config import BACKEND, EXIT_BARRIERS
+from torchft_svc.elastic.rendezvous.plugin import create_handler
 from torchft_svc.elastic.rendezvous.polled import is_error_of_etcd
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, check_command
 from torchft_svc.elastic.workers import Entrypoint, tied

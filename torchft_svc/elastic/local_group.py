@@ -11,18 +11,11 @@ from dataclasses import dataclass, field
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from torchft_svc import env
+from torchft_svc.core.launch.agent import WorkerState, WorldChangeEvent
 from torchft_svc.core.launch.world import World
 from torchft_svc.elastic.channel import ChannelRoot, FileChannel
-from torchft_svc.elastic.messages import (
-    AgentMessage,
-    EndNotice,
-    WorkerEvent,
-    WorkerInfo,
-    WorkerMessage,
-    WorkerState,
-    WorldChangeEvent,
-    worker_message,
-)
+from torchft_svc.elastic.messages import EndNotice, WorkerMessage, worker_message
+from torchft_svc.elastic.runtime import AgentMessage, WorkerEvent, WorkerInfo
 from torchft_svc.elastic.workers import LocalWorkers, WorkerEnd
 from torchft_svc.errors import ChannelClosed, RequestRefused
 from torchft_svc.host.process_end import POLL_S

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torchft_svc.core.launch.restart import REACTIONS, Reaction, RestartPolicy, RunEvent
 from torchft_svc.core.launch.world import FAILURE_WINDOW_S
@@ -13,12 +13,17 @@ from torchft_svc.core.launch.world import FAILURE_WINDOW_S
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.api import RunResult
 
-    from torchft_svc.elastic.agent import ElasticAgent
-
-# Of the workers of a node within the failure window: more of them restart all of its workers.
+# How many failures of a node's workers within the failure window do not restart all of them.
 MAX_SOFT_FAILURES = 3
-# A worker that is stopped for longer has failed. The lighthouse misses a stopped node after 5 s.
+# A worker that is stopped for longer has failed. The lighthouse gives a stopped node up after 5 s.
 STOPPED_TIMEOUT_S = 10.0
+
+
+class MonitoringAgent(Protocol):
+    """The two loops of an `ElasticAgent`, of which a strategy runs one."""
+
+    def run_hard(self) -> RunResult: ...
+    def run_soft(self, strategy: SoftRestartPolicyStrategy, /) -> RunResult: ...
 
 
 class RestartPolicyStrategy(ABC):
@@ -30,27 +35,27 @@ class RestartPolicyStrategy(ABC):
     """
 
     @abstractmethod
-    def run(self, agent: ElasticAgent) -> RunResult:
-        """Start the workers, watch over them, and tell how they ended."""
+    def run(self, agent: MonitoringAgent) -> RunResult:
+        """Start the workers, watch over them, and return how they ended."""
 
 
 class HardRestartPolicyStrategy(RestartPolicyStrategy):
     """torch's own loop: every change of the world, and every failure, restarts all workers."""
 
-    def run(self, agent: ElasticAgent) -> RunResult:
+    def run(self, agent: MonitoringAgent) -> RunResult:
         """See base class."""
         return agent.run_hard()
 
 
 @dataclass(frozen=True)
 class SoftRestartPolicyStrategy(RestartPolicyStrategy):
-    """Workers that live are told of their next world, and go on in process.
+    """Sends workers that live their next world; they go on in process.
 
     Args:
         policy: which of the soft ones.
         ready_timeout_s: for a worker to reach a new world, before it has failed; 0: no limit.
         max_soft_failures: more of them within the window restart all workers of the node.
-        failure_window_s: for so long a failure counts.
+        failure_window_s: how long a failure counts.
         stopped_timeout_s: a worker that is stopped for longer (SIGSTOP) has failed; 0: no limit.
     """
 
@@ -64,6 +69,6 @@ class SoftRestartPolicyStrategy(RestartPolicyStrategy):
         """The steps that each event begins: its row of the table in `core.launch.restart`."""
         return REACTIONS[self.policy]
 
-    def run(self, agent: ElasticAgent) -> RunResult:
+    def run(self, agent: MonitoringAgent) -> RunResult:
         """See base class."""
         return agent.run_soft(self)

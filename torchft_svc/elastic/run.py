@@ -31,8 +31,7 @@ from torchft_svc.core.launch.restart import RestartPolicy
 from torchft_svc.core.launch.world import FAILURE_WINDOW_S, MAX_FAILURES
 from torchft_svc.elastic.launcher import LaunchConfig, elastic_launch, from_torch
 from torchft_svc.elastic.policy import MAX_SOFT_FAILURES, STOPPED_TIMEOUT_S
-from torchft_svc.elastic.rendezvous.config import EXIT_BARRIERS
-from torchft_svc.elastic.rendezvous.plugin import BACKEND
+from torchft_svc.elastic.rendezvous.config import BACKEND, EXIT_BARRIERS
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.elastic.workers import check_program
 from torchft_svc.errors import ConfigError, PeerError, UsageError

@@ -11,9 +11,9 @@ or `init_world`, which does all of this, and tries again where a world breaks wh
 process group that is formed so is broken when one of its workers is lost: collectives fail, instead
 of waiting for a worker that may be frozen.
 
-Under ``torchft-run`` with a soft restart policy the agent tells it over a `Channel`; under plain
+Under ``torchft-run`` with a soft restart policy the agent sends it over a `Channel`; under plain
 torchrun the answers come from the environment and never change. The first call of any function here
-tells the agent that the worker has started: call it when the expensive initialization is done.
+reports to the agent that the worker has started: call it when the expensive initialization is done.
 """
 
 from __future__ import annotations
@@ -24,23 +24,18 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchft_svc.elastic.channel import Channel, FileChannel
+from torchft_svc.core.launch.agent import WorkerState, WorldChangeEvent
+from torchft_svc.elastic.channel import Channel, FileChannel, Message
 from torchft_svc.elastic.messages import (
-    AgentMessage,
     EndNotice,
+    MessageFields,
     WorkerAck,
-    WorkerEvent,
-    WorkerInfo,
     WorkerLeft,
     WorkerStarted,
-    WorkerState,
-    WorldChangeEvent,
-    agent_message,
-    check_ranks,
 )
 from torchft_svc.env import Environment, TorchrunWorker, tell_worker
 from torchft_svc.errors import (
@@ -77,8 +72,117 @@ logger = logging.getLogger(__name__)
 _FIRST_EVENT_TIMEOUT_S = 60.0
 # The agent gives up earlier, and ends the worker: torchrun waits 600 s for a rendezvous.
 WORLD_TIMEOUT_S = 1800.0
-# A worker that cannot form a group for a reason of its own must not have everybody try for ever.
+# A worker that cannot form a group for a reason of its own must not have all others try for ever.
 MAX_FAILURES = 10
+
+
+# -- what a worker receives --------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """A worker's place in the world of ``round``.
+
+    ``local_*``: among the workers of its agent; ``role_*``: among those with its role.
+    ``master_addr:master_port``: a store that no other world uses (port 0: none yet). ``round``
+    grows with every world; it is 0 under plain torchrun, and before the first world.
+    """
+
+    local_rank: int
+    role_rank: int
+    rank: int
+    local_world_size: int
+    role_world_size: int
+    world_size: int
+    master_addr: str
+    master_port: int
+    round: int = 0
+
+    def get_pg_parameters(self) -> dict[str, Any]:
+        """Arguments of ``torch.distributed.init_process_group`` besides the backend.
+
+        Reports to the agent that this worker has reached the world.
+        """
+        return _worker().pg_parameters(self)
+
+
+@dataclass(frozen=True)
+class WorkerEvent:
+    """The world of a worker, or a pause before the next one.
+
+    ``timestamp``: Unix seconds, of the agent's clock. ``change_event``: None for the first.
+    """
+
+    timestamp: int
+    worker_info: WorkerInfo
+    worker_state: WorkerState
+    change_event: WorldChangeEvent | None = None
+
+    def to_message(self) -> Message:
+        return {
+            "type": "event",
+            "timestamp": self.timestamp,
+            "worker_info": asdict(self.worker_info),
+            "worker_state": self.worker_state.value,
+            "change_event": None if self.change_event is None else self.change_event.value,
+        }
+
+
+AgentMessage = WorkerEvent | EndNotice
+
+
+def agent_message(message: Message) -> AgentMessage:
+    """Parse a message of an agent.
+
+    Raises:
+        RequestRefused: it is none of the messages of an agent, or its ranks contradict one another.
+    """
+    read = MessageFields(message)
+    match message.get("type"):
+        case "event":
+            return _worker_event(message, read)
+        case "end":
+            return EndNotice(read.text("reason"))
+    raise RequestRefused(f"an agent's message has the type {message.get('type')!r}")
+
+
+def _worker_event(message: Message, read: MessageFields) -> WorkerEvent:
+    described = message.get("worker_info")
+    if not isinstance(described, dict):
+        raise RequestRefused(f"an event has the worker_info {described!r}")
+    info = MessageFields(described)
+    numbers = {
+        field.name: info.number(field.name)
+        for field in fields(WorkerInfo)
+        if field.name != "master_addr"
+    }
+    worker_info = WorkerInfo(master_addr=info.text("master_addr"), **numbers)
+    check_ranks(worker_info)
+    change = message.get("change_event")
+    return WorkerEvent(
+        timestamp=read.number("timestamp"),
+        worker_info=worker_info,
+        worker_state=read.choice("worker_state", WorkerState),
+        change_event=None if change is None else read.choice("change_event", WorldChangeEvent),
+    )
+
+
+def check_ranks(info: WorkerInfo) -> None:
+    """Raise `RequestRefused` if a rank is not below its world size, or a port is none."""
+    for rank, size in (
+        ("local_rank", "local_world_size"),
+        ("role_rank", "role_world_size"),
+        ("rank", "world_size"),
+    ):
+        if not getattr(info, rank) < getattr(info, size):
+            raise RequestRefused(
+                f"{rank} is {getattr(info, rank)}, but {size} is {getattr(info, size)}"
+            )
+    if info.master_port > 65535:
+        raise RequestRefused(f"master_port is {info.master_port}, must be 0 to 65535")
+
+
+# -- the worker API ----------------------------------------------------------------------------
 
 
 def get_worker_event() -> WorkerEvent:
@@ -96,7 +200,7 @@ def get_worker_info(timeout_s: float = WORLD_TIMEOUT_S) -> WorkerInfo:
 
     Waits for a complete world while the newest event is PAUSED, and also if this worker has left
     the present one, because it has destroyed its process group or called `leave_world`: a peer's
-    death breaks connections before the agent can tell it.
+    death breaks connections before the agent can report it.
 
     Raises:
         WorkerEnding: there will be none, as the agent ends this worker: end soon.
@@ -107,7 +211,7 @@ def get_worker_info(timeout_s: float = WORLD_TIMEOUT_S) -> WorkerInfo:
 
 
 def wait_for_worker_event(timeout_s: float | None = None) -> WorkerEvent | None:
-    """The newest event, once it is another one than this process was told last; None: timeout.
+    """The newest event, once no function here has returned it yet; None: timeout.
 
     Raises:
         WorkerEnding: there will be none, as the agent ends this worker: end soon.
@@ -126,7 +230,7 @@ def world_changed() -> bool:
 
 
 def ack_worker_event() -> None:
-    """Tell the agent that this worker goes on with the event that it was told last.
+    """Report to the agent that this worker goes on with the event that it received last.
 
     `WorkerInfo.get_pg_parameters` does so, too. A worker that has not within
     ``--soft-ready-timeout`` is treated as failed.
@@ -138,7 +242,7 @@ def on_worker_event(call: Callable[[WorkerEvent], object]) -> None:
     """Call ``call`` with every event that comes from now on, on another thread.
 
     For what has to be done while the main thread is in a collective. It has returned before any
-    function here tells the event, so it never meets the process group of the next world. Under
+    function here returns the event, so it never meets the process group of the next world. Under
     plain torchrun there are no events.
     """
     _worker().on_event(call)
@@ -166,10 +270,10 @@ def init_world(
         info = get_worker_info()
         forming_s = min(timeout_s, world_group.FORMING_TIMEOUT_S)
         try:
-            world_group.form(backend, info, forming_s, options)
+            world_group.form(backend, info.get_pg_parameters(), forming_s, options)
         except (PeerError, RuntimeError) as error:  # torch's are runtime errors
             failures += 1
-            if failures == MAX_FAILURES or not _worker().is_told_of_worlds:
+            if failures == MAX_FAILURES or not _worker().receives_worlds:
                 raise
             logger.warning("world %d was not formed, waiting for the next: %s", info.round, error)
             continue
@@ -181,17 +285,12 @@ def leave_world() -> None:
     """Destroy the process group, if there is one, also while its peers are dead or frozen.
 
     `get_worker_info` waits for the world after that of the group, or, if none was formed, after
-    the one that this worker was told of.
+    the one that this worker has received.
     """
     from torchft_svc.elastic import world_group  # it imports torch
 
     _worker().leave()
     world_group.leave()
-
-
-def pg_parameters(info: WorkerInfo) -> dict[str, Any]:
-    """See `WorkerInfo.get_pg_parameters`."""
-    return _worker().pg_parameters(info)
 
 
 def use_channel(channel: Channel | None) -> None:
@@ -205,7 +304,7 @@ def use_channel(channel: Channel | None) -> None:
 
 class _Worker(Protocol):
     changed: bool
-    is_told_of_worlds: bool
+    receives_worlds: bool
 
     def event(self) -> WorkerEvent: ...
     def info(self, timeout_s: float) -> WorkerInfo: ...
@@ -218,17 +317,17 @@ class _Worker(Protocol):
 
 
 class _ChannelWorker:
-    """What the agent tells over ``channel``: a thread receives it, and any thread may ask."""
+    """A worker whose agent sends events over ``channel``; a thread receives them."""
 
-    is_told_of_worlds = True
+    receives_worlds = True
 
-    def __init__(self, channel: Channel, *, speaks: bool = True) -> None:
+    def __init__(self, channel: Channel, *, sends: bool = True) -> None:
         self._channel = channel
-        self._speaks = speaks
+        self._sends = sends
         self._news = threading.Condition()
         self._error: ChannelClosed | None = None
         self._ending: WorkerEnding | None = None
-        self._told: WorkerEvent | None = None  # what a caller was told last
+        self._returned: WorkerEvent | None = None  # the event that a caller has received last
         self._group: WorldGroup | None = None
         self._left_round: int | None = None  # the newest that this worker has left
         self._calls: list[Callable[[WorkerEvent], object]] = []
@@ -239,7 +338,7 @@ class _ChannelWorker:
 
     def event(self) -> WorkerEvent:
         with self._news:
-            return self._tell()
+            return self._return_newest()
 
     def info(self, timeout_s: float) -> WorkerInfo:
         with self._news:
@@ -250,27 +349,27 @@ class _ChannelWorker:
             if not self._news.wait_for(self._is_settled, _wait_s(timeout_s)):
                 raise DeadlineExceeded("waiting for a world", timeout_s)
             self._check_ending()
-            return self._tell().worker_info
+            return self._return_newest().worker_info
 
     def wait(self, timeout_s: float | None) -> WorkerEvent | None:
         with self._news:
             if not self._news.wait_for(lambda: self.changed or self._ending, _wait_s(timeout_s)):
                 return None
             self._check_ending()
-            return self._tell()
+            return self._return_newest()
 
     def ack(self) -> None:
         with self._news:
-            event = self._told or self._tell()
+            event = self._returned or self._return_newest()
         self._send(WorkerAck(event.worker_info.round, event.worker_state))
 
     def leave(self) -> None:
         with self._news:
-            group, told = self._group, self._told
-            if group is not None:  # it may have been told of the next world already
+            group, event = self._group, self._returned
+            if group is not None:  # its program may have received the next world already
                 self._left_round = group.round
             else:
-                self._left_round = None if told is None else told.worker_info.round
+                self._left_round = None if event is None else event.worker_info.round
         if group is not None:
             group.cut()  # else what has not ended by itself would be waited for
 
@@ -284,13 +383,13 @@ class _ChannelWorker:
         tell_worker(_torchrun_worker(info), info.round)
         self._send(WorkerAck(info.round))
         return {
-            "init_method": world_group.url(info),
+            "init_method": world_group.url(info.master_addr, info.master_port, info.round),
             "rank": info.rank,
             "world_size": info.world_size,
         }
 
     def begin_group(self, round_: int) -> WorldGroup:
-        """The process group of ``round_``, which is about to be formed.
+        """Return the process group of ``round_``, which is about to be formed.
 
         Raises:
             WorldSuperseded: that is not the world to work in.
@@ -338,29 +437,29 @@ class _ChannelWorker:
         if self._ending is not None:
             raise self._ending
 
-    def _tell(self) -> WorkerEvent:
+    def _return_newest(self) -> WorkerEvent:
         if self._error is not None:
             raise self._error
-        self._told = self._newest
+        self._returned = self._newest
         self.changed = False
         return self._newest
 
     def _first_event(self) -> WorkerEvent:
         deadline = time.monotonic() + _FIRST_EVENT_TIMEOUT_S
         while (left_s := deadline - time.monotonic()) > 0:
-            told = self._next(left_s)
-            if isinstance(told, WorkerEvent):
-                return told
+            message = self._next(left_s)
+            if isinstance(message, WorkerEvent):
+                return message
         raise DeadlineExceeded("waiting for the first event", _FIRST_EVENT_TIMEOUT_S)
 
     def _receive(self) -> None:
         try:
             while True:
-                told = self._next(None)
-                if isinstance(told, WorkerEvent):
-                    self._take(told)
-                elif told is not None:
-                    self._note_ending(told)
+                message = self._next(None)
+                if isinstance(message, WorkerEvent):
+                    self._accept_event(message)
+                elif message is not None:
+                    self._record_ending(message)
         except ChannelClosed as error:
             with self._news:
                 self._error = error
@@ -374,14 +473,14 @@ class _ChannelWorker:
             logger.warning("ignoring a message of the agent: %s", error)
             return None
 
-    def _note_ending(self, notice: EndNotice) -> None:
-        """Ends waits for a world; a step is not disturbed: a worker may end after it, in order."""
+    def _record_ending(self, notice: EndNotice) -> None:
+        """End waits for a world; a step is not disturbed, so that a worker may end after it."""
         with self._news:
             self._ending = WorkerEnding(notice.reason)
             self._news.notify_all()
         self._supersede(is_broken=False)
 
-    def _take(self, event: WorkerEvent) -> None:
+    def _accept_event(self, event: WorkerEvent) -> None:
         for call in list(self._calls):
             try:
                 call(event)
@@ -405,15 +504,15 @@ class _ChannelWorker:
             group.supersede(reason, is_broken=is_broken)
 
     def _send(self, message: WorkerStarted | WorkerAck | WorkerLeft) -> None:
-        if self._speaks:
+        if self._sends:
             self._channel.send(message.to_message())
 
 
 class _TorchrunWorker:
-    """What torchrun has told in the environment, once and for all."""
+    """A worker of plain torchrun: its only event is in the environment."""
 
     changed = False
-    is_told_of_worlds = False
+    receives_worlds = False
 
     def __init__(self, environment: Environment) -> None:
         info = WorkerInfo(**asdict(environment.torchrun_worker()))
@@ -430,29 +529,29 @@ class _TorchrunWorker:
         return self._event.worker_info
 
     def wait(self, timeout_s: float | None) -> WorkerEvent | None:
-        """There will be none."""
+        """Wait for the timeout: there are no events."""
         time.sleep(threading.TIMEOUT_MAX if timeout_s is None else max(0.0, timeout_s))
         return None
 
     def ack(self) -> None:
-        """Nobody waits for it."""
+        """Do nothing: no agent waits for it."""
 
     def leave(self) -> None:
-        """There is no other world."""
+        """Do nothing: there is no other world."""
 
     def on_event(self, call: Callable[[WorkerEvent], object]) -> None:
-        """There will be none."""
+        """Do nothing: there are no events."""
 
     def pg_parameters(self, info: WorkerInfo) -> dict[str, Any]:
         return {"init_method": "env://", "rank": info.rank, "world_size": info.world_size}
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no channel is open."""
 
 
 _lock = threading.Lock()
 _present: _Worker | None = None
-_speaks = True
+_sends = True
 
 
 def _worker() -> _Worker:
@@ -470,10 +569,10 @@ def _begin_group(round_: int) -> WorldGroup:
 
 
 def _forget() -> None:
-    """In a forked child, which has no thread, and must not speak for its parent."""
-    global _present, _lock, _speaks
+    """Forget the worker in a forked child: it has no thread, and must not send for its parent."""
+    global _present, _lock, _sends
     _lock = threading.Lock()
-    _speaks = _speaks and _present is None
+    _sends = _sends and _present is None
     _present = None
 
 
@@ -483,7 +582,7 @@ os.register_at_fork(after_in_child=_forget)
 def _open(environment: Environment) -> _Worker:
     directory = environment.worker_channel
     if directory is not None:
-        return _ChannelWorker(FileChannel.open(Path(directory)), speaks=_speaks)
+        return _ChannelWorker(FileChannel.open(Path(directory)), sends=_sends)
     return _TorchrunWorker(environment)
 
 
@@ -494,7 +593,7 @@ def _torchrun_worker(info: WorkerInfo) -> TorchrunWorker:
 
 
 def _wait_s(timeout_s: float | None) -> float | None:
-    """What a condition can wait."""
+    """How long a condition can wait."""
     if timeout_s is None or math.isinf(timeout_s):
         return None
     return min(max(0.0, timeout_s), threading.TIMEOUT_MAX)

@@ -23,7 +23,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from torchft_svc.elastic.messages import WorkerInfo
 from torchft_svc.elastic.world_waits import WorldOperations
 from torchft_svc.errors import DeadlineExceeded, Unreachable, WorldSuperseded
 from torchft_svc.host.process_sockets import cut, is_between_machines, open_sockets, peer, socket_at
@@ -32,8 +31,8 @@ from torchft_svc.host.store_ping import check_store_answers
 logger = logging.getLogger(__name__)
 
 SCHEME = "torchft-world"
-# An agent's store runs before the world is announced; this covers a lost packet, and a firewall
-# that somebody has to hear of.
+# An agent's store runs before the world is announced; this covers a lost packet, and shows a
+# firewall that is in the way.
 _CONNECT_TIMEOUT_S = 60.0
 # For one attempt. torch's client would not notice meanwhile that the world is another one by now.
 _TRY_S, _PAUSE_S = 2.0, 0.05
@@ -66,8 +65,8 @@ class WorldGroup:
         self._cut_at = math.inf
         self._operations = WorldOperations(self.why_left)
 
-    def meet(self, info: WorkerInfo, timeout_s: float) -> Store:
-        """The store of this world, when all of its workers are there.
+    def meet(self, host: str, port: int, world_size: int, timeout_s: float) -> Store:
+        """Wait for all workers of this world at its store, and return that.
 
         Raises:
             WorldSuperseded: another world has replaced this one.
@@ -75,16 +74,16 @@ class WorldGroup:
             DeadlineExceeded: somebody is missing after ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
-        store = self._connect(info, timeout_s)
-        longest_s = max(_LOOK_S, info.world_size * _LOOK_S_PER_WORKER)
+        store = self._connect(host, port, timeout_s)
+        longest_s = max(_LOOK_S, world_size * _LOOK_S_PER_WORKER)
         pause_s = _FIRST_LOOK_S
         try:
-            if store.add("arrived", 1) == info.world_size:
+            if store.add("arrived", 1) == world_size:
                 store.set("complete", "")
             while not store.check(["complete"]):
                 self._check()
                 if time.monotonic() > deadline:
-                    reason = f"{store.add('arrived', 0)} of {info.world_size} have arrived"
+                    reason = f"{store.add('arrived', 0)} of {world_size} have arrived"
                     raise DeadlineExceeded("waiting for all workers", timeout_s, reason)
                 time.sleep(pause_s)
                 pause_s = min(1.3 * pause_s, longest_s)
@@ -95,7 +94,7 @@ class WorldGroup:
         return store
 
     def end_forming(self) -> None:
-        """``init_process_group`` has returned: what was opened meanwhile belongs to the group."""
+        """Record the sockets of the group, as ``init_process_group`` has returned."""
         with self._lock:
             if self._sockets is None:
                 self._sockets = self._opened() if dist.is_initialized() else {}
@@ -108,7 +107,7 @@ class WorldGroup:
         return not is_forming and not dist.is_initialized()
 
     def supersede(self, reason: str, *, is_broken: bool) -> None:
-        """Another world replaces this one.
+        """Make waits in this group fail, as another world replaces this one.
 
         A group that is being formed fails, because some of its workers will never come. A formed
         one fails if ``is_broken``: its lost workers may be frozen, and others wait for them.
@@ -134,7 +133,7 @@ class WorldGroup:
             timer.start()
 
     def why_left(self) -> str:
-        """Why nobody waits for operations of this group any more; empty: they are waited for."""
+        """Why operations of this group are not waited for any more; empty: they are."""
         is_late = time.monotonic() >= self._cut_at + _LEAVE_WAITS_S
         return self._why_broken() if is_late else ""
 
@@ -152,7 +151,7 @@ class WorldGroup:
     def _cut_forming(self) -> bool:
         """Cut what has been opened for the group so far; False: it is not being formed any more.
 
-        Under the lock, so that no connection of the next group is taken for one of this.
+        The lock keeps connections of the next group apart from those of this one.
         """
         with self._lock:
             if not self._is_inside_init():
@@ -172,8 +171,7 @@ class WorldGroup:
         if self._superseded:
             raise WorldSuperseded(self.round, self._superseded)
 
-    def _connect(self, info: WorkerInfo, timeout_s: float) -> Store:
-        host, port = info.master_addr, info.master_port
+    def _connect(self, host: str, port: int, timeout_s: float) -> Store:
         give_up_at = time.monotonic() + min(timeout_s, _CONNECT_TIMEOUT_S)
         while True:
             self._check()
@@ -197,10 +195,10 @@ class WorldGroup:
         }
 
 
-def url(info: WorkerInfo) -> str:
-    """What ``init_process_group`` takes as ``init_method``; see `handle`."""
-    host = f"[{info.master_addr}]" if ":" in info.master_addr else info.master_addr
-    return f"{SCHEME}://{host}:{info.master_port}/{info.round}"
+def url(host: str, port: int, round_: int) -> str:
+    """The ``init_method`` of ``init_process_group`` for the world of a round; see `handle`."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"{SCHEME}://{shown}:{port}/{round_}"
 
 
 def handle(begin: Callable[[int], WorldGroup]) -> None:
@@ -224,10 +222,10 @@ def _register(begin: Callable[[int], WorldGroup]) -> None:
         rank, world_size = query["rank"], query["world_size"]
         assert split.hostname is not None
         assert split.port is not None
-        info = WorkerInfo(0, rank, rank, 1, world_size, world_size, split.hostname, split.port)
         group = begin(int(split.path.strip("/")))
+        timeout_s = timeout.total_seconds()
         try:
-            yield group.meet(info, timeout.total_seconds()), rank, world_size
+            yield group.meet(split.hostname, split.port, world_size, timeout_s), rank, world_size
         finally:  # `init_process_group` has returned: it drops this generator only then
             group.end_forming()
 
@@ -248,19 +246,21 @@ def leave() -> None:
     dist.destroy_process_group()
 
 
-def form(backend: str | None, info: WorkerInfo, timeout_s: float, options: dict[str, Any]) -> None:
-    """``init_process_group`` for the world of ``info``."""
+def form(
+    backend: str | None, parameters: dict[str, Any], timeout_s: float, options: dict[str, Any]
+) -> None:
+    """Call ``init_process_group`` for the world of ``parameters``."""
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group(backend, timeout=timeout, **info.get_pg_parameters(), **options)
+    dist.init_process_group(backend, timeout=timeout, **parameters, **options)
 
 
 def set_timeout(timeout_s: float) -> None:
-    """The longest that an operation of the default process group may take from now on."""
+    """Set how long an operation of the default process group may take from now on."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
 
 def _nccl_groups() -> list[Any]:
-    """Those of this process, the newest first: they may have been made from one another."""
+    """NCCL groups of this process, the newest first: they may have been made from one another."""
     if not dist.is_nccl_available() or not dist.is_initialized():
         return []
     names = distributed_c10d._world.pg_names

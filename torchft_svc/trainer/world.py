@@ -19,7 +19,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from torchft_svc import env
 from torchft_svc.elastic import world_group
-from torchft_svc.elastic.messages import WorkerInfo
 from torchft_svc.elastic.world_group import FORMING_TIMEOUT_S, WorldGroup
 from torchft_svc.host.address import parse_address
 from torchft_svc.trainer.backend import Link
@@ -76,13 +75,12 @@ class TorchWorld:
         where = parse_address(address)
         rank, size = command.rank, command.world_size
         self._turn = Turn(rank, size)
-        info = WorkerInfo(0, rank, rank, 1, size, size, where.host, where.port, command.world)
         group = self._group = WorldGroup(command.world)
         if self._abandoned:
             self.abandon(self._abandoned)
         # Otherwise its watchdog ends the process, with the state that this worker has to offer.
         env.set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        store = group.meet(info, self._job.join_timeout_s)
+        store = group.meet(where.host, where.port, size, self._job.join_timeout_s)
         on_gpu = self._device.type == "cuda"
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

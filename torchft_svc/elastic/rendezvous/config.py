@@ -15,6 +15,8 @@ from torchft_svc.core.limits import MAX_NAME_LENGTH, check_name
 from torchft_svc.errors import ConfigError, RequestRefused
 from torchft_svc.host.address import LOOPBACK, advertised_host, parse_address, split_addresses
 
+# The back end's name for torchrun.
+BACKEND = "lighthouse"
 # A host name and a process id show people which agent it is; the rest makes the id a new one.
 _SHOWN_HOST_LENGTH = MAX_NAME_LENGTH - 40
 # A lighthouse that is started at the same time as its agents is there within seconds.

@@ -38,10 +38,9 @@ from torchft_svc.core.launch.world import (
     World,
     WorldPaused,
 )
-from torchft_svc.elastic.rendezvous.config import RendezvousConfig, rendezvous_config
+from torchft_svc.elastic.rendezvous.config import BACKEND, RendezvousConfig, rendezvous_config
 from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble, RendezvousLink
 from torchft_svc.elastic.rendezvous.own_lighthouse import own_lighthouse
-from torchft_svc.elastic.rendezvous.plugin import BACKEND
 from torchft_svc.elastic.rendezvous.stores import AgentStores, Watch, WorldChanged
 from torchft_svc.env import Environment
 from torchft_svc.errors import Unauthorized

@@ -8,16 +8,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 
-BACKEND = "lighthouse"
-
 
 def get_handler_creator() -> Callable[[RendezvousParameters], RendezvousHandler]:
-    """What the entry point in the group ``torchrun.handlers`` names."""
+    """Return the function for the entry point in the group ``torchrun.handlers``."""
     return create_handler
 
 
 def create_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """See `LighthouseRendezvous`, which is imported when it is needed."""
+    """Make a `LighthouseRendezvous`, which is imported when it is needed."""
     from torchft_svc.elastic.rendezvous.handler import rendezvous_at_lighthouse
 
     return rendezvous_at_lighthouse(params)
