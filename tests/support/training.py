@@ -120,7 +120,7 @@ class Trainer:
             self.backward()
             self.manager.wait_quorum()
             quorum = self.manager.last_quorum()
-            is_in_vain = self.manager._worker.round.goes_on
+            is_in_vain = self.manager._worker.round.keeps_quorum
             committed = self.optimizer.step()
             is_whole = quorum is not None and quorum.replica_world_size == num_groups
             if is_whole and (committed or not is_in_vain):

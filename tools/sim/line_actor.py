@@ -14,8 +14,7 @@ from torchft_svc.core.quorum.activity import PhaseReport
 from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
 from torchft_svc.core.quorum.manager.manager import WorkerNews
 from torchft_svc.core.quorum.types import Vote, WorkerRequest
-from torchft_svc.core.quorum.worker.round import Round
-from torchft_svc.core.quorum.worker.worker_calls import WorkerCalls
+from torchft_svc.core.quorum.worker.round import Round, WorkerCalls
 from torchft_svc.core.route import AttachEnd, AttachRetry
 from torchft_svc.errors import TorchFTError
 
@@ -40,11 +39,11 @@ class LineActor:
         self._on_news = on_news
         self._round = round_
         self._on_cut = on_cut
-        self._arrives_at = 0.0  # what was said last: nothing overtakes it
+        self._arrives_at = 0.0  # of the last message: nothing overtakes it
         self._ends_at = -math.inf  # the end of the stream
         self._calls = WorkerCalls(process.name)
         self._call: Call | None = None  # the last one
-        self._report: PhaseReport | None = None  # that was told last
+        self._report: PhaseReport | None = None  # the last one that was sent
         self._retry = AttachRetry(process.world.chance(f"{process.name}/attach").random)
         self.lost_at = -math.inf  # when the last one has ended
         self._stream = 0  # the number of the one that is open, or being opened
@@ -61,7 +60,7 @@ class LineActor:
         if manager is None or manager.process.is_dead:
             self.end()
         else:
-            self._say(lambda manager: self._attached(manager, number))
+            self._send(lambda manager: self._attached(manager, number))
 
     def end(self) -> None:
         """The manager is dead, or the connection to it."""
@@ -71,17 +70,17 @@ class LineActor:
 
     @property
     def changes_at(self) -> float:
-        """When it has ended, or is opened, or will be: messages may be on their way for long."""
+        """The time at which the stream has ended, or is opened: messages may travel for long."""
         return max(self.lost_at, self._ends_at, self._arrives_at)
 
     def _ended(self, number: int, how: AttachEnd) -> None:
-        if number != self._stream:  # known already
+        if number != self._stream:  # its end is known already
             return
         self._stream += 1
         self.lost_at = self._process.world.now
         following = self._retry.ended(how, self.lost_at)
-        broken = self._round.line_broke() if following.is_broken else None
-        cut = self._round.peers.cut() if following.is_cut else None
+        broken = self._round.stream_lost() if following.is_broken else None
+        cut = self._round.peers.stream_ended() if following.is_cut else None
         if broken or cut:  # otherwise nobody is to notice it
             self._on_cut()
         self._process.after(following.pause_s, self.attach)
@@ -90,12 +89,12 @@ class LineActor:
     def last_round(self) -> int:
         return self._calls.last_round
 
-    def tell_phase(self, report: PhaseReport) -> None:
-        told = self._report = self._calls.report(report)
-        self._say(lambda manager: manager.receive_phase(self._group_rank, told))
+    def report_phase(self, report: PhaseReport) -> None:
+        signed = self._report = self._calls.sign_report(report)
+        self._send(lambda manager: manager.receive_phase(self._group_rank, signed))
 
     def ask_to_drain(self, reason: str) -> None:
-        self._say(lambda manager: manager.drain(reason))
+        self._send(lambda manager: manager.drain(reason))
 
     def ask(
         self,
@@ -104,14 +103,14 @@ class LineActor:
         done: Callable[[AnswerWorker | TorchFTError], None],
     ) -> None:
         """Wait for the quorum."""
-        signed = self._calls.question(request)
+        signed = self._calls.sign_question(request)
 
         def answered(answer: WorkerAnswer) -> None:
             assert not isinstance(answer, AnswerVote)
             if isinstance(answer, AnswerWorker):
                 assigned = answer.assignment
                 num_groups = assigned.replica_world_size
-                self._calls.answered(assigned.quorum_id, num_groups, answer.round)
+                self._calls.record_answer(assigned.quorum_id, num_groups, answer.round)
             done(answer)
 
         def enter(manager: ManagerActor, left_s: float, reply: Reply) -> int:
@@ -127,7 +126,7 @@ class LineActor:
         stalls_s: float = 0.0,
     ) -> None:
         """Wait for the decision; ``stalls_s``: how much longer the vote is on its way."""
-        signed = self._calls.ballot(vote)
+        signed = self._calls.sign_ballot(vote)
 
         def answered(answer: WorkerAnswer) -> None:
             assert not isinstance(answer, AnswerWorker)
@@ -157,7 +156,7 @@ class LineActor:
         """The connection is lost, although both ends live; it is opened again."""
         if self._process.is_dead or self._process.is_frozen:
             return
-        self._say(self._detached)
+        self._send(self._detached)
         self.end()
         if self._call is not None:
             self._call.break_off()
@@ -165,7 +164,7 @@ class LineActor:
     def _detached(self, manager: ManagerActor) -> None:
         manager.detach(self._group_rank, self._process.name, "its stream broke")
 
-    def _say(self, what: Callable[[ManagerActor], None]) -> None:
+    def _send(self, what: Callable[[ManagerActor], None]) -> None:
         manager = self._home.manager
         if manager is None or manager.process.is_dead:
             return

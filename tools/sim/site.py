@@ -235,7 +235,7 @@ class Site:
         """The incarnation that another manager would continue."""
         if self._is_sidecar or not self.workers or self.workers[0].process.is_dead:
             return None
-        return self.workers[0].round.resumed()
+        return self.workers[0].round.membership_to_resume()
 
     def restart_workers(self) -> None:
         """Beside a manager that survives, if it is not a child of the first worker."""

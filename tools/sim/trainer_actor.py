@@ -1,13 +1,12 @@
-"""A worker of a simulated world: the real round and step, driven as `client/step/` drives them.
+"""A worker of a simulated world: the real round and step, executed as `client/step/` does it.
 
 Weights are one number, a hash chain over all updates, so different histories can be told apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from tools.sim.invariants import must
 from tools.sim.line_actor import LineActor
@@ -24,20 +23,19 @@ from torchft_svc.core.quorum.manager.manager import WorkerNews
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Lost, NewcomerWaits
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.worker.peers import LoseMember
-from torchft_svc.core.quorum.worker.round import Round, RoundRequest, WorkerRules
-from torchft_svc.core.quorum.worker.round_orders import (
+from torchft_svc.core.quorum.worker.round import (
     AskDecision,
     AskManager,
-    BeginTraining,
     Decide,
     EnterQuorum,
     FetchState,
-    LeaveMembers,
     LoseDecision,
     MeetMembers,
-    OfferState,
-    Order,
-    Warn,
+    Ready,
+    Round,
+    RoundRequest,
+    VoteOutput,
+    WorkerRules,
 )
 from torchft_svc.core.quorum.worker.step import StepMachine, StepState
 from torchft_svc.core.route import MANAGER_PATIENCE_S, RETRY_S
@@ -54,7 +52,7 @@ from torchft_svc.errors import (
 PAUSE_S = 0.01  # until a loop that catches a failed quorum tries again
 WAITS_LOOK_S = 1.0
 # How long a worker whose sum has failed waits for the news that a member has left, and how often it
-# looks.
+# checks for them.
 NEWS_S, NEWS_LOOK_S = 0.2, 0.02
 ROUNDING_S = 1e-6
 NO_STEP = -1  # of weights that an update has spoiled
@@ -100,19 +98,6 @@ class WorkerActor:
         self.line = LineActor(process, home, group_rank, shared.network, self.round, *news)
         self._seat: Seat | None = None  # its process group
         self._step = _Step(0, 0.0)
-        self._actions: dict[type, Callable[[_Step, Any], None]] = {
-            AskManager: self._soon(self._ask),
-            EnterQuorum: self._wait_for_members,
-            MeetMembers: self._meet_members,
-            LeaveMembers: lambda step, order: self._leave_members(),
-            BeginTraining: self._begin_training,
-            OfferState: self._offer,
-            FetchState: lambda step, order: self._fetch(step),
-            Warn: lambda step, order: shared.trace.record(process.name, order.what),
-            AskDecision: self._soon(self._ask_decision),
-            Decide: self._decided,
-            LoseDecision: self._lose_decision,
-        }
 
     # -- start -----------------------------------------------------------------------------------
 
@@ -121,11 +106,11 @@ class WorkerActor:
         self.weights, self._step_of_weights = saved.state.weights, saved.state.step
 
     def begin_step(self) -> None:
-        """`zero_grad`: ask for a quorum, and go forward unless the quorum is needed first."""
+        """Begin a step (`zero_grad`): ask for a quorum, and go forward unless that has to wait."""
         if self._is_hanging(self.begin_step):
             return
         now, has_to_end = self.process.world.now, self.home.collective is not None
-        self._carry_out(self._step, self.round.give_up())
+        self._execute(self._step, self.round.abandon_step())
         request = RoundRequest(
             allow_heal=self.puts_heals_off_until <= now,
             shrink_only=self.process.chance.random() < self._rules.shrink_only_rate,
@@ -134,26 +119,26 @@ class WorkerActor:
         broken = self._seat.error if self._seat is not None else None
         is_alone = self.home.group_world_size == 1
         try:
-            epoch = self.round.begin(request, broken)
+            ready = self.round.begin_step(request, now, broken)
         except RequestRefused as error:  # its weights are those of no step
             self._end(error)
             return
-        state = self.machine.state
+        state, epoch = self.machine.state, self.machine.state.epoch
         if not (state.spoiled and state.unhealed):
             name = self.process.name
             self._shared.invariants.discards.began(name, state.step, self._step_of_weights)
-        goes_on = self.round.goes_on
-        in_vain = goes_on and is_alone and broken is not None
+        keeps_quorum = self.round.keeps_quorum
+        in_vain = keeps_quorum and is_alone and broken is not None
         must(not in_vain, "I5", f"{self.process.name} begins a step without its connections")
-        self._newcomers.began(self.process.name, goes_on=goes_on)
-        if goes_on:
+        self._newcomers.began(self.process.name, goes_on=keeps_quorum)
+        if keeps_quorum:
             before = self._step
             step = _Step(epoch, before.asked_at, part=before.part, round=before.round)
-            step.began_at, step.goes_on = now, True
+            step.began_at, step.keeps_quorum = now, True
             self._step = step
             self._check_newcomers()
             self._shared.companions.began(self.home.name, self.group_rank, state.step, None)
-            self._carry_out(step, self.round.go_on())
+            self._execute(step, ready)
             self._begin_training(step)
             self._go_forward(step)
             return
@@ -163,7 +148,7 @@ class WorkerActor:
         self._shared.companions.began(self.home.name, self.group_rank, state.step, now)
         if self.home.collective is not None:
             self.home.collective.asks(self.process)
-        self._carry_out(step, self.round.ask(now))
+        self._execute(step, ready)
         if not step.is_sync:
             self._go_forward(step)
 
@@ -201,45 +186,56 @@ class WorkerActor:
 
     # -- the round -------------------------------------------------------------------------------
 
-    def _carry_out(self, step: _Step, orders: Sequence[Order]) -> None:
-        for order in orders:
-            self._actions.get(type(order), _nothing)(step, order)
+    def _execute(self, step: _Step, ready: Ready) -> None:
+        """Do what an input of the machine leads to, as `RoundRunner._execute` does."""
+        for warning in ready.warnings:
+            self._shared.trace.record(self.process.name, warning)
+        if ready.leave is not None:
+            self._leave_members()
+        if ready.begins_training:
+            self._begin_training(step)
+        if ready.offer is not None:
+            assert step.part is not None
+            self.offers.offer(step.part.max_step, self._to_offer())
+        match ready.then:
+            case AskManager(pause_s, deadline):
+                self._after(pause_s, self._ask, step, deadline)
+            case EnterQuorum():
+                self._report_phase(Phase.QUORUM)
+                self._execute(step, self.round.quorum_entered())
+            case MeetMembers(anew):
+                self._execute(step, self.round.members_met(self._meet(anew)))
+            case FetchState():
+                self._fetch(step)
 
-    def _wait_for_members(self, step: _Step, order: EnterQuorum) -> None:
-        self._tell_phase(Phase.QUORUM)
-        self._carry_out(step, self.round.entered())
+    def _execute_vote(self, step: _Step, output: VoteOutput) -> None:
+        """Do what an input to the vote leads to, as `ask_decision` does."""
+        match output:
+            case AskDecision(pause_s, deadline):
+                self._after(pause_s, self._ask_decision, step, deadline)
+            case Decide():
+                self._decided(step, output)
+            case LoseDecision(error):
+                self._decided(step, Decide(False))
+                self._end(error)
 
-    def _meet_members(self, step: _Step, order: MeetMembers) -> None:
-        self._carry_out(step, self.round.met(self._meet(order.anew)))
+    def _after(self, pause_s: float, action: Callable[..., None], *args: object) -> None:
+        if pause_s:
+            self.process.after(pause_s, action, *args)
+        else:
+            action(*args)
 
-    def _begin_training(self, step: _Step, _: BeginTraining | None = None) -> None:
-        self._tell_phase()
+    def _begin_training(self, step: _Step) -> None:
+        self._report_phase()
         step.is_ready = True
 
-    def _offer(self, step: _Step, order: OfferState) -> None:
-        assert step.part is not None
-        self.offers.offer(step.part.max_step, self._to_offer())
-
-    def _lose_decision(self, step: _Step, order: LoseDecision) -> None:
-        self._decided(step, Decide(False))
-        self._end(order.error)
-
-    def _soon(self, action: Callable[..., None]) -> Callable[[_Step, Any], None]:
-        def act(step: _Step, order: AskManager | AskDecision) -> None:
-            if order.pause_s:
-                self.process.after(order.pause_s, action, step, order)
-            else:
-                action(step, order)
-
-        return act
-
-    def _ask(self, step: _Step, order: AskManager) -> None:
+    def _ask(self, step: _Step, deadline: float) -> None:
         if step is not self._step:
             return
         broken = self._seat is not None and self._seat.error is not None
         request = self.round.question(self.process.name, are_connections_broken=broken)
-        step.deadline = order.deadline
-        timeout_s = max(0.001, order.deadline - self.process.world.now)
+        step.deadline = deadline
+        timeout_s = max(0.001, deadline - self.process.world.now)
         self.line.ask(request, timeout_s, lambda answer: self._on_answer(step, answer))
 
     def _on_answer(self, step: _Step, answer: AnswerWorker | TorchFTError) -> None:
@@ -247,39 +243,41 @@ class WorkerActor:
             return
         if isinstance(answer, TorchFTError):
             is_over = self.home.is_manager_over()
-            orders = self.round.unanswered(answer, self.process.world.now, is_manager_over=is_over)
-            self._check_patience(step, answer, orders)
+            now = self.process.world.now
+            ready = self.round.question_failed(answer, now, is_manager_over=is_over)
+            asks_again = isinstance(ready.then, AskManager)
+            self._check_patience(step, answer, asks_again=asks_again)
         else:
             step.part, step.round = answer.assignment, answer.round
-            orders = self.round.answered(answer.assignment)
+            ready = self.round.quorum_received(answer.assignment)
             self._shared.companions.answered(self.home.name, self.group_rank)
             self._newcomers.met(answer.assignment.replica_ids)
-        if any(isinstance(order, AskManager) for order in orders):
-            self._carry_out(step, orders)
+        if isinstance(ready.then, AskManager):
+            self._execute(step, ready)
             return
         if self.home.collective is not None:
             self.home.collective.is_answered(self.process)
-        self._carry_out(step, orders)
+        self._execute(step, ready)
         if self.round.error is not None:
-            self._go_on_without_quorum(step, self.round.error)
+            self._continue_without_quorum(step, self.round.error)
         elif step.is_sync and not (step.is_fetching and self.round.heals_first):
             self._go_forward(step)
         else:
             self._reduce_if_ready(step)
 
-    def _check_patience(self, step: _Step, error: TorchFTError, orders: Sequence[Order]) -> None:
-        """A manager that may be started again is asked again (rule M3)."""
+    def _check_patience(self, step: _Step, error: TorchFTError, *, asks_again: bool) -> None:
+        """Check that a manager that may be started again is asked again (rule M3)."""
         is_lost = isinstance(error, Unreachable) and error.peer == "manager"
         if not is_lost or self.home.is_manager_over():
             return
         now = self.process.world.now
         step.lost_at = now if step.lost_at is None else step.lost_at
-        if not any(isinstance(order, AskManager | AskDecision) for order in orders):
+        if not asks_again:
             until = min(step.deadline, step.lost_at + MANAGER_PATIENCE_S)
             is_over = now + RETRY_S + ROUNDING_S >= until
             must(is_over, "I5", f"{self.process.name} does not ask its manager again")
 
-    def _go_on_without_quorum(self, step: _Step, error: Exception) -> None:
+    def _continue_without_quorum(self, step: _Step, error: Exception) -> None:
         try:
             self.round.check_left()
         except Drained:
@@ -335,9 +333,9 @@ class WorkerActor:
         step.is_fetching = False
         if isinstance(outcome, Fetched):
             step.fetched = outcome
-            self.round.fetched()
+            self.round.state_fetched()
         else:
-            self._carry_out(step, self.round.failed(outcome))
+            self._execute(step, self.round.record_failure(outcome))
         if step.is_sync and self.round.heals_first:
             self._apply_heal(step)
             self._go_forward(step)
@@ -353,7 +351,7 @@ class WorkerActor:
             self.is_broken = False
             self._trouble()
             error = QuorumFailed("an exception in a collective")
-            self._carry_out(step, self.round.broke(error, step.epoch))
+            self._execute(step, self.round.record_error(error, step.epoch))
         seat = self._seat
         broken = seat.error if seat is not None else QuorumFailed("no process group")
         if broken is not None or not self.round.may_reduce:
@@ -361,7 +359,7 @@ class WorkerActor:
             return
         assert seat is not None
         step.is_reducing = True
-        self._tell_phase(Phase.QUORUM)  # it waits for others
+        self._report_phase(Phase.QUORUM)  # it waits for others
         contributes = self.machine.state.participation.participating_rank is not None
         step.expiry = self.process.after(self._rules.collective_s, self._reduce_expired, step, seat)
         part = Contribution(
@@ -387,12 +385,12 @@ class WorkerActor:
         if step is not self._step or step.is_reduced:
             return
         step.is_reducing, step.is_reduced = False, True
-        self._tell_phase()
+        self._report_phase()
         if step.expiry is not None:
             step.expiry.cancelled = True
         if isinstance(result, PeerError):
-            self._carry_out(step, self.round.broke(result, step.epoch))
-            if step.goes_on:
+            self._execute(step, self.round.record_error(result, step.epoch))
+            if step.keeps_quorum:
                 self._await_news(step, self.process.world.now + NEWS_S)
                 return
         else:
@@ -400,16 +398,16 @@ class WorkerActor:
                 self._end("it dies with a sum")
                 return
             step.result = result.digest
-            self.round.summed(result.wishes)
+            self.round.record_wishes(result.wishes)
         if not step.is_fetching:
             self.process.after(0.0, self._end_backward, step)
 
     def _num_groups(self) -> int:
-        """By how many groups the gradients are divided before they are summed."""
+        """The number of groups by which gradients are divided before they are summed."""
         return self.machine.state.participation.num_participants
 
     def _await_news(self, step: _Step, until: float) -> None:
-        """The sum of a step that asked nobody has failed: sum again if a member has left (E9)."""
+        """Sum again if a member has left (E9): the sum of a step that asked nobody has failed."""
         if step is not self._step or self._is_hanging(self._await_news, step, until):
             return
         if self.round.may_sum_again():
@@ -420,23 +418,24 @@ class WorkerActor:
             self._end_backward(step)
 
     def _sum_again(self, step: _Step) -> None:
-        """The gradients are there: only the quorum is asked for, and the sum follows it."""
+        """Ask for another quorum, after which the same gradients are summed again."""
         if self._seat is not None and self._seat.error is None:
             self._leave_members()
         now = self.process.world.now
         try:
-            epoch = self.round.sum_again()
+            ready = self.round.sum_again(now)
         except RequestRefused as error:
             self._end(error)
             return
+        epoch = self.machine.state.epoch
         again = self._step = _Step(epoch, now, began_at=now, is_forward_done=True)
         self._shared.invariants.newcomers.asks(self.process.name)
         step_number = self.machine.state.step
         self._shared.companions.began(self.home.name, self.group_rank, step_number, now)
-        self._carry_out(again, self.round.ask(now))
+        self._execute(again, ready)
 
     def _end_backward(self, step: _Step) -> None:
-        """In the second half of the backward pass the workers of a group need one another."""
+        """Wait for the other workers of the group, as in the second half of a backward pass."""
         collective = self.home.collective
         if collective is None:
             self._decide(step)
@@ -450,18 +449,18 @@ class WorkerActor:
         )
 
     def drain(self, reason: str) -> None:
-        """SIGTERM: the group ends after this step."""
+        """End the group after this step, as SIGTERM does."""
         self.round.drain(reason)
         self.line.ask_to_drain(reason)
 
     def _receive(self, news: WorkerNews) -> None:
         if isinstance(news, Lost):
-            self._lose(self.round.peers.lost(news.replica_id, news.reason, news.quorum_id))
+            self._lose(self.round.peers.record_loss(news.replica_id, news.reason, news.quorum_id))
         elif isinstance(news, NewcomerWaits):
-            self.round.peers.waits(news.replica_id)
+            self.round.peers.record_newcomer(news.replica_id)
             self._newcomers.heard(news.replica_id)
         elif isinstance(news, TermEnds):
-            self._lose(self.round.term_ends(news))
+            self._lose(self.round.record_term_end(news))
         elif isinstance(news, Drain):
             self.round.drain(news.reason)
         elif isinstance(news, Kill):
@@ -475,17 +474,17 @@ class WorkerActor:
             return
         self._apply_heal(step)
         step.lost_at = None
-        orders = self.round.vote(self.process.world.now, self._rules.collective_s)
-        self._tell_phase()
-        self._carry_out(step, orders)
+        output = self.round.begin_vote(self.process.world.now, self._rules.collective_s)
+        self._report_phase()
+        self._execute_vote(step, output)
 
-    def _ask_decision(self, step: _Step, order: AskDecision) -> None:
+    def _ask_decision(self, step: _Step, deadline: float) -> None:
         stalls_s, self.vote_stalls_s = self.vote_stalls_s, 0.0
         self._shared.invariants.hangs.trouble(self.home.name, stalls_s)
         if stalls_s:
             self._trouble(stalls_s)
-        step.deadline = order.deadline
-        timeout_s = max(0.001, order.deadline - self.process.world.now)
+        step.deadline = deadline
+        timeout_s = max(0.001, deadline - self.process.world.now)
         ballot = self.round.ballot()
         self.line.vote(ballot, timeout_s, lambda answer: self._on_decision(step, answer), stalls_s)
 
@@ -494,37 +493,37 @@ class WorkerActor:
             if isinstance(answer, RequestRefused):
                 self._share_fate(step, committed=False, group=self.home.name)
             is_over = self.home.is_manager_over()
-            orders = self.round.vote_failed(answer, self.process.world.now, is_manager_over=is_over)
-            self._check_patience(step, answer, orders)
+            now = self.process.world.now
+            output = self.round.vote_failed(answer, now, is_manager_over=is_over)
+            self._check_patience(step, answer, asks_again=isinstance(output, AskDecision))
         else:
-            orders = self.round.voted(answer.should_commit, answer.fate)
-        for order in orders:
-            if isinstance(order, Decide):
-                assert step.part is not None or not order.committed
-                self._share_fate(step, order.committed, self.line.manager_name())
-                if order.committed:
-                    self._share_fate(step, order.committed, self.home.name)
-        self._carry_out(step, orders)
+            output = self.round.vote_decided(answer.should_commit, answer.fate)
+        if isinstance(output, Decide):
+            assert step.part is not None or not output.committed
+            self._share_fate(step, output.committed, self.line.manager_name())
+            if output.committed:
+                self._share_fate(step, output.committed, self.home.name)
+        self._execute_vote(step, output)
 
     def _share_fate(self, step: _Step, committed: bool, group: str) -> None:
         identity = self._shared.invariants.identity
         identity.shared_fate((group, step.round, self.round.ballot().step), self.process, committed)
 
-    def _decided(self, step: _Step, order: Decide) -> None:
-        before, committed = self.machine.state, order.committed
-        self.round.decide(order)
+    def _decided(self, step: _Step, decided: Decide) -> None:
+        before, committed = self.machine.state, decided.committed
+        self.round.apply_decision(decided)
         after = self.machine.state
         self._shared.invariants.discards.decided(self.process.name, before, after, committed)
         if committed:
             self._commit(step, before)
         else:
-            if step.goes_on:
+            if step.keeps_quorum:
                 self._shared.companions.discarded(self._in_term(step), self.process.world.now)
             try:
                 self.round.check_next()
             except TorchFTError as error:
                 self._end(error)
-        self._tell_phase()
+        self._report_phase()
         if self.hangs_between_s:
             self.hung_until = self.process.world.now + self.hangs_between_s
             self._trouble(self.hangs_between_s)
@@ -534,7 +533,7 @@ class WorkerActor:
     def _commit(self, step: _Step, before: StepState) -> None:
         assert step.part is not None
         name, discards = self.process.name, self._shared.invariants.discards
-        due = before.step if step.goes_on else step.part.max_step
+        due = before.step if step.keeps_quorum else step.part.max_step
         discards.updates(name, before.step, self._step_of_weights, due)
         spoiled_by, self.loses_update = self.loses_update, None
         if spoiled_by is not None:
@@ -561,7 +560,7 @@ class WorkerActor:
             members=part.replica_ids,
             step=before.step,
             began_at=step.began_at,
-            goes_on=step.goes_on,
+            goes_on=step.keeps_quorum,
         )
         self._shared.terms.committed(committed, self.process.world.now)
         self._shared.histories.committed(committed, self.process.world.now)
@@ -584,10 +583,10 @@ class WorkerActor:
         state = self.machine.state
         return Fetched(self._state(), state.batches_committed, state.quorum_id)
 
-    def _tell_phase(self, phase: Phase | None = None) -> None:
-        tells = self._rules.tells_phases or self._rules.is_steady
-        if tells or self.home.collective is not None:
-            self.line.tell_phase(self.round.report(phase))
+    def _report_phase(self, phase: Phase | None = None) -> None:
+        reports = self._rules.tells_phases or self._rules.is_steady
+        if reports or self.home.collective is not None:
+            self.line.report_phase(self.round.report(phase))
 
     def _trouble(self, seconds: float = 0.0) -> None:
         until = self.process.world.now + seconds
@@ -597,8 +596,8 @@ class WorkerActor:
         self._trouble()
         self._leave_members()
 
-    def _lose(self, order: LoseMember | None) -> None:
-        if order is not None:
+    def _lose(self, loss: LoseMember | None) -> None:
+        if loss is not None:
             self._leave_members()
 
     def _end(self, error: object) -> None:
@@ -613,19 +612,15 @@ class WorkerActor:
         return True
 
 
-def _nothing(step: _Step, order: Order) -> None:
-    """The simulator does not model what this order does in a trainer."""
-
-
 @dataclass(slots=True)
 class _Step:
-    """What a step has come to."""
+    """The progress of one step."""
 
     epoch: int
     asked_at: float  # when the quorum was asked for
     began_at: float = 0.0
     waits_since: float = 0.0  # for the sum
-    goes_on: bool = False
+    keeps_quorum: bool = False
     is_sync: bool = False
     is_ready: bool = False
     is_forward_done: bool = False

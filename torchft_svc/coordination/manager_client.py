@@ -20,7 +20,7 @@ from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.term import Fate
 from torchft_svc.core.quorum.types import DEFAULT_JOB, DifferenceReport, Vote, WorkerRequest
-from torchft_svc.core.quorum.worker.worker_calls import WorkerCalls
+from torchft_svc.core.quorum.worker.round import WorkerCalls
 from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
@@ -91,7 +91,7 @@ class ManagerClient(Client):
         """Let the manager know what this worker does, if it is attached; only stores it."""
         self._moved_at = None if report.phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:
-            self._attachment.tell_phase(self._calls.report(report))
+            self._attachment.tell_phase(self._calls.sign_report(report))
 
     def report_difference(self, report: DifferenceReport) -> None:
         """Let the manager know that the groups' states differ, if it is attached; only stores
@@ -198,12 +198,12 @@ class ManagerClient(Client):
     def ask(self, request: WorkerRequest, timeout: timedelta) -> QuorumResult:
         """See `_quorum`; what each call repeats is added here."""
         with self._lock:
-            request = self._calls.question(request)
+            request = self._calls.sign_question(request)
         result, round_ = quorum_result_from_wire(
             self._ask_quorum(worker_request_to_wire(request), timeout)
         )
         with self._lock:
-            self._calls.answered(result.quorum_id, result.replica_world_size, round_)
+            self._calls.record_answer(result.quorum_id, result.replica_world_size, round_)
         return result
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
@@ -233,7 +233,7 @@ class ManagerClient(Client):
         meanwhile: a manager that has it counts it once.
         """
         with self._lock:
-            vote = self._calls.ballot(vote)
+            vote = self._calls.sign_ballot(vote)
         request = vote_to_wire(vote)
         attachment = self._attachment
         if attachment is not None and attachment.is_open:

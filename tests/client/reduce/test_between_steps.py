@@ -112,7 +112,7 @@ def test_a_report_never_meets_a_sum_of_the_next_step(
                 logged(trainer, 1.0, by_the_manager)
 
         together(lambda: logs_each_step(a), lambda: logs_each_step(b))
-        assert a.manager._worker.round.goes_on
+        assert a.manager._worker.round.keeps_quorum
 
         def logs_alone() -> None:
             a.step()

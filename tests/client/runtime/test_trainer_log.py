@@ -198,7 +198,7 @@ def test_a_lighthouse_that_cannot_be_reached_is_named_until_the_end(tmp_path: Pa
 
 @pytest.mark.parametrize("own", ["", f"logging.basicConfig({FORMAT})"])
 def test_a_trainer_that_waits_for_others_says_so(tmp_path: Path, own: str) -> None:
-    sooner = f"{own}\nfrom torchft_svc.core.quorum.worker import peers; peers._SAY_AFTER_S = 0.5"
+    sooner = f"{own}\nfrom torchft_svc.core.quorum.worker import peers; peers._LOG_AFTER_S = 0.5"
     with lighthouse_process("--min-replicas=2") as lighthouse:
         (tmp_path / "lonely.py").write_text(
             PROGRAM.format(before=sooner, after="", address=lighthouse.address)

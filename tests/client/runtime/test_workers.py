@@ -160,12 +160,12 @@ def test_a_group_of_several_does_not_wait_for_news_after_a_failed_sum(
     ):
         everyone = [*a, *b]
         deadline = time.monotonic() + DEADLINE_S
-        while not all(each.manager._worker.round.goes_on for each in everyone):
+        while not all(each.manager._worker.round.keeps_quorum for each in everyone):
             assert time.monotonic() < deadline, "the quorum never becomes a term"
             together(*(each.step for each in everyone))
         together(*(each.optimizer.zero_grad for each in everyone))
         for each in everyone:
-            assert each.manager._worker.round.goes_on
+            assert each.manager._worker.round.keeps_quorum
             each.manager._runtime.deps.pg.abort()
         losses = [each.loss() for each in everyone]
         together(*(loss.backward for loss in losses))

@@ -489,7 +489,7 @@ def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> 
         if not answers:
             listener.close()
         quorum = dataclasses.replace(A_QUORUM, recover_src_manager_address=address)
-        lost = threading.Timer(0.2, peers.lost, ["b:1", "its session ended", 7])
+        lost = threading.Timer(0.2, peers.record_loss, ["b:1", "its session ended", 7])
         lost.start()
         began_at = time.monotonic()
         with pytest.raises(QuorumFailed, match="b:1 is out: its session ended"):

@@ -27,7 +27,7 @@ def in_term(num: int) -> Iterator[list[Trainer]]:
     with lighthouse() as address, trainers(address, num) as all_groups:
         in_step(3, *all_groups)
         deadline = time.monotonic() + DEADLINE_S
-        while not all(each.manager._worker.round.goes_on for each in all_groups):
+        while not all(each.manager._worker.round.keeps_quorum for each in all_groups):
             assert time.monotonic() < deadline, "the quorum never becomes a term"
             together(*(each.step for each in all_groups))
         yield all_groups

@@ -19,7 +19,7 @@ from support.training import (
 )
 
 from torchft_svc.client import ProcessGroupGloo
-from torchft_svc.core.quorum.worker.round import LISTEN_AFTER_S
+from torchft_svc.core.quorum.worker.round import NEWS_AFTER_S
 
 
 class Endless(dist.Work):
@@ -53,7 +53,7 @@ def test_the_others_are_told_that_a_group_asks_because_of_what_only_it_has_heard
             a.backward()
             quorum = a.manager.last_quorum()
             assert quorum is not None
-            a.manager._worker.lose(quorum.replica_ids[1], "made up", quorum.quorum_id)
+            a.manager._worker.record_loss(quorum.replica_ids[1], "made up", quorum.quorum_id)
             eventually(a.manager._stepper._deps.pg.errored)
             return a.optimizer.step()
 
@@ -78,7 +78,7 @@ def test_a_group_whose_session_broke_is_met_again() -> None:
         others = [
             name for rank, name in enumerate(quorum.replica_ids) if rank != quorum.replica_rank
         ]
-        a.manager._worker.lose(others[0], "its session ended", quorum.quorum_id)
+        a.manager._worker.record_loss(others[0], "its session ended", quorum.quorum_id)
 
         def fails() -> bool:
             a.backward()
@@ -130,7 +130,7 @@ def test_who_comes_late_to_the_vote_does_not_commit_a_step_that_the_others_repea
             return a.optimizer.step()
 
         assert together(gives_up, b.backward)[0] is False
-        time.sleep(LISTEN_AFTER_S)
+        time.sleep(NEWS_AFTER_S)
         a.steps(2)
         assert not b.optimizer.step()
         assert b.manager.current_step() == step

@@ -677,8 +677,8 @@ def test_a_check_ends_no_term(address: str) -> None:
         quorum_id = a.manager.last_quorum().quorum_id  # type: ignore[union-attr]
         for _ in range(6):
             train(1, a, b)
-            assert a.manager._worker.round.goes_on
-            assert b.manager._worker.round.goes_on
+            assert a.manager._worker.round.keeps_quorum
+            assert b.manager._worker.round.keeps_quorum
         assert a.manager.last_quorum().quorum_id == quorum_id  # type: ignore[union-attr]
 
 

@@ -27,10 +27,8 @@ from torchft_svc.core.quorum.manager.manager import GroupManager
 from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.core.quorum.worker import round as core_round
 from torchft_svc.core.quorum.worker import step
-from torchft_svc.core.quorum.worker.round import Round
-from torchft_svc.core.quorum.worker.round_orders import Decide
+from torchft_svc.core.quorum.worker.round import Decide, Ready, Round, WorkerCalls
 from torchft_svc.core.quorum.worker.step import StepMachine
-from torchft_svc.core.quorum.worker.worker_calls import WorkerCalls
 from torchft_svc.core.route import AttachRetry, CallRetry
 
 # A fault that needs more seeds than this is not found: the simulator looks in the wrong places.
@@ -62,12 +60,12 @@ def seen_ids_are_ignored(plant: pytest.MonkeyPatch) -> None:
 
 
 def what_workers_were_told_is_ignored(plant: pytest.MonkeyPatch) -> None:
-    real = WorkerCalls.question
+    real = WorkerCalls.sign_question
 
     def question(self: Any, request: Any) -> Any:
         return dataclasses.replace(real(self, request), last_quorum_id=0, step_quorum_id=0)
 
-    plant.setattr(WorkerCalls, "question", question)
+    plant.setattr(WorkerCalls, "sign_question", question)
 
 
 def withdrawals_are_lost(plant: pytest.MonkeyPatch) -> None:
@@ -375,17 +373,17 @@ def an_update_that_was_spoiled_counts_as_lost(plant: pytest.MonkeyPatch) -> None
 
 def who_has_missed_a_quorum_keeps_its_connections(plant: pytest.MonkeyPatch) -> None:
     """And sums as if it had it."""
-    plant.setattr(Round, "failed", _fail_quietly(Round.failed))
+    plant.setattr(Round, "record_failure", _fail_quietly(Round.record_failure))
     plant.setattr(Round, "may_reduce", True)
 
 
 def _fail_quietly(real: Any) -> Any:
-    def failed(self: Any, error: Any) -> Any:
+    def record_failure(self: Any, error: Any) -> Any:
         real(self, error)
         self.step.state = self.step.state._replace(error=None)
-        return ()
+        return Ready()
 
-    return failed
+    return record_failure
 
 
 def who_is_behind_contributes(plant: pytest.MonkeyPatch) -> None:
@@ -406,13 +404,13 @@ def who_is_told_to_end_trains_on(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_vote_names_the_round_before(plant: pytest.MonkeyPatch) -> None:
-    real = WorkerCalls.ballot
+    real = WorkerCalls.sign_ballot
 
     def ballot(self: Any, vote: Any) -> Any:
         signed = real(self, vote)
         return dataclasses.replace(signed, round=max(0, signed.round - 1))
 
-    plant.setattr(WorkerCalls, "ballot", ballot)
+    plant.setattr(WorkerCalls, "sign_ballot", ballot)
 
 
 def a_manager_that_is_restarted_is_not_asked_again(plant: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
 from torchft_svc.core.quorum.manager.link_types import Incarnation
 from torchft_svc.core.quorum.session_messages import NewcomerWaits
 from torchft_svc.core.quorum.term import RunningTerm, TermEnds
-from torchft_svc.core.quorum.worker.round import Round
+from torchft_svc.core.quorum.worker.round import Ready, Round
 
 NUM_GROUPS = 3  # few: such runs are short
 Draw = Callable[[int, int], Scenario]
@@ -45,26 +45,26 @@ def a_lone_member_goes_on(plant: pytest.MonkeyPatch) -> None:
 
 
 def who_has_lost_its_connections_goes_on(plant: pytest.MonkeyPatch) -> None:
-    real = Round._why_not_on
-    plant.setattr(Round, "_why_not_on", lambda self, request, broken: real(self, request, None))
+    real = Round._why_not_kept
+    plant.setattr(Round, "_why_not_kept", lambda self, request, broken: real(self, request, None))
 
 
 def who_has_lost_its_update_goes_on(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Round, "_why_not_on", lambda self, request, broken: broken)
+    plant.setattr(Round, "_why_not_kept", lambda self, request, broken: broken)
 
 
 def one_of_several_workers_asks_alone(plant: pytest.MonkeyPatch) -> None:
     """Instead of going on and voting no."""
-    real = Round.begin
+    real = Round.begin_step
 
-    def begin(self: Any, *what: Any) -> int:
+    def begin_step(self: Any, *what: Any) -> Ready:
         rules, self._rules = self._rules, dataclasses.replace(self._rules, group_world_size=1)
         try:
             return real(self, *what)
         finally:
             self._rules = rules
 
-    plant.setattr(Round, "begin", begin)
+    plant.setattr(Round, "begin_step", begin_step)
 
 
 # -- the wish (E2) -------------------------------------------------------------------------------
@@ -75,12 +75,14 @@ def a_wish_is_lost(plant: pytest.MonkeyPatch) -> None:
 
 
 def what_the_sum_of_the_wishes_says_is_ignored(plant: pytest.MonkeyPatch) -> None:
-    real = Round.summed
-    plant.setattr(Round, "summed", lambda self, wishes: real(self, 0.0))
+    real = Round.record_wishes
+    plant.setattr(Round, "record_wishes", lambda self, wishes: real(self, 0.0))
 
 
 def each_worker_goes_by_its_own_wish(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Round, "summed", lambda self, wishes: _see(self, float(self.wants_question)))
+    plant.setattr(
+        Round, "record_wishes", lambda self, wishes: _see(self, float(self.wants_question))
+    )
 
 
 def _see(round_: Any, wishes: float) -> None:
@@ -126,7 +128,7 @@ def _leave_out_missed(plant: pytest.MonkeyPatch, kind: type) -> None:
 
 
 def a_worker_does_not_heed_the_end(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Round, "term_ends", lambda self, news: None)
+    plant.setattr(Round, "record_term_end", lambda self, news: None)
 
 
 def the_end_of_an_earlier_quorum_counts(plant: pytest.MonkeyPatch) -> None:
@@ -228,14 +230,14 @@ def the_end_of_any_session_is_the_end_of_the_group(plant: pytest.MonkeyPatch) ->
 
 
 def who_breaks_off_says_that_all_know(plant: pytest.MonkeyPatch) -> None:
-    real = Round.begin
+    real = Round.begin_step
 
-    def begin(self: Any, *what: Any) -> int:
-        epoch = real(self, *what)
+    def begin_step(self: Any, *what: Any) -> Ready:
+        ready: Ready = real(self, *what)
         self._agreed = True
-        return epoch
+        return ready
 
-    plant.setattr(Round, "begin", begin)
+    plant.setattr(Round, "begin_step", begin_step)
 
 
 def the_end_is_forgotten_between_two_steps(plant: pytest.MonkeyPatch) -> None:
@@ -243,7 +245,7 @@ def the_end_is_forgotten_between_two_steps(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_worker_that_cannot_go_on_contributes(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Round, "_why_not_on", lambda self, request, broken: None)
+    plant.setattr(Round, "_why_not_kept", lambda self, request, broken: None)
 
 
 def who_has_lost_its_update_votes_on_the_step_before(plant: pytest.MonkeyPatch) -> None:

@@ -146,7 +146,7 @@ def start_runtime(
         end = functools.partial(_end, pg, recorder)
         kill = functools.partial(end, client.stands_still)
         worker = SharedRound(rules.for_worker(services.locator.patience_s, pg), given.step, pg)
-        services.resume_with(worker.resumed)
+        services.resume_with(worker.membership_to_resume)
         client.attach(rules.place.group_rank, _listeners(worker, kill))
         runtime = Runtime(
             deps=Dependencies(
@@ -171,14 +171,14 @@ def start_runtime(
 
 def _listeners(worker: SharedRound, kill: Callable[[str], None]) -> coordination.Listeners:
     return coordination.Listeners(
-        on_loss=worker.lose,
+        on_loss=worker.record_loss,
         on_kill=kill,
         on_drain=worker.drain,
         on_waiting=worker.receive_newcomer,
         on_no_quorum=worker.receive_no_quorum,
-        on_break=worker.line_broke,
-        on_cut=worker.cut,
-        on_term=worker.term_ends,
+        on_break=worker.stream_lost,
+        on_cut=worker.stream_ended,
+        on_term=worker.record_term_end,
     )
 
 

@@ -1,8 +1,8 @@
-"""Carries out the orders of a worker's rounds, on the background thread, and asks for decisions.
+"""Runs a worker's rounds on the background thread, and asks for decisions.
 
-The orders: request the quorum, connect its members, offer the state to groups that are behind,
-fetch it if this group is behind. `torchft_svc/core/quorum/worker/round.py` decides which order
-comes when, and what an error leads to.
+A round requests the quorum, connects its members, offers the state to groups that are behind, and
+fetches it if this group is behind. `torchft_svc/core/quorum/worker/round.py` decides what follows
+when, and what an error leads to.
 """
 
 from __future__ import annotations
@@ -10,37 +10,36 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.config import GroupPlace, Timeouts, WorldSizeMode
+from torchft_svc.client.process.background import BackgroundThread, Task
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.step.heal import fetch_state
-from torchft_svc.client.step.shared_round import Orders, SharedRound
+from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.names import stable_name
-from torchft_svc.core.quorum.worker.round import WorkerRules
-from torchft_svc.core.quorum.worker.round_orders import (
+from torchft_svc.core.quorum.worker.round import (
     AskDecision,
     AskManager,
-    BeginTraining,
     Decide,
     EnterQuorum,
-    ExpectNoState,
     FetchState,
-    LeaveMembers,
     LoseDecision,
     MeetMembers,
     OfferState,
+    Ready,
     RefuseState,
-    Warn,
+    SlowAction,
+    VoteOutput,
+    WorkerRules,
 )
 from torchft_svc.core.quorum.worker.state_check import CheckRules
 from torchft_svc.errors import (
@@ -56,6 +55,9 @@ if TYPE_CHECKING:
     from torchft_svc.coordination import ManagerClient
 
 log = logging.getLogger(__name__)
+
+# Interval at which a wait cleans up abandoned process groups.
+_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,60 +130,131 @@ class _Rest:
 
 
 class RoundRunner:
-    """Carries out the orders of rounds, one after the other, and reports the results to them.
+    """Runs rounds, one after the other, and reports their outcomes to the machine.
 
-    ``ready`` is clear from the `begin` of a round until the members are connected, or there is an
-    error; ``quorum`` is that of the last round; ``state`` is the fetched state until it is loaded.
+    `begin_round` and the waits belong to the training thread. ``quorum`` is that of the last round;
+    ``state`` is the fetched state until it is loaded.
     """
 
-    def __init__(self, deps: Dependencies, rules: RoundRules, worker: SharedRound) -> None:
+    def __init__(
+        self, deps: Dependencies, rules: RoundRules, worker: SharedRound, thread: BackgroundThread
+    ) -> None:
         self._deps = deps
         self._rules = rules
         self._worker = worker
-        self.ready = threading.Event()
-        self.ready.set()
+        self._thread = thread
+        self._task: Task | None = None  # a round on the background thread
+        # Clear until the members are connected, or there is an error.
+        self._is_ready = threading.Event()
+        self._is_ready.set()
         self.quorum: QuorumResult | None = None
         self.state: dict[str, Any] | None = None
         self.healed_from = ""  # for the log: source, size and time
         self._rest: _Rest | None = None  # what groups that heal get when the step ends
 
-    def begin(self) -> None:
-        """A round begins, which is to be `run`."""
-        self.ready.clear()
+    # -- for the training thread -----------------------------------------------------------------
+
+    def begin_round(self, ready: Ready, *, allow_heal: bool) -> None:
+        """Run the round that begins with ``ready`` on the background thread."""
+        self._is_ready.clear()
         self.quorum = self.state = None
+        task = self._task = Task(partial(self._run, ready, allow_heal))
+        self._thread.submit(task)
+        if task.done and task.error is not None:
+            raise task.error
 
-    def withdraw(self, error: Exception) -> None:
-        """End the round with ``error`` before it has run: nothing was requested."""
-        with self._worker.changing() as round_:
-            round_.withdraw(error)
-        self.ready.set()
+    @property
+    def is_over(self) -> bool:
+        """Whether no round is running."""
+        return self._task is None
 
-    def run(self, allow_heal: bool) -> None:
-        """Run the round; raises nothing."""
+    @property
+    def was_interrupted(self) -> bool:
+        """Whether the last round has not ended well, or was not waited for."""
+        return self._task is not None and not (self._task.done and self._task.error is None)
+
+    def wait_until_ready(self) -> None:
+        """Wait until the members are known, if a step is under way; raises nothing.
+
+        It needs no deadline: all waits of the background thread have one.
+        """
+        if self._is_ready.is_set():  # called often, and mostly this is so
+            return
+        while not self._is_ready.wait(_POLL_S):
+            self._deps.pg.tidy()
+            if self._task is None or self._task.done:
+                return  # the manager was shut down meanwhile
+
+    def wait_until_over(self) -> None:
+        """Wait until the round is over; raises the error of the thread."""
+        task = self._task
+        if task is None:
+            return
+        while not task.done and not task.wait(_POLL_S):
+            self._deps.pg.tidy()
+        if task.error is not None:
+            raise task.error
+        self._task = None
+
+    def cancel_round(self, error: Exception) -> None:
+        """Cancel a round that has not begun; a running one continues, and so does its step."""
+        task = self._task
+        if task is None or task.abandon(error) or task.error is not None:
+            self._task = None
+            with self._worker.changing() as round_:
+                round_.cancel_round(error)
+            self._is_ready.set()
+
+    # -- on the background thread ----------------------------------------------------------------
+
+    def _run(self, ready: Ready, allow_heal: bool) -> None:
+        """Run the round that begins with ``ready``; raises nothing."""
         try:
             if self._worker.round.peers.quorum is None:
                 if allow_heal:
                     self._expect_state()
                 self._deps.pg.prepare()
-            with self._worker.changing() as round_:
-                orders = round_.ask(time.monotonic())
-            self._carry_out(orders)
+            self._execute(ready)
         except Exception as error:
             if not isinstance(error, TorchFTError):
                 log.exception("a round failed")
             with self._worker.changing() as round_:
-                orders = round_.failed(error)
+                ready = round_.record_failure(error)
             self._log_failure(error)
-            self._carry_out(orders)
+            self._execute(ready)
         finally:
-            self.ready.set()
+            self._is_ready.set()
 
-    def _carry_out(self, orders: Orders) -> None:
-        """Carry out ``orders``, and those that follow; only the last one has others follow."""
-        waiting = deque(orders)
-        while waiting:
-            order = waiting.popleft()
-            waiting.extend(_ACTIONS[type(order)](self, order) or ())
+    def _execute(self, ready: Ready) -> None:
+        """Do what each input of the machine leads to, until nothing follows."""
+        while True:
+            if ready.expects_no_state:
+                self._deps.transport.expect_checkpoint(None)
+            for warning in ready.warnings:
+                log.warning("%s", warning)
+            if ready.leave is not None:
+                self._deps.leave_members(ready.leave)
+            if ready.begins_training:
+                self._is_ready.set()
+            if ready.offer is not None:
+                self._offer(ready.offer)
+            if ready.refusal is not None:
+                self._refuse_state(ready.refusal)
+            if ready.then is None:
+                return
+            ready = self._await(ready.then)
+
+    def _await(self, action: SlowAction) -> Ready:
+        """Run ``action``, and give its outcome to the machine; returns what follows."""
+        match action:
+            case AskManager(pause_s, deadline):
+                return self._ask(pause_s, deadline)
+            case EnterQuorum():
+                return self._enter()
+            case MeetMembers(anew):
+                return self._meet(anew)
+            case FetchState():
+                return self._fetch()
 
     def _log_failure(self, error: Exception) -> None:
         if not isinstance(error, GroupLeft):
@@ -199,15 +272,13 @@ class RoundRunner:
         except Exception:
             log.exception("healing cannot be prepared; it may take longer")
 
-    # -- orders ----------------------------------------------------------------------------------
-
-    def _ask(self, order: AskManager) -> Orders:
-        time.sleep(order.pause_s)
+    def _ask(self, pause_s: float, deadline: float) -> Ready:
+        time.sleep(pause_s)
         address = self._deps.transport.metadata()
         is_broken = self._deps.pg.errored() is not None
         with self._worker.changing() as round_:
             question = round_.question(address, are_connections_broken=is_broken)
-        timeout = timedelta(seconds=max(0.001, order.deadline - time.monotonic()))
+        timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             quorum = self.quorum = self._deps.client.ask(question, timeout)
         except TorchFTError as error:
@@ -215,31 +286,31 @@ class RoundRunner:
             error = over or error
             with self._worker.changing() as round_:
                 now = time.monotonic()
-                orders = round_.unanswered(error, now, is_manager_over=over is not None)
+                ready = round_.question_failed(error, now, is_manager_over=over is not None)
             self._log_failure(error)
-            return orders
+            return ready
         with self._worker.changing() as round_:
-            return round_.answered(quorum)
+            return round_.quorum_received(quorum)
 
-    def _enter(self, order: EnterQuorum) -> Orders:
+    def _enter(self) -> Ready:
         assert self.quorum is not None
         # The manager considers a worker that has its quorum as training. This one still waits for
         # other groups: a store that does not answer is no hang of this worker.
-        self._worker.tell_phase(Phase.QUORUM)
+        self._worker.report_phase(Phase.QUORUM)
         with self._worker.changing() as round_:
-            change = round_.peers.change()
-            orders = round_.entered()
+            change = round_.peers.describe_change()
+            ready = round_.quorum_entered()
         # All workers of a group would log the same: only the first one does.
         level = logging.INFO if change and self._rules.place.leads else logging.DEBUG
         change = change or "the same groups connect again"
         quorum_id, step = self.quorum.quorum_id, self.quorum.max_step
         log.log(level, "quorum %d from step %d: %s", quorum_id, step, change)
-        return orders
+        return ready
 
-    def _meet(self, order: MeetMembers) -> Orders:
-        problem = self._configure() if order.anew else self._deps.pg.errored()
+    def _meet(self, anew: bool) -> Ready:
+        problem = self._configure() if anew else self._deps.pg.errored()
         with self._worker.changing() as round_:
-            return round_.met(problem)
+            return round_.members_met(problem)
 
     def _configure(self) -> Exception | None:
         """Connect the members; returns the error if that fails."""
@@ -260,22 +331,22 @@ class RoundRunner:
             return error
         return None
 
-    def _offer(self, order: OfferState) -> None:
+    def _offer(self, offer: OfferState) -> None:
         """Serve this group's state; a failure of a receiver does not affect this group's step.
 
         The state is kept for late receivers as long as a quorum may take.
         """
         assert self.quorum is not None
         transport, registry = self._deps.transport, self._deps.registry
-        receivers = list(order.receivers)
-        extras = list(order.extras) if transport.can_stripe else []
+        receivers = list(offer.receivers)
+        extras = list(offer.extras) if transport.can_stripe else []
         if not receivers and not extras:
             return
         timeout_s = self._rules.timeouts.quorum_s
         try:
             for name in [_name_of(self.quorum, rank) for rank in receivers]:
                 log.info("%s heals to step %d from this group", name, self.quorum.max_step)
-            if order.at_once:  # the receivers begin the step with it, as this group does now
+            if offer.at_once:  # the receivers begin the step with it, as this group does now
                 mine = registry.collect_copied(self._worker.state.counters(), timeout_s)
             elif transport.can_defer:
                 early = registry.collect_early(timeout_s)
@@ -289,10 +360,10 @@ class RoundRunner:
             log.exception("the state of step %d cannot be offered", self.quorum.max_step)
             self._refuse(receivers, error)
 
-    def _refuse_state(self, order: RefuseState) -> None:
+    def _refuse_state(self, refusal: RefuseState) -> None:
         step = self._worker.state.step
-        log.warning("the state of step %d cannot be offered: %s", step, order.reason)
-        self._refuse(list(order.receivers), order.reason)
+        log.warning("the state of step %d cannot be offered: %s", step, refusal.reason)
+        self._refuse(list(refusal.receivers), refusal.reason)
 
     def _send(self, receivers: list[int], extras: list[int], state: Any) -> None:
         assert self.quorum is not None
@@ -309,7 +380,7 @@ class RoundRunner:
         self._deps.transport.refuse_checkpoint(receivers, self.quorum.max_step, repr(error))
 
     def offer_rest(self) -> None:
-        """After the forward and the backward pass, send the state that they may have changed.
+        """Send the state that the forward and the backward pass may have changed, after both.
 
         A group that heals replaces its own state with it, after its own passes.
         """
@@ -334,7 +405,7 @@ class RoundRunner:
             self._refuse(rest.receivers, error)
 
     def withhold_rest(self) -> None:
-        """Tell the receivers that wait for the end of this step that it was given up."""
+        """Refuse the rest of the state: the step whose end the receivers wait for was given up."""
         rest, self._rest = self._rest, None
         if rest is not None and self.quorum is not None:
             step = self.quorum.max_step
@@ -343,7 +414,7 @@ class RoundRunner:
             except Exception:
                 log.exception("it cannot be reported that step %d was given up", step)
 
-    def _fetch(self, order: FetchState) -> None:
+    def _fetch(self) -> Ready:
         quorum = self.quorum
         assert quorum is not None
         source = _source_of(quorum)
@@ -362,52 +433,36 @@ class RoundRunner:
         self.state = state
         self.healed_from = f"{source}: {readable_size(state)} in {took_s:.2f} s"
         with self._worker.changing() as round_:
-            round_.fetched()
+            return round_.state_fetched()
 
 
-# What each order does; the result is what follows from it.
-_ACTIONS: dict[type, Callable[[RoundRunner, Any], Orders | None]] = {
-    AskManager: RoundRunner._ask,
-    EnterQuorum: RoundRunner._enter,
-    MeetMembers: RoundRunner._meet,
-    LeaveMembers: lambda runner, order: runner._deps.leave_members(order.reason),
-    ExpectNoState: lambda runner, _: runner._deps.transport.expect_checkpoint(None),
-    BeginTraining: lambda runner, _: runner.ready.set(),
-    OfferState: RoundRunner._offer,
-    RefuseState: RoundRunner._refuse_state,
-    FetchState: RoundRunner._fetch,
-    Warn: lambda _, order: log.warning(order.what),
-}
-
-
-def ask_decision(client: ManagerClient, worker: SharedRound, orders: Orders) -> Decide:
-    """The group's decision on the step; ``orders`` are those of `Round.vote`.
+def ask_decision(client: ManagerClient, worker: SharedRound, ask: AskDecision) -> Decide:
+    """The group's decision on the step, as the manager sends it.
 
     Raises:
         PeerError: a decision was made, or may have been made, and did not arrive here.
     """
-    (order,) = orders
-    while isinstance(order, AskDecision):
-        time.sleep(order.pause_s)
+    output: VoteOutput = ask
+    while isinstance(output, AskDecision):
+        time.sleep(output.pause_s)
         with worker.changing() as round_:
             ballot = round_.ballot()
-        timeout = timedelta(seconds=max(0.001, order.deadline - time.monotonic()))
+        timeout = timedelta(seconds=max(0.001, output.deadline - time.monotonic()))
         try:
             committed, fate = client.vote(ballot, timeout)
         except TorchFTError as error:
             over = client.why_over(error)
             with worker.changing() as round_:
                 now = time.monotonic()
-                (order,) = round_.vote_failed(over or error, now, is_manager_over=over is not None)
+                output = round_.vote_failed(over or error, now, is_manager_over=over is not None)
         else:
             with worker.changing() as round_:
-                (order,) = round_.voted(committed, fate)
-    if isinstance(order, LoseDecision):
-        raise order.error
-    assert isinstance(order, Decide)
-    if order.error is not None:
-        _log_no_answer(worker.state.step, order.error)
-    return order
+                output = round_.vote_decided(committed, fate)
+    if isinstance(output, LoseDecision):
+        raise output.error
+    if output.error is not None:
+        _log_no_answer(worker.state.step, output.error)
+    return output
 
 
 def _log_no_answer(step: int, error: TorchFTError) -> None:

@@ -15,20 +15,16 @@ from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Resumed
 from torchft_svc.core.quorum.worker.peers import LoseMember
 from torchft_svc.core.quorum.worker.round import Round, WorkerRules
-from torchft_svc.core.quorum.worker.round_orders import Order
 from torchft_svc.core.quorum.worker.step import StepMachine, StepState
 
 log = logging.getLogger(__name__)
-
-Orders = tuple[Order, ...]
 
 
 class SharedRound:
     """A worker's `Round`: one thread at a time changes it, any thread may read it or bring news.
 
-    ``on_phase`` is called with each new phase, except the wait for a quorum, its step, and
-    `Round.went_on_to`. It must not block. Attributes of ``round`` may be read
-    without a lock; all else needs `changing`.
+    ``on_phase`` is called with a report of each new phase, except the wait for a quorum. It must
+    not block. Attributes of ``round`` may be read without a lock; all else needs `changing`.
     """
 
     def __init__(
@@ -55,9 +51,9 @@ class SharedRound:
                 after = self.round.step.state
                 # The manager itself knows when a group waits for a quorum.
                 if after.phase is not before and after.phase is not Phase.QUORUM:
-                    self.tell_phase(after.phase)
+                    self.report_phase(after.phase)
 
-    def tell_phase(self, phase: Phase) -> None:
+    def report_phase(self, phase: Phase) -> None:
         """Report that this worker is in ``phase`` of its step."""
         self.on_phase(self.round.report(phase))
 
@@ -69,57 +65,57 @@ class SharedRound:
     # -- news ------------------------------------------------------------------------------------
 
     def drain(self, reason: str) -> None:
-        """The group has to leave after its step, for ``reason`` (rule M11)."""
+        """Record that the group has to leave after its step, for ``reason`` (rule M11)."""
         with self._lock:
             is_news = self.round.drain(reason)
         if is_news:
             log.warning("draining: %s", reason)
 
-    def lose(self, replica_id: str, reason: str, quorum_id: int) -> None:
-        """A member of quorum ``quorum_id`` is gone."""
+    def record_loss(self, replica_id: str, reason: str, quorum_id: int) -> None:
+        """Record that a member of quorum ``quorum_id`` is gone."""
         with self._lock:
-            order = self.round.peers.lost(replica_id, reason, quorum_id)
-        self._lose(order)
+            loss = self.round.peers.record_loss(replica_id, reason, quorum_id)
+        self._lose(loss)
 
-    def term_ends(self, news: TermEnds) -> None:
-        """The term of a quorum is to end, or is over."""
+    def record_term_end(self, news: TermEnds) -> None:
+        """Record that the term of a quorum is to end, or is over."""
         with self._lock:
-            order = self.round.term_ends(news)
-        self._lose(order)
+            loss = self.round.record_term_end(news)
+        self._lose(loss)
 
-    def line_broke(self) -> None:
-        """See `Round.line_broke`."""
+    def stream_lost(self) -> None:
+        """Record that the stream to the manager has broken, and is opened again."""
         with self._lock:
-            order = self.round.line_broke()
-        self._lose(order)
+            loss = self.round.stream_lost()
+        self._lose(loss)
 
-    def cut(self) -> None:
-        """The stream to the manager has ended: this group is out of its last quorum."""
+    def stream_ended(self) -> None:
+        """Record that the stream to the manager has ended: this group is out of its last quorum."""
         with self._lock:
-            order = self.round.peers.cut()
-        self._lose(order)
+            loss = self.round.peers.stream_ended()
+        self._lose(loss)
 
-    def resumed(self) -> Resumed | None:
-        """See `Round.resumed`."""
+    def membership_to_resume(self) -> Resumed | None:
+        """See `Round.membership_to_resume`."""
         with self._lock:
-            return self.round.resumed()
+            return self.round.membership_to_resume()
 
-    def _lose(self, order: LoseMember | None) -> None:
-        if order is not None:
-            self._pg.lose_member(order.quorum_id, order.reason)
+    def _lose(self, loss: LoseMember | None) -> None:
+        if loss is not None:
+            self._pg.lose_member(loss.quorum_id, loss.reason)
 
     def receive_newcomer(self, replica_id: str) -> None:
-        """A group waits to join."""
+        """Record that a group waits to join."""
         with self._lock:
-            self.round.peers.waits(replica_id)
+            self.round.peers.record_newcomer(replica_id)
 
     def receive_no_quorum(self, reason: str) -> None:
-        """There is no quorum yet, for ``reason`` (empty: unknown); called repeatedly.
+        """Log why there is no quorum yet (empty: unknown); called repeatedly.
 
-        Logs the reason if the wait is long, when the reason changes, and from time to time.
+        It is logged if the wait is long, when the reason changes, and from time to time.
         """
         with self._lock:
-            sentence = self.round.peers.no_quorum_yet(reason, self._clock())
+            sentence = self.round.peers.record_no_quorum(reason, self._clock())
         if sentence:
             log.warning(sentence)
 

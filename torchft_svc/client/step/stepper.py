@@ -9,13 +9,12 @@ import time
 import weakref
 from collections.abc import Callable, Hashable
 from datetime import timedelta
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from torchft_svc.client.process.background import BackgroundThread, Task
+from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.bucket_hook import BucketHook
 from torchft_svc.client.reduce.collectives import NO_GRAPH, Collectives, check_arguments, uncompiled
@@ -23,7 +22,7 @@ from torchft_svc.client.reduce.operations import Kind, LaunchOrder, Mismatch
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.step.comparison import Finding, StateComparison
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
-from torchft_svc.client.step.shared_round import Orders, SharedRound
+from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
 from torchft_svc.core.quorum.activity import Phase
@@ -31,8 +30,7 @@ from torchft_svc.core.quorum.layout import describe_layout
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.types import DifferenceReport
 from torchft_svc.core.quorum.worker.clearing import ClearingPattern
-from torchft_svc.core.quorum.worker.round import UNDER_WAY, RoundRequest
-from torchft_svc.core.quorum.worker.round_orders import Decide, LeaveMembers
+from torchft_svc.core.quorum.worker.round import UNDER_WAY, Decide, Ready, RoundRequest
 from torchft_svc.core.quorum.worker.step import Participation, StepState
 from torchft_svc.errors import (
     ConfigError,
@@ -46,8 +44,6 @@ from torchft_svc.rpc.descriptors import limit_error, shortage
 
 log = logging.getLogger(__name__)
 
-# Interval at which a wait cleans up abandoned process groups.
-_POLL_S = 0.05
 # The beginning of gloo's messages: the source file that raised.
 _GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
 _BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
@@ -118,8 +114,7 @@ class Stepper:
         self._updated: list[int] = []  # what the optimizers update: the parameters' identities,
         self._apart: list[torch.Tensor] = []  # and those of them that no reducer sums
         self._loads = False  # a healed state is being loaded
-        self._runner = RoundRunner(deps, rules, worker)
-        self._task: Task | None = None  # a round on the background thread
+        self._runner = RoundRunner(deps, rules, worker, thread)
         self._ends_update = False  # whether the caller reports the outcome of an update
         self._clearing = ClearingPattern()
         self._sums_begun = False  # whether no exception has ended `start` before
@@ -162,7 +157,7 @@ class Stepper:
         log.warning("%s. Call them in the same order and with the same sizes everywhere", reason)
         if found.is_misfit:
             with self._worker.changing() as round_:
-                round_.step.note_misfit(reason)
+                round_.step.record_misfit(reason)
 
     @property
     def state(self) -> StepState:
@@ -178,7 +173,7 @@ class Stepper:
         self._end_last_step()
         for reducer in self.reducers():
             reducer.begin_step()
-        self._clearing.begin()
+        self._clearing.begin_step()
         self._allows_heal = request.allow_heal
         runner = self._runner
         runner.withhold_rest()
@@ -192,33 +187,30 @@ class Stepper:
             self._has_shown_members = False
             with self._worker.changing() as round_:
                 waits = round_.waits_for_quorum
-                epoch = round_.begin(request, broken)
-                orders = round_.go_on() if round_.goes_on else None
-                if orders is None:
-                    runner.begin()
-            self._begin_sums(epoch)
-            self._reports.begin(epoch)
+                ready = round_.begin_step(request, time.monotonic(), broken)
+            self._begin_sums()
+            self._reports.begin(self.state.epoch)
             self._deps.registry.gate.open()
-            if orders is not None:
-                self._leave_members(orders)
+            if self._worker.round.keeps_quorum:
+                self._leave_members(ready)
                 return
-            self._submit(partial(runner.run, request.allow_heal))
+            runner.begin_round(ready, allow_heal=request.allow_heal)
         except BaseException as error:
-            self._withdraw(QuorumFailed(f"the step was not begun ({error!r})"))
+            runner.cancel_round(QuorumFailed(f"the step was not begun ({error!r})"))
             raise
         if waits:
             self.wait_for_quorum()
             if self._heals_first():
-                self._wait_for_task()
+                runner.wait_until_over()
                 try:
                     self._apply_heal()
                 finally:
                     self._deps.registry.gate.open()
 
-    def _begin_sums(self, epoch: int) -> None:
+    def _begin_sums(self) -> None:
         self._sum_error = None
         self._order.begin(lambda: self._worker.round.has_connected, self.state.step)
-        self._collectives.begin(epoch)
+        self._collectives.begin(self.state.epoch)
         self._sums_begun = True
 
     def sum_again(self, num_launched: int) -> bool:
@@ -232,12 +224,11 @@ class Stepper:
         runner = self._runner
         try:
             with self._worker.changing() as round_:
-                epoch = round_.sum_again()
-                runner.begin()
-            self._begin_sums(epoch)
-            self._submit(partial(runner.run, self._allows_heal))
+                ready = round_.sum_again(time.monotonic())
+            self._begin_sums()
+            runner.begin_round(ready, allow_heal=self._allows_heal)
         except BaseException as error:
-            self._withdraw(QuorumFailed(f"the sums were not begun again ({error!r})"))
+            runner.cancel_round(QuorumFailed(f"the sums were not begun again ({error!r})"))
             raise
         self.wait_until_ready()
         return True
@@ -249,7 +240,7 @@ class Stepper:
         is_of_sums = error is self._sum_error and not isinstance(error, OperationsDiffer)
         if not (round_.awaits_losses and is_of_sums) or self._has_shown_members:
             return False
-        if len(self.reducers()) > 1 or self._task is not None:
+        if len(self.reducers()) > 1 or not self._runner.is_over:
             return False
         if not round_.may_sum_again():  # its end may have come faster than the news of it
             self._deps.client.listen(_NEWS)
@@ -270,8 +261,8 @@ class Stepper:
 
     def _end_last_step(self) -> None:
         """Wait for the round of the last step, and clean up after an interrupt of this wait."""
-        if self._task is not None and not (self._task.done and self._task.error is None):
-            self._withdraw(QuorumFailed("another step was begun"))
+        if self._runner.was_interrupted:
+            self._runner.cancel_round(QuorumFailed("another step was begun"))
         # Before the end of its round: a heal may wait for groups that wait for sums of this worker,
         # or for the end of its connections.
         self.wait_until_ready()
@@ -279,7 +270,7 @@ class Stepper:
         for reducer in self.reducers():  # an unfinished pass ends with its step
             reducer.settle()
         self._collectives.give_up()
-        self._wait_for_task()
+        self._runner.wait_until_over()
         self._reports.finish()
         if self.state.phase is Phase.APPLYING and not self._ends_update:
             self.end_update()
@@ -288,20 +279,6 @@ class Stepper:
         if was_given_up:
             _require_files()
 
-    def _submit(self, round_: Callable[[], None]) -> None:
-        """Run ``round_`` on the background thread."""
-        task = self._task = Task(round_)
-        self._thread.submit(task)
-        if task.done and task.error is not None:
-            raise task.error
-
-    def _withdraw(self, error: QuorumFailed) -> None:
-        """Cancel a round that has not begun; a running one continues, and so does its step."""
-        task = self._task
-        if task is None or task.abandon(error) or task.error is not None:
-            self._task = None
-            self._runner.withdraw(error)
-
     def _give_up(self) -> bool:
         """End a step without a vote, such as one whose backward pass has raised; returns whether
         there was one."""
@@ -309,18 +286,17 @@ class Stepper:
         if state.phase in _BETWEEN_STEPS:
             return False
         with self._worker.changing() as round_:
-            orders = round_.give_up()
-        if not orders:
+            ready = round_.abandon_step()
+        if ready.leave is None:
             return False
         self._log_discarded(state, "the program began another one")
         if self._deps.pg.errored() is None:
-            self._leave_members(orders)
+            self._leave_members(ready)
         return True
 
-    def _leave_members(self, orders: Orders) -> None:
-        for order in orders:
-            assert isinstance(order, LeaveMembers), "nothing else follows from an error"
-            self._deps.leave_members(order.reason)
+    def _leave_members(self, ready: Ready) -> None:
+        if ready.leave is not None:
+            self._deps.leave_members(ready.leave)
 
     def wait_for_quorum(self) -> None:
         """See `Manager.wait_quorum`."""
@@ -337,13 +313,7 @@ class Stepper:
 
         It needs no deadline: all waits of the background thread have one.
         """
-        ready = self._runner.ready
-        if ready.is_set():  # called often, and mostly this is so
-            return
-        while not ready.wait(_POLL_S):
-            self._deps.pg.tidy()
-            if self._task is None or self._task.done:
-                return  # the manager was shut down meanwhile
+        self._runner.wait_until_ready()
 
     def allreduce(
         self,
@@ -490,7 +460,7 @@ class Stepper:
             return False
         num_launched = max(1, sums.num_launched) if sums.launched else 0
         has_failed = self.state.error is not None
-        return self._clearing.continues(site, num_launched, has_failed=has_failed)
+        return self._clearing.continues_step(site, num_launched, has_failed=has_failed)
 
     def decide(self, timeout_s: float, *, ends_update: bool = False) -> bool:
         """See `Manager.should_commit`.
@@ -502,7 +472,7 @@ class Stepper:
         self._ends_update = ends_update
         try:
             committed = self._decide(timeout_s)
-            self._clearing.vote()
+            self._clearing.record_vote()
             if committed and not ends_update:
                 self._updates.open()
             return committed
@@ -644,7 +614,7 @@ class Stepper:
         finding = self._compare_states()
         if self.state.error is not None and self._deps.pg.errored() is not None:
             self._collectives.give_up()  # as in `_end_last_step`
-        self._wait_for_task()
+        self._runner.wait_until_over()
         self._worker.round.check_left()
         self._collectives.finish()
         wishes = self._collectives.wishes()
@@ -654,18 +624,20 @@ class Stepper:
             self._fail(swallowed)
         self._apply_heal()
         self._protect_state()
-        if self._worker.round.listens(time.monotonic()):
+        if self._worker.round.needs_news(time.monotonic()):
             self._deps.client.listen()
         with self._worker.changing() as round_:
             if wishes is not None:
-                round_.summed(*wishes)
-            (order,) = round_.vote(time.monotonic(), timeout_s)
-            if isinstance(order, Decide) and order.committed:  # a lone worker waits for nobody
-                round_.decide(order)
+                round_.record_wishes(*wishes)
+            output = round_.begin_vote(time.monotonic(), timeout_s)
+            if isinstance(output, Decide) and output.committed:  # a lone worker waits for nobody
+                round_.apply_decision(output)
                 return True
             vote = round_.ballot().should_commit
         state = self.state
-        decided = ask_decision(self._deps.client, self._worker, (order,))
+        decided = output
+        if not isinstance(decided, Decide):
+            decided = ask_decision(self._deps.client, self._worker, decided)
         if not decided.committed:
             self._log_discarded(state, self._why_not(vote))
         self._end_vote(decided, finding)
@@ -727,7 +699,7 @@ class Stepper:
         heals = self._rules.checks.on_difference == "heal"
         with self._worker.changing() as round_:
             try:
-                round_.decide(decided)
+                round_.apply_decision(decided)
             finally:
                 if finding is not None and finding.is_ours and heals and not decided.committed:
                     round_.step.lose_state(finding.sentence)
@@ -736,11 +708,11 @@ class Stepper:
         """Latch an error of the step with this ``epoch``; errors of earlier steps are ignored."""
         with self._worker.changing() as round_:
             is_first = self.state.error is None
-            orders = round_.broke(error, epoch)
+            ready = round_.record_error(error, epoch)
             state = self.state
         if is_first and state.error is error:  # the warning comes at the end of the step
             log.debug("step %d cannot be committed", state.step, exc_info=error)
-        self._leave_members(orders)
+        self._leave_members(ready)
 
     def _latch_sum_error(self, error: Exception, epoch: int) -> None:
         """As `latch_error`, for errors of the sums: not of the program."""
@@ -765,7 +737,7 @@ class Stepper:
 
     def _report_wait(self, waits: bool) -> None:
         """Tell the manager that this worker waits for other groups, and has not hung itself."""
-        self._worker.tell_phase(Phase.QUORUM if waits else self.state.phase)
+        self._worker.report_phase(Phase.QUORUM if waits else self.state.phase)
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -828,16 +800,6 @@ class Stepper:
         self.latch_error(error, self.state.epoch)
         if self._deps.pg.errored() is None:
             self._deps.leave_members(error)
-
-    def _wait_for_task(self) -> None:
-        task = self._task
-        if task is None:
-            return
-        while not task.done and not task.wait(_POLL_S):
-            self._deps.pg.tidy()
-        if task.error is not None:
-            raise task.error
-        self._task = None
 
     def _can_reduce(self) -> bool:
         """See `Round.may_reduce`; broken connections are an error of the step."""

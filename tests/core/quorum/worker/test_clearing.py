@@ -23,20 +23,20 @@ def begun_at(program: str) -> list[int]:
     for at, letter in enumerate(program):
         match letter:
             case "|":
-                pattern.vote()
+                pattern.record_vote()
                 under_way = False
             case ".":
                 num_launched += SUMS_OF_A_PASS
             case "!":
                 has_failed = True
             case _:
-                if not under_way or not pattern.continues(
+                if not under_way or not pattern.continues_step(
                     letter, num_launched, has_failed=has_failed
                 ):
                     found.append(at)
-                    pattern.begin()
+                    pattern.begin_step()
                     under_way, has_failed, num_launched = True, False, 0
-                    assert pattern.continues(letter, 0)
+                    assert pattern.continues_step(letter, 0)
     return found
 
 
@@ -94,7 +94,7 @@ def test_more_passes_than_before_at_one_place_are_learned() -> None:
 
 def test_a_step_of_many_calls_is_bounded() -> None:
     pattern = ClearingPattern()
-    pattern.begin()
+    pattern.begin_step()
     for num in range(10 * MAX_SEGMENTS):
-        assert pattern.continues(num % 7, num)
+        assert pattern.continues_step(num % 7, num)
     assert len(pattern._segments) == MAX_SEGMENTS

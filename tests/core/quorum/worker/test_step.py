@@ -267,8 +267,8 @@ def test_a_group_that_does_not_fit_now_and_then_ends_in_its_first_steps() -> Non
     for _ in range(MAX_MISFITS - 1):
         commit(machine, MISFIT)
         commit(machine)
-    machine.note_misfit("other operations in step 7")  # noticed in the step after
-    for begin in (machine.start, machine.go_on):
+    machine.record_misfit("other operations in step 7")  # noticed in the step after
+    for begin in (machine.start, machine.start_in_term):
         with pytest.raises(RequestRefused, match=r"3 steps beside the 2 .*: other operations in"):
             begin()
     assert machine.state.phase is Phase.IDLE
@@ -338,7 +338,7 @@ def in_phase(phase: Phase) -> StepMachine:
 
 ACTIONS = {
     StepEvent.STARTED: lambda machine: machine.start(),
-    StepEvent.WENT_ON: lambda machine: machine.go_on(),
+    StepEvent.WENT_ON: lambda machine: machine.start_in_term(),
     StepEvent.QUORUM_FORMED: lambda machine: machine.form(TWO),
     StepEvent.HEAL_PLANNED: lambda machine: machine.form(TWO, heal_to=7),
     StepEvent.QUORUM_FAILED: lambda machine: machine.fail_quorum(OOPS),

@@ -32,14 +32,14 @@ class ClearingPattern:
         self._last: Segments = ()  # the last iteration that had given up passes
         self._num_alike = 0
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin_step(self) -> None:
+        """Begin a step, which has made no call yet."""
         if not self._is_voted and any(self._segments):
             self._given_up = [*self._given_up, *self._segments][-MAX_SEGMENTS:]
         self._segments, self._num_launched, self._is_voted = [set()], 0, False
 
-    def vote(self) -> None:
-        """The present step is over: its calls are those of this program's steps."""
+    def record_vote(self) -> None:
+        """End the present step: its calls are those of this program's steps."""
         whole = _frozen([*self._given_up, *self._segments])
         self._num_alike = self._num_alike + 1 if whole == self._last else 1
         self._last = whole
@@ -47,9 +47,8 @@ class ClearingPattern:
         self._usual = whole if is_one else _frozen(self._segments)
         self._segments, self._given_up, self._is_voted = [set()], [], True
 
-    def continues(self, site: Site, num_launched: int, *, has_failed: bool = False) -> bool:
-        """Whether a call at ``site`` belongs to the present step; otherwise another one is to
-        `begin`.
+    def continues_step(self, site: Site, num_launched: int, *, has_failed: bool = False) -> bool:
+        """Whether a call at ``site`` belongs to the present step, or else begins another one.
 
         ``num_launched``: how many sums the step has launched. ``has_failed``: it cannot be
         committed any more.

@@ -13,9 +13,9 @@ from torchft_svc.errors import QuorumFailed
 
 # Groups wait for one another in every step; longer waits are logged. A reason that changes all the
 # time, as while a large job starts, is not logged more often.
-_SAY_AFTER_S = 5.0
+_LOG_AFTER_S = 5.0
 # The reason is repeated, so that it is near the end of the log.
-_SAY_AGAIN_S = 30.0
+_LOG_AGAIN_S = 30.0
 # Only losses that are newer than the quorum matter, and these are few.
 _MAX_LOSSES = 256
 # A line in a log is read by people.
@@ -24,8 +24,10 @@ _MAX_NAMES = 8
 
 @dataclass(frozen=True, slots=True)
 class LoseMember:
-    """The members of quorum ``quorum_id`` cannot finish any operation, because of ``reason``:
-    tell a backend that does not notice this by itself."""
+    """The members of quorum ``quorum_id`` cannot finish any operation, because of ``reason``.
+
+    A backend that does not notice this by itself has to be informed.
+    """
 
     quorum_id: int
     reason: str
@@ -49,13 +51,13 @@ class _Loss:
     def __str__(self) -> str:
         return f"{self.replica_id} is out: {self.reason}"
 
-    def for_people(self) -> str:
+    def describe(self) -> str:
+        """The loss in a sentence for people."""
         return f"lost group {stable_name(self.replica_id)}: {self.reason}"
 
 
 class Peers:
-    """The groups of the quorum that the process group was last built for, and which of them are
-    gone."""
+    """The groups that the process group was last built for, and which of them are gone."""
 
     def __init__(self) -> None:
         self.quorum: QuorumResult | None = None
@@ -65,35 +67,37 @@ class Peers:
         self._losses: deque[_Loss] = deque(maxlen=_MAX_LOSSES)
         self._newcomers: frozenset[str] = frozenset()
         self._asked_at: float | None = None  # since when there is no answer; None: there is one
-        self._said, self._said_at = "", -math.inf
+        self._logged, self._logged_at = "", -math.inf
 
     @property
     def num_waiting(self) -> int:
         """How many groups wait to join, as far as is known since the last question."""
         return len(self._newcomers)
 
-    def asks(self, now: float) -> None:
-        """The next quorum is asked for: waiting groups are in it, or are announced again. Groups
-        that were lost before are not in it, whatever its id: a lighthouse's clock may have been
-        set back."""
+    def begin_question(self, now: float) -> None:
+        """Forget newcomers and losses: the next quorum is asked for.
+
+        Waiting groups are in it, or are announced again. Groups that were lost before are not in
+        it, whatever its id: a lighthouse's clock may have been set back.
+        """
         self._newcomers = frozenset()
         self._losses.clear()
         if self._asked_at is None:  # else the question before had no answer
             self._asked_at = now
 
-    def answered(self, quorum: QuorumResult) -> None:
+    def record_answer(self, quorum: QuorumResult) -> None:
+        """Record that the question has brought ``quorum``, whose members do not wait any more."""
         self._asked_at = None
         self._newcomers = self._newcomers.difference(quorum.replica_ids)
 
-    def enter(self, quorum: QuorumResult) -> None:
-        """The process group is built for ``quorum`` from now on."""
+    def enter_quorum(self, quorum: QuorumResult) -> None:
+        """Record that the process group is built for ``quorum`` from now on."""
         self._last, self.quorum = self.quorum, quorum
         self._last_reasons, self._reasons = self._reasons, {}
 
-    def change(self) -> str:
-        """For the log: the members of the present quorum, and which of them are new or gone;
-        empty: none."""
-        return _change(self._last, self.quorum, self._last_reasons) if self.quorum else ""
+    def describe_change(self) -> str:
+        """The members of the present quorum, and which are new or gone (empty: none are)."""
+        return _describe_change(self._last, self.quorum, self._last_reasons) if self.quorum else ""
 
     def fits(self, quorum: QuorumResult) -> bool:
         """Whether the process group was built for ``quorum``."""
@@ -101,11 +105,15 @@ class Peers:
 
     # -- news, at any time -----------------------------------------------------------------------
 
-    def waits(self, replica_id: str) -> None:
+    def record_newcomer(self, replica_id: str) -> None:
+        """Record that a group waits to join."""
         self._newcomers |= {replica_id}
 
-    def lost(self, replica_id: str, reason: str, quorum_id: int) -> LoseMember | None:
-        """A member of quorum ``quorum_id`` is gone; returns None if that is of no concern."""
+    def record_loss(self, replica_id: str, reason: str, quorum_id: int) -> LoseMember | None:
+        """Record that a member of quorum ``quorum_id`` is gone.
+
+        Returns None if it is not in the present quorum.
+        """
         loss = _Loss(replica_id, reason, quorum_id)
         self._losses.append(loss)
         if len(self._reasons) < _MAX_LOSSES:
@@ -114,8 +122,8 @@ class Peers:
             return None
         return LoseMember(self.quorum.quorum_id, str(loss))
 
-    def cut(self) -> LoseMember | None:
-        """The stream to the manager has ended, so this group is out of its last quorum.
+    def stream_ended(self) -> LoseMember | None:
+        """Record that the stream to the manager has ended: this group is out of its last quorum.
 
         What it waits for will not come, and not every backend notices that its peers have left.
         """
@@ -124,18 +132,17 @@ class Peers:
         reason = "the stream to the manager ended: this group is out"
         return LoseMember(self.quorum.quorum_id, reason)
 
-    def no_quorum_yet(self, reason: str, now: float) -> str:
-        """There is no quorum because of ``reason`` (empty: not known), which is reported again and
-        again.
+    def record_no_quorum(self, reason: str, now: float) -> str:
+        """Record why there is no quorum (empty: not known), which is reported again and again.
 
         Returns what to log: if that lasts, when it changes, and from time to time.
         """
         asked_at = self._asked_at
-        if asked_at is None or min(now - asked_at, now - self._said_at) < _SAY_AFTER_S:
+        if asked_at is None or min(now - asked_at, now - self._logged_at) < _LOG_AFTER_S:
             return ""
-        if reason == self._said and now - self._said_at < _SAY_AGAIN_S:
+        if reason == self._logged and now - self._logged_at < _LOG_AGAIN_S:
             return ""
-        self._said, self._said_at = reason, now
+        self._logged, self._logged_at = reason, now
         why = reason or "the lighthouse gave no reason"
         return f"no quorum for {now - asked_at:.0f} s: {why}"
 
@@ -154,7 +161,7 @@ class Peers:
             self._check(quorum, quorum.replica_ids[source])
 
     def check_own(self, quorum: QuorumResult) -> None:
-        """Raise `QuorumFailed` if this group itself is out: the others go on without it."""
+        """Raise `QuorumFailed` if this group itself is out: the others train without it."""
         if quorum.replica_rank < len(quorum.replica_ids):
             self._check(quorum, quorum.replica_ids[quorum.replica_rank])
 
@@ -164,15 +171,17 @@ class Peers:
                 raise QuorumFailed(str(loss))
 
     def who_is_lost(self) -> str:
-        """For the log: which groups of the present quorum are gone, and why; empty: none."""
+        """Which groups of the present quorum are gone, and why (empty: none)."""
         quorum = self.quorum
         if quorum is None:
             return ""
         losses = {loss.replica_id: loss for loss in self._losses if loss.concerns(quorum)}
-        return _listed([loss.for_people() for loss in losses.values()], "; ")
+        return _listed([loss.describe() for loss in losses.values()], "; ")
 
 
-def _change(last: QuorumResult | None, quorum: QuorumResult, reasons: dict[str, str]) -> str:
+def _describe_change(
+    last: QuorumResult | None, quorum: QuorumResult, reasons: dict[str, str]
+) -> str:
     before = () if last is None else last.replica_ids
     members_before, members_now = frozenset(before), frozenset(quorum.replica_ids)
     came = [each for each in quorum.replica_ids if each not in members_before]
@@ -187,8 +196,8 @@ def _change(last: QuorumResult | None, quorum: QuorumResult, reasons: dict[str, 
         "restarted": [stable_name(each) for each in came if stable_name(each) in again],
         "gone": [_gone(each, reasons) for each in went if stable_name(each) not in again],
     }
-    told = [f"{what}: {_listed(who, ', ')}" for what, who in news.items() if who and last]
-    return "; ".join([members, *told])
+    changes = [f"{what}: {_listed(who, ', ')}" for what, who in news.items() if who and last]
+    return "; ".join([members, *changes])
 
 
 def _gone(replica_id: str, reasons: dict[str, str]) -> str:

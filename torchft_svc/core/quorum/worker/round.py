@@ -1,38 +1,28 @@
 """Decides a worker's round: ask for the quorum, meet its members, offer or fetch state, vote.
 
-    begin ─> ask ─> [unanswered] ─> answered ─> [entered] ─> met ─> [fetched] ─> vote ─> voted
-      └─ goes on in the same quorum (rule E1) ─> summed ─────────────────────────────^
+    begin_step ─> [question_failed] ─> quorum_received ─> [quorum_entered] ─> members_met
+      │                                                                         │
+      │                                                     [state_fetched] <───┤
+      │                                                            └────────────┤
+      └─ the quorum is kept (rule E1) ──────────────────────────────────────────┴─> begin_vote
+                                                 vote_decided, vote_failed <──────────┘
 
-Each input returns orders, to be carried out one after the other; what comes of one is the next
-input. Whatever fails on the way to the vote is `failed`, and becomes an input of the step machine:
-there is no quorum, no heal, or no step that can be committed. Client and simulator drive it.
+Each input returns one `Ready`: what to do at once, and `Ready.then`, the slow action whose outcome
+is the next input. Whatever fails on the way to the vote goes to `record_failure`, and becomes an
+input of the step machine: there is no quorum, no heal, or no step that can be committed. The vote
+has outputs of its own (`VoteOutput`). The client (`client/step/round.py`) and the simulator
+(`tools/sim/trainer_actor.py`) execute them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchft_svc.core.quorum.activity import Activity, Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish, fate
 from torchft_svc.core.quorum.types import Resumed, Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.peers import LoseMember, Peers
-from torchft_svc.core.quorum.worker.round_orders import (
-    AskDecision,
-    AskManager,
-    BeginTraining,
-    Decide,
-    EnterQuorum,
-    ExpectNoState,
-    FetchState,
-    LeaveMembers,
-    LoseDecision,
-    MeetMembers,
-    OfferState,
-    Order,
-    RefuseState,
-    Warn,
-)
 from torchft_svc.core.quorum.worker.state_check import NEVER, CheckRules, CheckSchedule
 from torchft_svc.core.quorum.worker.step import StepMachine, participation
 from torchft_svc.core.route import DECISION_PATIENCE_S, MANAGER_PATIENCE_S, CallRetry
@@ -50,10 +40,129 @@ from torchft_svc.errors import (
     Unauthorized,
 )
 
-# So long after its last question or vote, a worker listens to its manager before it decides alone.
-LISTEN_AFTER_S = 0.5
-# The phases in which a step ends by a vote, or by being given up.
+# A worker that decides alone receives its news first if its last question or vote is this old.
+NEWS_AFTER_S = 0.5
+# The phases in which a step ends by a vote, or by being abandoned.
 UNDER_WAY = (Phase.TRAINING, Phase.HEALING)
+
+
+# -- outputs ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class AskManager:
+    """Send `Round.question` to the manager after ``pause_s``, and wait until ``deadline``.
+
+    The outcome is `Round.quorum_received` or `Round.question_failed`.
+    """
+
+    pause_s: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class EnterQuorum:
+    """Report to the manager that this worker waits for others, then call `Round.quorum_entered`.
+
+    The quorum has other members, or other connections, than the one before: see
+    `Peers.describe_change`.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class MeetMembers:
+    """Connect with the members of the quorum, then call `Round.members_met`.
+
+    Not ``anew``: they are connected already, so only check that the connections still exist.
+    """
+
+    anew: bool
+
+
+@dataclass(frozen=True, slots=True)
+class FetchState:
+    """Get the state that the quorum assigns, then call `Round.state_fetched`."""
+
+
+SlowAction = AskManager | EnterQuorum | MeetMembers | FetchState
+
+
+@dataclass(frozen=True, slots=True)
+class OfferState:
+    """Serve the state to replica ranks that heal from here, or take a part of it from here.
+
+    ``at_once``: as it was when the step began; otherwise what the step changes follows at its end.
+    """
+
+    receivers: tuple[int, ...]
+    extras: tuple[int, ...]
+    at_once: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseState:
+    """The groups that would heal from here must not wait, because of ``reason``."""
+
+    receivers: tuple[int, ...]
+    reason: Exception
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """What to do after an input, in the order of the fields; what is not set is not done.
+
+    ``expects_no_state``: no state comes, so what was prepared for a heal is not needed.
+    ``warnings``: sentences to log. ``leave``: why the connections are closed at once, so that the
+    others do not wait. ``begins_training``: the members are known, and connected if possible, so
+    the program may continue. ``then``: the slow action whose outcome is the next input.
+    """
+
+    expects_no_state: bool = False
+    warnings: tuple[str, ...] = ()
+    leave: Exception | None = None
+    begins_training: bool = False
+    offer: OfferState | None = None
+    refusal: RefuseState | None = None
+    then: SlowAction | None = None
+
+
+NOTHING = Ready()
+
+
+@dataclass(frozen=True, slots=True)
+class AskDecision:
+    """Send `Round.ballot` to the manager after ``pause_s``, and wait until ``deadline``.
+
+    The outcome is `Round.vote_decided` or `Round.vote_failed`.
+    """
+
+    pause_s: float
+    deadline: float
+
+
+@dataclass(frozen=True, slots=True)
+class Decide:
+    """The group's decision, and how its next step begins: for `Round.apply_decision`.
+
+    With ``error`` there is no decision, which counts as no.
+    """
+
+    committed: bool
+    error: TorchFTError | None = None
+    fate: Fate = Fate.BREAKS_OFF
+
+
+@dataclass(frozen=True, slots=True)
+class LoseDecision:
+    """There is, or may be, a decision that did not arrive: this worker cannot continue."""
+
+    error: TorchFTError
+
+
+VoteOutput = AskDecision | Decide | LoseDecision
+
+
+# -- settings --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +170,7 @@ class WorkerRules:
     """The settings that are the same in all rounds of a worker.
 
     ``num_wanted``: how many groups contribute at most (None: all). ``patience_s``: a manager that
-    cannot be reached for so long is gone for good. ``is_steady``: steps may begin without a
+    cannot be reached for this long is gone for good. ``is_steady``: steps may begin without a
     question, if all groups can do that. ``checks``: when the members compare their states.
     """
 
@@ -85,81 +194,95 @@ class RoundRequest:
     layout: str = ""
 
 
+# -- the machine -----------------------------------------------------------------------------------
+
+
 class Round:
     """A worker's rounds, one after the other, with its ``step`` and its ``peers``.
 
     ``quorum``, ``error`` (why there is no quorum), ``has_connected`` (the members are not those of
     the round before), ``waits_for_heal`` (a healed state is loaded before the step begins) and
-    ``goes_on`` (the quorum is that of the step before, and nobody is asked) belong to the present
-    round. ``drain_reason`` is set once, for good.
+    ``keeps_quorum`` (the quorum is that of the step before, and nobody is asked) belong to the
+    present round. ``drain_reason`` is set once, for good.
     """
 
     def __init__(self, rules: WorkerRules, step: StepMachine) -> None:
         self.step = step
-        self.peers: Peers = Peers()
+        self.peers = Peers()
         self.quorum: QuorumResult | None = None
         self.error: Exception | None = None
         self.has_connected = False
         self.waits_for_heal = False
+        self.keeps_quorum = False
         self.drain_reason: str | None = None
         self.checks = CheckSchedule(rules.checks.check_every)
         self._rules = rules
         self._request = RoundRequest(timeout_s=0.0)
-        self._last_at = 0.0  # when it asked or voted last
-        self._leaves_for: str | None = None  # why this worker has to end, if it has said so
+        self._last_at = 0.0  # time of the last question or vote
+        self._leaves_for: str | None = None  # the drain reason in the last question
         self._retries = CallRetry(0.0, 0.0)
         self._vote = False
-        self.goes_on = False
         self._fate = Fate.BREAKS_OFF  # of the last step
         self._step_due = 0  # after the last one, if that was committed
         self._agreed = False  # all members of the last quorum ask before this step
         self._wishes: float | None = None  # their sum in this step
-        self._is_sum_shared = True  # all members have seen the same
+        self._is_sum_shared = True  # all members have seen the same sum
         self._asked_for_in = 0  # the quorum whose end news have asked for since the last question
-        self._term_ends: TermEnds | None = None  # the last news that one is over
+        self._term_end: TermEnds | None = None  # the last news of the end of a term
 
     # -- the quorum ------------------------------------------------------------------------------
 
-    def begin(self, request: RoundRequest, broken: Exception | None = None) -> int:
-        """A step begins; returns its epoch. Its quorum is to be asked for, unless it `goes_on`.
+    def begin_step(
+        self, request: RoundRequest, now: float, broken: Exception | None = None
+    ) -> Ready:
+        """Begin a step: ask for its quorum, or keep the one of the step before (`keeps_quorum`).
 
         ``broken``: why the connections with the members do not work, if they do not.
 
-        Raises: RequestRefused: this worker may begin none; nothing has changed.
+        Raises:
+            RequestRefused: this worker may begin none; nothing has changed.
         """
-        why_not = self._why_not_on(request, broken)
+        why_not = self._why_not_kept(request, broken)
         is_alone = self._rules.group_world_size == 1
-        goes_on = self._fate is Fate.GOES_ON and not (is_alone and why_not)
-        waits_for_heal = not goes_on and self.will_wait_for_heal(request.allow_heal)
-        epoch = self.step.go_on() if goes_on else self.step.start()
+        keeps_quorum = self._fate is Fate.GOES_ON and not (is_alone and why_not)
+        waits_for_heal = not keeps_quorum and self.will_wait_for_heal(request.allow_heal)
+        if keeps_quorum:
+            self.step.start_in_term()
+        else:
+            self.step.start()
         self._agreed = self._fate is Fate.ENDS
         self._fate, self._wishes, self._is_sum_shared = Fate.BREAKS_OFF, None, True
-        self._request, self.waits_for_heal, self.goes_on = request, waits_for_heal, goes_on
+        self._request, self.waits_for_heal = request, waits_for_heal
+        self.keeps_quorum = keeps_quorum
         self.error = self._leaves_for = None
         self.has_connected = False
-        if not goes_on:
-            self.quorum = None
-            self._asked_for_in = 0
-        elif why_not is not None:
-            self.step.latch(why_not)
-        return epoch
+        if keeps_quorum:
+            if why_not is not None:
+                self.step.latch(why_not)
+            return Ready(leave=why_not)
+        self.quorum = None
+        self._asked_for_in = 0
+        return self._ask(now)
 
-    def go_on(self) -> tuple[Order, ...]:
-        """Instead of `ask`, if this step `goes_on`: the program continues at once."""
-        error = self.step.state.error
-        return () if error is None else (LeaveMembers(error),)
+    def _ask(self, now: float) -> Ready:
+        self.peers.begin_question(now)
+        self._last_at = now
+        deadline = now + self._request.timeout_s
+        self._retries = CallRetry(deadline, self._rules.patience_s)
+        return Ready(then=AskManager(0.0, deadline))
 
     @property
     def awaits_losses(self) -> bool:
-        """Whether news that a member has left would let this step be summed in another quorum
-        (rule E9): otherwise there is no reason to wait for them.
+        """Whether the loss of a member would let this step be summed in another quorum (rule E9).
 
-        Not in a group of several workers, which may be in a collective of the group, nor if this
-        group is out itself.
+        Otherwise there is no reason to wait for that news. Not in a group of several workers, which
+        may be in a collective of the group, nor if this group is out itself.
         """
         is_alone = self._rules.group_world_size == 1
         quorum, in_pass = self.quorum, self.step.state.phase is Phase.TRAINING
-        if quorum is None or not (is_alone and self.goes_on and in_pass and not self.drain_reason):
+        if quorum is None or not (
+            is_alone and self.keeps_quorum and in_pass and not self.drain_reason
+        ):
             return False
         try:
             self.peers.check_own(quorum)
@@ -168,30 +291,33 @@ class Round:
         return True
 
     def may_sum_again(self) -> bool:
-        """Whether the sums of the present step, none of which is over, may be made in another
-        quorum instead of being given up: it `awaits_losses`, and a member of the term has left."""
+        """Whether the sums of this step, none of which is over, may be made in another quorum.
+
+        That is so if it `awaits_losses`, and a member of the term has left.
+        """
         quorum = self.quorum
         if quorum is None or not self.awaits_losses:
             return False
         return self._why_in_vain(quorum) is not None
 
-    def sum_again(self) -> int:
-        """The present step, which `may_sum_again`, needs another quorum, which is to be asked for;
-        returns its new epoch.
+    def sum_again(self, now: float) -> Ready:
+        """Ask for another quorum for the present step, which `may_sum_again`.
 
-        Raises: RequestRefused: see `StepMachine.start`.
+        Raises:
+            RequestRefused: see `StepMachine.start`.
         """
-        epoch = self.step.start()
-        self.goes_on = self.has_connected = self._agreed = False
+        self.step.start()
+        self.keeps_quorum = self.has_connected = self._agreed = False
         self.quorum = self.error = self._leaves_for = self._wishes = None
         self._is_sum_shared, self._asked_for_in = True, 0
-        return epoch
+        return self._ask(now)
 
-    def _why_not_on(self, request: RoundRequest, broken: Exception | None) -> Exception | None:
+    def _why_not_kept(self, request: RoundRequest, broken: Exception | None) -> Exception | None:
         """Why this worker cannot take part in another step of its quorum.
 
-        One of several workers goes on nevertheless, as the group has decided, and votes no: the
-        others would wait for it in a collective of the group, and it for them in the next quorum.
+        One of several workers keeps the quorum nevertheless, as the group has decided, and votes
+        no: the others would wait for it in a collective of the group, and it for them in the next
+        quorum.
         """
         if self._fate is not Fate.GOES_ON:
             return None
@@ -215,12 +341,14 @@ class Round:
 
     def _check_term(self, quorum: QuorumResult) -> None:
         """Raise `QuorumFailed` if the term of ``quorum`` is over."""
-        if self._term_ends is not None and self._is_over(self._term_ends, quorum):
-            raise QuorumFailed(self._term_ends.reason)
+        if self._term_end is not None and self._is_over(self._term_end, quorum):
+            raise QuorumFailed(self._term_end.reason)
 
     def _is_over(self, ends: TermEnds, quorum: QuorumResult) -> bool:
-        """Whether the present step of ``quorum`` is in vain; until its members are met, this worker
-        may show the step of before."""
+        """Whether ``ends`` ends the present step of ``quorum``, too.
+
+        Until its members are met, this worker may still show the step of before.
+        """
         state = self.step.state
         step = quorum.max_step if state.phase is Phase.QUORUM else state.step
         return ends.is_over_at(quorum.quorum_id, step)
@@ -231,13 +359,18 @@ class Round:
 
     @property
     def wants_question(self) -> bool:
-        """Whether this worker wants all members to ask before the next step: its part in the sum of
-        wishes. A spare, or a group that heals, may want it, too."""
-        is_told = self.quorum is not None and self.quorum.quorum_id == self._asked_for_in
-        return is_told or self.peers.num_waiting > 0 or self.drain_reason is not None
+        """Whether this worker wants all members to ask before the next step.
 
-    def summed(self, wishes: float, is_shared: bool = True) -> None:
-        """One more sum of all members' wishes; ``is_shared``: the others may have seen the same."""
+        This is its part in the sum of wishes. A spare, or a group that heals, may want it, too.
+        """
+        is_asked_for = self.quorum is not None and self.quorum.quorum_id == self._asked_for_in
+        return is_asked_for or self.peers.num_waiting > 0 or self.drain_reason is not None
+
+    def record_wishes(self, wishes: float, is_shared: bool = True) -> None:
+        """Add one more sum of all members' wishes.
+
+        ``is_shared``: the others have seen the same.
+        """
         self._wishes = wishes + (self._wishes or 0.0)
         self._is_sum_shared &= is_shared
 
@@ -275,13 +408,6 @@ class Round:
         is_first = self.quorum is not None and self.quorum.max_step == 0 and self._rules.init_sync
         return is_first or not self._rules.use_async_quorum
 
-    def ask(self, now: float) -> tuple[Order, ...]:
-        self.peers.asks(now)
-        self._last_at = now
-        deadline = now + self._request.timeout_s
-        self._retries = CallRetry(deadline, self._rules.patience_s)
-        return (AskManager(0.0, deadline),)
-
     def question(self, checkpoint_address: str, *, are_connections_broken: bool) -> WorkerRequest:
         """The question for the manager; it may differ when it is asked again."""
         state, request = self.step.state, self._request
@@ -304,33 +430,37 @@ class Round:
             agreed=self._agreed,
         )
 
-    def unanswered(
+    def question_failed(
         self, error: Exception, now: float, *, is_manager_over: bool = False
-    ) -> tuple[Order, ...]:
-        """The question failed; a manager that is being restarted is asked again."""
+    ) -> Ready:
+        """Ask again if the manager is being restarted; otherwise there is no quorum."""
         pause_s = self._retries.pause_s(error, now, is_manager_over)
         if pause_s is None:
-            return self.failed(error)
-        return (AskManager(pause_s, self._retries.deadline),)
+            return self.record_failure(error)
+        return Ready(then=AskManager(pause_s, self._retries.deadline))
 
-    def answered(self, quorum: QuorumResult) -> tuple[Order, ...]:
+    def quorum_received(self, quorum: QuorumResult) -> Ready:
+        """Enter ``quorum``, which answers the question, unless it is the one of before."""
         self.quorum = quorum
-        self.peers.answered(quorum)
+        self.peers.record_answer(quorum)
         if self.peers.fits(quorum):
-            return (MeetMembers(anew=False),)
+            return Ready(then=MeetMembers(anew=False))
         self.has_connected = True
-        self.peers.enter(quorum)
-        return (EnterQuorum(),)
+        self.peers.enter_quorum(quorum)
+        return Ready(then=EnterQuorum())
 
-    def entered(self) -> tuple[Order, ...]:
-        """The manager knows that this worker waits for the members, and reports losses from now
-        on; one that was reported before the quorum counts, too."""
+    def quorum_entered(self) -> Ready:
+        """Meet the members, unless a loss was reported already.
+
+        The manager knows that this worker waits for them, and reports losses from now on; one that
+        was reported before the quorum counts, too.
+        """
         assert self.quorum is not None
         why = self._why_in_vain(self.quorum)
-        return (MeetMembers(anew=True),) if why is None else self.met(why)
+        return Ready(then=MeetMembers(anew=True)) if why is None else self.members_met(why)
 
-    def met(self, problem: Exception | None) -> tuple[Order, ...]:
-        """The members are connected, unless there is a ``problem``.
+    def members_met(self, problem: Exception | None) -> Ready:
+        """Begin the training: the members are connected, unless there is a ``problem``.
 
         Connections may have broken since this worker asked. The others keep theirs, and would not
         meet it again under this id: it reports that with its next question, which brings another
@@ -352,21 +482,23 @@ class Round:
         if problem is not None:
             self.step.latch(problem)
         broken = self.step.state.error
-        orders: list[Order] = [] if heals else [ExpectNoState()]
+        warnings = []
         if quorum.heal and before > quorum.max_step:
-            orders.append(Warn(_not_believed(before, quorum.max_step)))
+            warnings.append(_not_believed(before, quorum.max_step))
         if broken is not None and quorum.heal and not heals:
-            orders.append(Warn(f"step {before} cannot be committed: {broken}"))
+            warnings.append(f"step {before} cannot be committed: {broken}")
         # A group that postpones its heal and does not contribute does no harm to the others.
         is_awaited = self._contributes or heals or not quorum.heal or problem is not None
-        if broken is not None and is_awaited:
-            orders.append(LeaveMembers(broken))
-        orders.append(BeginTraining())
-        if may_heal:
-            orders += self._offer(quorum)
-        if heals:
-            orders.append(FetchState())
-        return tuple(orders)
+        offer, refusal = self._offer(quorum) if may_heal else (None, None)
+        return Ready(
+            expects_no_state=not heals,
+            warnings=tuple(warnings),
+            leave=broken if is_awaited else None,
+            begins_training=True,
+            offer=offer,
+            refusal=refusal,
+            then=FetchState() if heals else None,
+        )
 
     def _began_too_early(self, quorum: QuorumResult) -> QuorumFailed | None:
         """Whether this worker may have begun its forward pass with weights that are not the job's,
@@ -379,20 +511,21 @@ class Round:
         step = self.step.state.step
         return QuorumFailed(f"the step began with the weights of step {step}, the job is at step 0")
 
-    def _offer(self, quorum: QuorumResult) -> tuple[Order, ...]:
-        receivers = quorum.recover_dst_replica_ranks
-        extras = quorum.recover_extra_dst_replica_ranks
+    def _offer(self, quorum: QuorumResult) -> tuple[OfferState | None, RefuseState | None]:
+        receivers = tuple(quorum.recover_dst_replica_ranks)
+        extras = tuple(quorum.recover_extra_dst_replica_ranks)
         if not receivers and not extras:
-            return ()
+            return None, None
         try:
             self.step.check_whole()
         except RequestRefused as error:
-            return (RefuseState(receivers, error),)
-        return (OfferState(receivers, extras, self.heals_first),)
+            return None, RefuseState(receivers, error)
+        return OfferState(receivers, extras, self.heals_first), None
 
-    def fetched(self) -> None:
-        """The state has arrived, and waits to be applied."""
+    def state_fetched(self) -> Ready:
+        """Record that the state has arrived, and waits to be applied."""
         self.step.receive_state()
+        return NOTHING
 
     @property
     def compares_states(self) -> bool:
@@ -407,14 +540,14 @@ class Round:
     @property
     def common_step(self) -> int:
         """The step of the job that the members take part in; a group that heals is behind it."""
-        if self.goes_on or self.quorum is None:
+        if self.keeps_quorum or self.quorum is None:
             return self._number
         return self.quorum.max_step
 
     # -- what goes wrong -------------------------------------------------------------------------
 
-    def failed(self, error: Exception) -> tuple[Order, ...]:
-        """There is no quorum, or no heal, or the step cannot be committed."""
+    def record_failure(self, error: Exception) -> Ready:
+        """Record that there is no quorum, or no heal, or that the step cannot be committed."""
         phase = self.step.state.phase
         if phase is Phase.QUORUM:
             self.error = error
@@ -425,13 +558,13 @@ class Round:
             self.step.latch(error)
         has_missed = self.error is not None and self.peers.quorum is not None
         if isinstance(error, GroupLeft) or not (self._contributes or has_missed):
-            return ()
+            return NOTHING
         # Others count on this group's gradients, or may do so in the quorum that it has missed:
         # they must learn now that none will come.
-        return (LeaveMembers(error),)
+        return Ready(leave=error)
 
-    def withdraw(self, error: Exception) -> None:
-        """The round will not take place, because of ``error``: nobody was asked."""
+    def cancel_round(self, error: Exception) -> None:
+        """Record that the round will not take place, because of ``error``: nobody was asked."""
         self.error = error
         phase = self.step.state.phase
         if phase is Phase.QUORUM:
@@ -439,24 +572,24 @@ class Round:
         elif phase in UNDER_WAY:  # it goes on, and may sum nothing now
             self.step.latch(error)
 
-    def broke(self, error: Exception, epoch: int) -> tuple[Order, ...]:
-        """A collective or the program failed in the step with this ``epoch``."""
+    def record_error(self, error: Exception, epoch: int) -> Ready:
+        """Record that a collective or the program failed in the step with this ``epoch``."""
         if not self.step.latch(error, epoch) or self.step.state.phase not in UNDER_WAY:
-            return ()
+            return NOTHING
         # Other groups wait for this group's gradients: they must learn now that none will come.
         # Where operations differ, they do not wait for what this group would launch next.
         is_awaited = self._contributes or isinstance(error, OperationsDiffer)
-        return (LeaveMembers(error),) if is_awaited else ()
+        return Ready(leave=error) if is_awaited else NOTHING
 
-    def give_up(self) -> tuple[Order, ...]:
-        """A step under way ends without a vote, for example because its backward pass raised.
+    def abandon_step(self) -> Ready:
+        """End a step under way without a vote, for example because its backward pass raised.
 
         Other groups may wait for collectives that this worker will not launch, and it for their
         request.
         """
         if self.step.state.phase not in UNDER_WAY:
-            return ()
-        return (LeaveMembers(QuorumFailed("the step was given up")),)
+            return NOTHING
+        return Ready(leave=QuorumFailed("the step was given up"))
 
     @property
     def may_reduce(self) -> bool:
@@ -474,9 +607,9 @@ class Round:
     def check_left(self) -> None:
         """Raise `Drained` if the group has to end, and need not wait for anybody.
 
-        The manager has said so; or this worker has said that it has to end, and its manager or
-        another worker is frozen or gone. Otherwise the worker asks again: another one may wait for
-        it.
+        The manager has ordered that; or this worker has reported that it has to end, and its
+        manager or another worker is frozen or gone. Otherwise the worker asks again: another one
+        may wait for it.
         """
         if isinstance(self.error, GroupLeft):
             raise Drained(str(self.error))
@@ -484,7 +617,7 @@ class Round:
             raise Drained(f"{self._leaves_for}; it could not leave: {self.error}")
 
     def check_next(self) -> None:
-        """After a step that is not committed, raise an error that a further step would not mend.
+        """Raise an error that no further step would mend; for a step that is not committed.
 
         A worker that has trained before retries if it is not authorized: the service may be
         restarted with other settings.
@@ -499,39 +632,45 @@ class Round:
     # -- news ------------------------------------------------------------------------------------
 
     def drain(self, reason: str) -> bool:
-        """Returns whether that is new."""
+        """Record why the group has to end after its step; returns whether that is new."""
         is_news = self.drain_reason is None
         self.drain_reason = self.drain_reason or reason
         return is_news
 
-    def term_ends(self, news: TermEnds) -> LoseMember | None:
-        """The term of a quorum is to end, or is over (rule E4); returns what to give up, if a step
-        under way is in vain."""
+    def record_term_end(self, news: TermEnds) -> LoseMember | None:
+        """Record that the term of a quorum is to end, or is over (rule E4).
+
+        Returns what to give up, if a step under way is in vain.
+        """
         if news.step is None:
             self._asked_for_in = news.quorum_id
             return None
-        known = self._term_ends
+        known = self._term_end
         is_known = known is not None and known.is_over_at(news.quorum_id, news.step)
-        self._term_ends = known if is_known else news
+        self._term_end = known if is_known else news
         quorum = self.quorum
         in_step = self.step.state.phase in (*UNDER_WAY, Phase.QUORUM)
         if quorum is None or not in_step or not self._is_over(news, quorum):
             return None
         return LoseMember(quorum.quorum_id, news.reason)
 
-    def line_broke(self) -> LoseMember | None:
-        """The stream to the manager has broken, and is opened again; returns what to give up:
-        nothing in a term (rule E7)."""
-        is_steady = self.quorum is not None and self.quorum.steady
-        return None if is_steady else self.peers.cut()
+    def stream_lost(self) -> LoseMember | None:
+        """Record that the stream to the manager has broken, and is opened again.
 
-    def resumed(self) -> Resumed | None:
-        """As which member of its quorum another manager of this group continues (rule E7); None:
-        as a new incarnation."""
+        Returns what to give up: nothing in a term (rule E7).
+        """
+        is_steady = self.quorum is not None and self.quorum.steady
+        return None if is_steady else self.peers.stream_ended()
+
+    def membership_to_resume(self) -> Resumed | None:
+        """The membership that a replacement manager may continue (rule E7).
+
+        None if it must start a new incarnation.
+        """
         quorum, state = self.quorum, self.step.state
         if quorum is None or not quorum.steady:
             return None
-        # What the other workers have reached, they tell the manager themselves.
+        # What the other workers have reached, they report to the manager themselves.
         is_alone = self._rules.group_world_size == 1
         reached = Activity(state.phase, state.step, 0.0).reached if is_alone else 0
         return Resumed(
@@ -543,15 +682,18 @@ class Round:
 
     # -- the vote --------------------------------------------------------------------------------
 
-    def listens(self, now: float) -> bool:
-        """Whether to receive all that the manager has sent before the `vote`: this worker decides
-        alone, and may have stood still while the others gave the step up (rule E3)."""
-        is_alone = self._rules.group_world_size == 1
-        return is_alone and self.quorum is not None and now - self._last_at >= LISTEN_AFTER_S
+    def needs_news(self, now: float) -> bool:
+        """Whether to receive all that the manager has sent before `begin_vote`.
 
-    def vote(self, now: float, timeout_s: float) -> tuple[Order, ...]:
-        """The step is over; a group of one worker decides alone."""
-        if self.quorum is not None and self.listens(now):
+        This worker decides alone, and may have stood still while the others gave the step up (rule
+        E3).
+        """
+        is_alone = self._rules.group_world_size == 1
+        return is_alone and self.quorum is not None and now - self._last_at >= NEWS_AFTER_S
+
+    def begin_vote(self, now: float, timeout_s: float) -> Decide | AskDecision:
+        """End the step: a group of one worker decides alone, another one asks its manager."""
+        if self.quorum is not None and self.needs_news(now):
             try:
                 self.peers.check_own(self.quorum)
                 self._check_term(self.quorum)
@@ -560,12 +702,13 @@ class Round:
         self._last_at = now
         self._vote = self.step.begin_vote()
         if self._rules.group_world_size == 1:
-            return (Decide(self._vote, fate=fate(self._vote, (self.wish,))),)
+            return Decide(self._vote, fate=fate(self._vote, (self.wish,)))
         patience_s = max(self._rules.patience_s, DECISION_PATIENCE_S if self._vote else 0.0)
         self._retries = CallRetry(now + timeout_s, patience_s)
-        return (AskDecision(0.0, self._retries.deadline),)
+        return AskDecision(0.0, self._retries.deadline)
 
     def ballot(self) -> Vote:
+        """This worker's vote on the present step, which `begin_vote` has made."""
         return Vote(
             group_rank=self._rules.group_rank,
             step=self._number,
@@ -573,27 +716,30 @@ class Round:
             wish=self.wish,
         )
 
-    def voted(self, committed: bool, fate: Fate) -> tuple[Order, ...]:
-        return (Decide(committed, fate=fate),)
+    def vote_decided(self, committed: bool, fate: Fate) -> Decide:
+        """The group's decision, as the manager has sent it."""
+        return Decide(committed, fate=fate)
 
     def vote_failed(
         self, error: TorchFTError, now: float, *, is_manager_over: bool = False
-    ) -> tuple[Order, ...]:
-        """There is no answer to the vote.
+    ) -> VoteOutput:
+        """Ask again, or decide without an answer to the vote.
 
         A no needs none: it decides. If no decision was made, nobody received a yes, so no is safe.
         A manager that is restarted is asked again: it finds out what the one before had decided.
         """
         if isinstance(error, CommitFailed):
-            return (Decide(False, error),)
+            return Decide(False, error)
         pause_s = self._retries.pause_s(error, now, is_manager_over)
         if pause_s is not None:
-            return (AskDecision(pause_s, self._retries.deadline),)
-        return (LoseDecision(error),) if self._vote else (Decide(False, error),)
+            return AskDecision(pause_s, self._retries.deadline)
+        return LoseDecision(error) if self._vote else Decide(False, error)
 
     def report(self, phase: Phase | None = None) -> PhaseReport:
-        """For the manager, or for the next one (`Group.reported`); ``phase``: if the worker waits
-        for others meanwhile."""
+        """What the manager, or the next one, is to know of this worker (`Group.reported`).
+
+        ``phase``: if the worker waits for others meanwhile.
+        """
         state = self.step.state
         return PhaseReport(phase or state.phase, state.step, self._went_on_to)
 
@@ -602,17 +748,66 @@ class Round:
         if self._fate is Fate.GOES_ON:  # between two steps
             return self._step_due
         in_step = self.step.state.phase in (Phase.TRAINING, Phase.VOTING)
-        return self._number if self.goes_on and in_step else 0
+        return self._number if self.keeps_quorum and in_step else 0
 
     @property
     def _number(self) -> int:
-        """The step that the group is in; one of several workers may have lost the last update."""
-        return self._step_due if self.goes_on else self.step.state.step
+        """The step that the group is in.
 
-    def decide(self, decided: Decide) -> None:
-        """See `StepMachine.decide`."""
+        One of several workers may have lost the last update, and be behind it.
+        """
+        return self._step_due if self.keeps_quorum else self.step.state.step
+
+    def apply_decision(self, decided: Decide) -> None:
+        """End the vote: see `StepMachine.decide`."""
         self._fate, self._step_due = decided.fate, self._number + 1
         self.step.decide(decided.committed, self.quorum.quorum_id if self.quorum else 0)
+
+
+class WorkerCalls:
+    """What a worker repeats in its calls and reports, so that a restarted manager knows it.
+
+    ``worker_id`` is new at every start of its process.
+    """
+
+    def __init__(self, worker_id: str) -> None:
+        self.worker_id = worker_id
+        self._round = self._round_before = 0  # of the last quorum, and of the one before
+        self._asked = 0  # the number of the last question
+        self._num_asked = 0  # how many since the last quorum
+        self._last_quorum_id = 0  # the highest, and the number of its groups
+        self._last_num_groups = 0
+
+    def sign_question(self, request: WorkerRequest) -> WorkerRequest:
+        """Add to ``request`` who asks, and what it knows of the last quorum."""
+        self._num_asked += request.question != self._asked
+        self._asked = request.question
+        return replace(
+            request,
+            worker_id=self.worker_id,
+            last_quorum_id=self._last_quorum_id,
+            last_num_groups=self._last_num_groups,
+            last_round=self.last_round if request.question else 0,
+        )
+
+    @property
+    def last_round(self) -> int:
+        """The round of the last quorum (0: none, or a question was given up since)."""
+        return self._round if self._num_asked <= 1 else 0
+
+    def record_answer(self, quorum_id: int, num_groups: int, round_: int) -> None:
+        """Record that a question has brought this quorum, to vote on in ``round_``."""
+        self._round_before, self._round, self._num_asked = self._round, round_, 0
+        if quorum_id >= self._last_quorum_id:
+            self._last_quorum_id, self._last_num_groups = quorum_id, num_groups
+
+    def sign_report(self, report: PhaseReport) -> PhaseReport:
+        """Add to ``report`` the round before the present one."""
+        return replace(report, round_before=self._round_before)
+
+    def sign_ballot(self, vote: Vote) -> Vote:
+        """Add to ``vote`` who votes, and in which round."""
+        return replace(vote, worker_id=self.worker_id, round=self._round)
 
 
 def _not_believed(step: int, max_step: int) -> str:

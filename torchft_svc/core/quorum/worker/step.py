@@ -3,7 +3,7 @@
     idle ── start ──> quorum ── formed ──> training ── vote ──> voting ── discarded ──> idle
      │                  │                   ^  │                  └─ committed ─> applying ─> idle
      │                  └─ heal planned ─> healing └─ start (the step was given up) ─> quorum
-     └─ go on (the quorum is still in force) ─> training
+     └─ start in the term (its quorum is still in force) ─> training
 
 A step number advances in two places only: by one with a commit, and to the healed step at the
 moment the healed weights are in place. It goes back in one: by one, if the update of that commit
@@ -93,7 +93,7 @@ class Participation:
 def participation(
     quorum: QuorumResult, *, heals_first: bool, num_wanted: int | None = None
 ) -> Participation:
-    """Which groups contribute in a quorum.
+    """Return which groups contribute in a quorum.
 
     ``heals_first``: groups that are behind heal before the step, so all contribute; otherwise only
     those at ``max_step``. ``num_wanted``: how many may contribute at most, the rest are spares.
@@ -178,8 +178,10 @@ class StepMachine:
         self.state = StepState()
 
     def start(self) -> int:
-        """A quorum is asked for; returns the new epoch. The rest of an earlier step is
-        forgotten."""
+        """Begin a step that asks for a quorum; returns the new epoch.
+
+        The rest of an earlier step is forgotten.
+        """
         self.check_healable()
         self._check_hope()
         return self._move(
@@ -190,11 +192,13 @@ class StepMachine:
             participation=Participation(),
         ).epoch
 
-    def go_on(self) -> int:
-        """A step begins in the quorum of the one before, without a question; returns the new epoch.
+    def start_in_term(self) -> int:
+        """Begin a step in the quorum of the one before, without a question; returns the new epoch.
+
         The group participates as before.
 
-        Raises: RequestRefused: as `start`; nothing has changed.
+        Raises:
+            RequestRefused: as `start`; nothing has changed.
         """
         self._check_hope()
         return self._move(
@@ -210,17 +214,18 @@ class StepMachine:
             )
 
     def check_healable(self) -> None:
-        """The same, unless the next quorum may heal them."""
+        """Raise `RequestRefused` if the weights belong to no step, and no quorum may heal them."""
         if not self.state.unhealed:
             self.check_whole()
 
     def form(
         self, participation: Participation, heal_to: int | None = None, *, may_heal: bool = True
     ) -> None:
-        """The quorum is there; ``heal_to``: the step whose state this worker has to fetch.
+        """Begin the training: the quorum is there.
 
-        It may be a lower step, if the others did not believe a step that is far ahead. If the
-        worker may not heal, it still has to, and the step cannot be committed.
+        ``heal_to``: the step whose state this worker has to fetch. It may be a lower step, if the
+        others did not believe a step that is far ahead. If the worker may not heal, it still has
+        to, and the step cannot be committed.
         """
         if heal_to is not None and not may_heal:
             self._move(
@@ -250,16 +255,16 @@ class StepMachine:
         )
 
     def fail_quorum(self, error: Exception) -> None:
-        """There is no quorum in this step; it can only be discarded."""
+        """Record that there is no quorum in this step, which can only be discarded."""
         self._move(StepEvent.QUORUM_FAILED, error=self.state.error or error)
 
     def receive_state(self) -> None:
-        """The healed state has arrived; it counts when it is applied."""
+        """Record that the healed state has arrived; it counts when it is applied."""
         heal = self.state.pending_heal
         self._move(StepEvent.STATE_RECEIVED, pending_heal=heal and replace(heal, received=True))
 
     def apply_heal(self, batches_committed: int, quorum_id: int = 0) -> None:
-        """The healed weights are in place: this worker is at their step."""
+        """Record that the healed weights are in place: this worker is at their step."""
         heal = self.state.pending_heal
         if heal is None or not heal.received:
             raise RequestRefused("there is no healed state to apply")
@@ -275,8 +280,10 @@ class StepMachine:
         )
 
     def fail_heal(self, error: Exception) -> None:
-        """The state could not be fetched or applied: nothing of it remains, except after a
-        `TornState`."""
+        """Record that the state could not be fetched or applied.
+
+        Nothing of it remains, except after a `TornState`.
+        """
         spoiled, heal = self.state.spoiled, self.state.pending_heal
         if isinstance(error, TornState):
             spoiled = f"a heal was not applied completely ({error})"
@@ -289,7 +296,7 @@ class StepMachine:
         )
 
     def latch(self, error: Exception, epoch: int | None = None) -> bool:
-        """Remember the first error of the step; an error of an earlier ``epoch`` is ignored.
+        """Record the first error of the step; an error of an earlier ``epoch`` is ignored.
 
         `OperationsDiffer` explains other errors, so it replaces them.
         """
@@ -300,7 +307,7 @@ class StepMachine:
         return True
 
     def begin_vote(self) -> bool:
-        """Returns the vote: yes if there is no error, and enough groups contributed."""
+        """Begin the vote, and return it: yes if there is no error, and enough groups contribute."""
         if self.state.pending_heal is not None:
             raise RequestRefused("the healed state must be applied before the vote")
         state = self._move(StepEvent.VOTE_BEGAN)
@@ -308,12 +315,13 @@ class StepMachine:
         return state.error is None and enough
 
     def decide(self, committed: bool, quorum_id: int = 0) -> None:
-        """The group's decision: the step is committed in quorum ``quorum_id``, or discarded.
+        """Record the group's decision: the step is committed in ``quorum_id``, or discarded.
 
         After a commit the update is under way, until `end_update` or `lose_update`.
 
-        Raises: CommitFailed: more than ``max_retries`` steps in a row were discarded.
-        RequestRefused: this worker would lose all further steps, too, and may begin none.
+        Raises:
+            CommitFailed: more than ``max_retries`` steps in a row were discarded.
+            RequestRefused: this worker would lose all further steps, too, and may begin none.
         """
         state = self.state
         if committed:
@@ -330,7 +338,7 @@ class StepMachine:
             return
         failures = self._move(StepEvent.DISCARDED, failures=state.failures + 1).failures
         if isinstance(state.error, OperationsDiffer) and state.error.is_misfit:
-            self.note_misfit(str(state.error))
+            self.record_misfit(str(state.error))
         self._check_hope()
         if self._max_retries is not None and failures > self._max_retries:
             raise CommitFailed(
@@ -338,8 +346,8 @@ class StepMachine:
                 f"the last reason: {self._why_discarded()}"
             )
 
-    def note_misfit(self, reason: str) -> None:
-        """This group has cost the others a step, for ``reason``: it did not do what they did."""
+    def record_misfit(self, reason: str) -> None:
+        """Record that this group has cost the others a step: it did not do what they did."""
         self.state = self.state._replace(misfits=self.state.misfits + 1, misfit=reason)
 
     def _check_hope(self) -> None:
@@ -372,11 +380,13 @@ class StepMachine:
             )
 
     def end_update(self) -> None:
-        """The update of the last commit is in the weights."""
+        """Record that the update of the last commit is in the weights."""
         self._move(StepEvent.UPDATE_APPLIED)
 
     def lose_update(self, spoiled_by: str = "") -> None:
-        """The update of the last commit is not in the weights, so the step does not count here.
+        """Record that the update of the last commit is not in the weights.
+
+        So the step does not count here.
 
         The others have it: this worker is behind them and heals. ``spoiled_by``: a part of the
         update may be in the weights, which then belong to no step. After `end_update` the step's
@@ -395,11 +405,12 @@ class StepMachine:
         self._move(StepEvent.UPDATE_LOST, **changes)
 
     def lose_state(self, reason: str) -> None:
-        """A check has found that these weights are not those of the others: this worker heals.
+        """Record that these weights are not those of the others: this worker heals.
 
-        After the step was discarded. ``reason``: a sentence for people.
+        A check has found that, and the step was discarded. ``reason``: a sentence for people.
 
-        Raises: RequestRefused: healing has not helped, see `MAX_DIVERGENCES`.
+        Raises:
+            RequestRefused: healing has not helped, see `MAX_DIVERGENCES`.
         """
         divergences = self.state.divergences + 1
         self._move(
@@ -412,11 +423,11 @@ class StepMachine:
         self._check_hope()
 
     def confirm_state(self) -> None:
-        """A check has found that this worker's state is that of the others."""
+        """Record that a check found this worker's state to be that of the others."""
         self.state = self.state._replace(divergences=0)
 
     def interrupt(self) -> None:
-        """The call that voted ended by an exception: nobody is going to apply an update."""
+        """Record that an exception has ended the call that voted: no update will be applied."""
         if self.state.phase is Phase.VOTING:
             self._move(StepEvent.DISCARDED, failures=self.state.failures + 1)
         elif self.state.phase is Phase.APPLYING:
@@ -441,7 +452,7 @@ class StepMachine:
         return "another worker of the group voted against it"
 
     def _move(self, event: StepEvent, **changes: Any) -> StepState:
-        """Take the table's transition together with ``changes``, or refuse."""
+        """Apply the table's transition together with ``changes``, or refuse."""
         phase = TRANSITIONS.get((self.state.phase, event))
         if phase is None:
             raise RequestRefused(
