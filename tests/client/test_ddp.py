@@ -233,8 +233,8 @@ def test_reentrant_checkpoints(
     a, b = make(build, **SMALL)
     launched = []
     for group in (a, b):
-        launch = group.manager._launch_gradients
-        group.manager._launch_gradients = (  # type: ignore[method-assign]
+        launch = group.manager._sums.launch_sum
+        group.manager._sums.launch_sum = (  # type: ignore[method-assign]
             lambda t, wish, run=launch: launched.append(t) or run(t, wish)  # type: ignore
         )
 

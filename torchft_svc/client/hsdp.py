@@ -124,7 +124,7 @@ class _ShardedSums:
     def average(self, reduced: torch.Tensor) -> None:
         """FSDP's hook: average ``reduced`` in place."""
         check_running(self._manager)
-        self._manager._average_gradients(reduced).wait()
+        self._manager._sums.average_gradients(reduced).wait()
         self.has_averaged = True
 
     def walk_parameters(self) -> list[CurrentParameter]:
@@ -136,7 +136,7 @@ class _ShardedSums:
         ]
 
     def watch(self, model: nn.Module, inputs: Any, outputs: Any) -> None:
-        """A forward pass of a module has ended."""
+        """Watch the backward pass of ``outputs``, which a forward pass has just returned."""
         # After the manager's end another one may have replaced it.
         if torch.compiler.is_compiling() or self._manager.has_ended():
             return
@@ -150,7 +150,7 @@ class _ShardedSums:
         watch_outputs(outputs, begin_backward)
 
     def _begin_pass(self) -> None:
-        """Note the versions of the sharded parameters, which only an update changes."""
+        """Record the versions of the sharded parameters, which only an update changes."""
         if self._pass is not None and self._pass() is not None:
             return
         versions = [parameter._version for _, _, parameter in self._summed]
@@ -161,8 +161,10 @@ class _ShardedSums:
         queue(functools.partial(queue, running))
 
     def _check_unchanged(self, versions: list[int]) -> None:
-        """Raise `ConfigError` if an optimizer has stepped in the pass: FSDP runs the parameters'
-        hooks when their gradients are averaged, which is before the vote."""
+        """Raise `ConfigError` if an optimizer has stepped in the pass.
+
+        FSDP runs the parameters' hooks when their gradients are averaged, which is before the vote.
+        """
         for (name, _, parameter), version in zip(self._summed, versions, strict=True):
             if parameter._version != version:
                 self.refuse_update(name)

@@ -28,8 +28,7 @@ from torchft_svc.client.process.deadlines import guard_future
 from torchft_svc.client.process.driven import DrivenManager
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.collectives import uncompiled
-from torchft_svc.client.reduce.operations import Kind
-from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
+from torchft_svc.client.reduce.reduction import Reducing, Reduction
 from torchft_svc.client.runtime.runtime import CallerParts, Runtime, start_runtime
 from torchft_svc.client.step.round import RoundRules
 from torchft_svc.client.step.state import DEFAULT_KEY, StateRegistry
@@ -182,12 +181,12 @@ class Manager:
             transport=checkpoint_transport,
             registry=self._registry,
             step=StepMachine(min_replica_size=min_replica_size, max_retries=max_retries),
-            heeds_term=handle_sigterm,
+            handles_term=handle_sigterm,
             store=(store_addr, store_port),
         )
         run = self._runtime = _start(self._rules, services, environment, given)
-        self._worker = run.worker
-        self._stepper = Stepper(run.deps, self._rules, run.worker, run.thread)
+        stepper = self._stepper = Stepper(run.deps, self._rules, run.worker, run.thread)
+        self._worker, self._sums, self._weights = run.worker, stepper.sums, stepper.weights
         self._driven = _driven(services.job_id, services.replica_name, run)
         self._finalizer = _close_at_exit(self, run, self._rules.place.leads)
 
@@ -220,7 +219,7 @@ class Manager:
             allow_heal=allow_heal,
             shrink_only=shrink_only,
             timeout_s=limit,
-            layout=self._stepper.layout(),
+            layout=self._sums.layout(),
         )
         try:
             self._stepper.start(request)
@@ -261,16 +260,16 @@ class Manager:
         Raises:
             ValueError: an average of integers, or an operation that does not exist.
         """
-        return self._stepper.allreduce(tensor, should_quantize, reduce_op)
+        return self._sums.allreduce(tensor, should_quantize, reduce_op)
 
     @uncompiled
     def allreduce_grad(self, grad: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-        """Average ``grad`` in place over the groups that contribute; for a communication hook of
-        torch's own ``DistributedDataParallel``.
+        """Average ``grad`` in place over the groups that contribute.
 
-        In a backward pass it returns at once, and the future is complete when the pass ends;
-        elsewhere it waits. The future always gets ``grad`` as its value: after an error of the step
-        the tensor stays unchanged, and the error is latched, never raised.
+        For a communication hook of torch's own ``DistributedDataParallel``. In a backward pass it
+        returns at once, and the future is complete when the pass ends; elsewhere it waits. The
+        future always gets ``grad`` as its value: after an error of the step the tensor stays
+        unchanged, and the error is latched, never raised.
 
         Torch changes the order of gradients in its buckets after its first backward pass. So the
         first step of a group that joins is discarded on all groups, and it heals in the next one.
@@ -281,15 +280,7 @@ class Manager:
             ConfigError: ``grad`` consists of whole numbers.
             RequestRefused: no step is under way.
         """
-        return self._stepper.bucket_hook.average(grad)
-
-    def _average_gradients(self, tensor: torch.Tensor) -> dist.Work:
-        """As `allreduce`, for a wrapper that has registered what it sums, in a fixed order."""
-        return self._stepper.allreduce(tensor, False, ReduceOp.AVG, Kind.GRADIENTS)
-
-    def _take_turn(self, reducer: Launching, *, is_last: bool) -> bool:
-        """Whether ``reducer`` may launch its sums now, see `Stepper.take_turn`."""
-        return self._stepper.take_turn(reducer, is_last=is_last)
+        return self._sums.bucket_hook.average(grad)
 
     @uncompiled
     def should_commit(self, timeout: timedelta | None = None) -> bool:
@@ -313,7 +304,7 @@ class Manager:
         return self._stepper.decide(limit)
 
     def commit(self, timeout: timedelta | None = None) -> Update:
-        """`should_commit` for a with statement, in whose block the update is applied::
+        """Vote as `should_commit` does, for a block that applies the update::
 
             with manager.commit() as committed:
                 if committed:
@@ -335,48 +326,33 @@ class Manager:
         0.0: the group does not contribute, and sums zeros. None: the step has failed, and nothing
         is to be summed. For custom wrappers of a model, with `launch_sum`.
         """
-        return self._stepper.scale()
+        return self._sums.scale()
 
     @uncompiled
     def launch_sum(self, tensor: torch.Tensor) -> Reduction | None:
         """Start summing ``tensor`` in place over all groups; None: it failed (latched)."""
-        return self._stepper.launch_sum(tensor)
-
-    def _launch_gradients(
-        self, memory: torch.Tensor, carrier: torch.Tensor | None
-    ) -> Reduction | None:
-        """As `launch_sum`, for memory with a place for the wish to ask before the next step."""
-        return self._stepper.launch_sum(memory, carrier)
-
-    def _sums_alone(self) -> bool:
-        """Whether this group is the only member of the quorum: then a sum changes nothing."""
-        return self._stepper.sums_alone()
-
-    def _sum_again(self, num_launched: int) -> bool:
-        """Whether all sums of this step are to be launched again, among the groups that are left
-        (rule E9): the caller has launched these ``num_launched``, none of which is over, and still
-        has what it has put into them. Waits for the quorum."""
-        return self._stepper.sum_again(num_launched)
+        return self._sums.launch_sum(tensor)
 
     def register_reducer(self, reducer: Reducing) -> None:
         """Call ``reducer`` before each vote to check that its backward pass was finished.
 
         For custom wrappers of a model. The manager keeps a weak reference.
         """
-        self._stepper.add_reducer(reducer)
-
-    def _unregister_reducer(self, reducer: Reducing) -> None:
-        """Call ``reducer`` no more."""
-        self._stepper.remove_reducer(reducer)
+        self._sums.add_reducer(reducer)
 
     def weights_version(self) -> int:
-        """Grows when the weights are replaced by another group's, and at the beginning of the first
-        step in which that may happen: then the graph of an earlier forward pass is stale."""
-        return self._stepper.weights_version
+        """Return a number that grows when the weights are replaced by another group's.
+
+        It also grows at the beginning of the first step in which that may happen: then the graph of
+        an earlier forward pass is stale.
+        """
+        return self._weights.version
 
     def heals_during_steps(self) -> bool:
-        """Whether a group that was behind gets its state only at the end of its first step, after
-        the backward pass (``use_async_quorum``)."""
+        """Whether a group that was behind gets its state only at the end of its first step.
+
+        That is after the backward pass (``use_async_quorum``).
+        """
         return self._rules.use_async_quorum
 
     def has_ended(self) -> bool:
@@ -405,7 +381,7 @@ class Manager:
         Raises:
             RequestRefused: the next step has begun already.
         """
-        self._stepper.report_spoiled(e)
+        self._weights.report_spoiled(e)
 
     def errored(self) -> Exception | None:
         """The first error of this step, or None."""
@@ -414,7 +390,7 @@ class Manager:
     def wrap_future(
         self, fut: torch.futures.Future[T], default: T, timeout: timedelta | None = None
     ) -> torch.futures.Future[T]:
-        """A future that never fails: after an error, or ``timeout``, it holds ``default``.
+        """Return a future that never fails: after an error, or ``timeout``, it holds ``default``.
 
         The error is latched.
         """
@@ -459,16 +435,16 @@ class Manager:
         self.register_state_dict_fn(DEFAULT_KEY, load_state_dict, state_dict)
 
     def allow_state_dict_read(self) -> None:
-        """The state is consistent again, and may be read."""
-        self._stepper.allow_read()
+        """Allow reads: the state is consistent again."""
+        self._weights.allow_read()
 
     def disallow_state_dict_read(self) -> None:
-        """The state is about to change: wait for readers, and block new ones."""
+        """Wait for readers, and block new ones: the state is about to change."""
         self._registry.gate.shut(self._rules.timeouts.collective_s)
 
     @contextlib.contextmanager
     def consistent_state(self, timeout: timedelta | None = None) -> Iterator[None]:
-        """A block in which the weights and `state_dict` are those of one step::
+        """Return a block in which the weights and `state_dict` are those of one step::
 
             with manager.consistent_state():
                 saved = copy.deepcopy(model.state_dict()), manager.state_dict()
@@ -492,9 +468,9 @@ class Manager:
                 or begins or votes on a step inside the block.
         """
         limit = self._rules.timeouts.collective_s if timeout is None else limited_s(timeout)
-        self._stepper.prepare_to_read()
+        self._weights.prepare_to_read()
         with self._registry.gate.reading(limit):
-            self._stepper.check_whole()
+            self._weights.check_whole()
             yield
 
     def state_dict(self) -> dict[str, int]:
@@ -509,8 +485,8 @@ class Manager:
         Raises:
             RequestRefused: the weights are not those of a step.
         """
-        self._stepper.find_lost_update()
-        self._stepper.check_whole()
+        self._weights.find_lost_update()
+        self._weights.check_whole()
         return self._worker.state.counters()
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
@@ -541,11 +517,11 @@ class Manager:
 
         A step that has shown this to the program is discarded if a group leaves in it.
         """
-        return self._stepper.show_participation().participating_rank
+        return self._sums.show_participation().participating_rank
 
     def num_participants(self) -> int:
         """How many groups contribute in this step."""
-        return self._stepper.show_participation().num_participants
+        return self._sums.show_participation().num_participants
 
     def is_participating(self) -> bool:
         """Whether this group contributes in this step."""

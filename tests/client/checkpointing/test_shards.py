@@ -51,8 +51,9 @@ class Averages:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self._sums = self
 
-    def _average_gradients(self, tensor: torch.Tensor) -> Any:
+    def average_gradients(self, tensor: torch.Tensor) -> Any:
         self.num_calls += 1
         tensor.mul_(2)
         return self

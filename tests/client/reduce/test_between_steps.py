@@ -78,7 +78,7 @@ def test_a_loss_that_nobody_waits_for_is_there_when_the_next_step_begins(address
 def test_a_group_that_goes_on_without_it_costs_no_step(
     address: str, reduce: Reduce, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchft_svc.client.step.stepper._BETWEEN_STEPS_S", 0.5)
+    monkeypatch.setattr("torchft_svc.client.step.sums._BETWEEN_STEPS_S", 0.5)
     with trainers(address, 2) as (a, b):
         together(a.step, b.step)
 
@@ -103,7 +103,7 @@ def test_a_report_never_meets_a_sum_of_the_next_step(
 ) -> None:
     """In a term, a group that skips the report begins the next step at once; gloo would end the
     processes if a report met a sum of another size, and add both up if the sizes are equal."""
-    monkeypatch.setattr("torchft_svc.client.step.stepper._BETWEEN_STEPS_S", 0.5)
+    monkeypatch.setattr("torchft_svc.client.step.sums._BETWEEN_STEPS_S", 0.5)
     with trainers(address, 2) as (a, b):
 
         def logs_each_step(trainer: Trainer) -> None:

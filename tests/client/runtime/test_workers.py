@@ -242,7 +242,7 @@ def test_a_drained_worker_waits_for_peers_that_have_not_heard_of_it(address: str
         together(*(worker.step for worker in group))
         drained = group[1]
         drained.manager.start_quorum(timeout=timedelta(seconds=0.1))
-        drained.manager._stepper.wait_until_ready()
+        drained.manager._stepper._runner.wait_until_ready()
         drained.manager._runtime.worker.drain("a signal to one of them")
         drained.loss().backward()
         assert not drained.optimizer.step()

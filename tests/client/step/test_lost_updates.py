@@ -220,7 +220,7 @@ def call_hooks(hooks: dict[int, Any], which: torch.optim.Optimizer) -> None:
 
 def test_torch_runs_a_step_in_the_function_that_calls_its_hooks() -> None:
     """Otherwise no update that an exception has left can be found any more."""
-    watch = updates.UpdateWatch(lambda _: True, lambda _: None)
+    watch = updates.UpdateWatch(lambda _: True, lambda _: [])
     weight = torch.ones(1, requires_grad=True)
     optimizer = torch.optim.SGD([weight], lr=0.1)
     seen: list[tuple[bool, object]] = []
@@ -229,7 +229,7 @@ def test_torch_runs_a_step_in_the_function_that_calls_its_hooks() -> None:
         seen.append((watch.is_under_way(), watch.find_failure()))
         return 0.0
 
-    watch.open()
+    watch.open_window()
     optimizer.step(look)
     assert seen == [(True, None)]
     assert not watch.is_under_way()
@@ -239,17 +239,19 @@ def test_torch_runs_a_step_in_the_function_that_calls_its_hooks() -> None:
 
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step(fail)
-    assert watch.end(1) == updates.LostUpdate("an exception has ended SGD.step()", is_spoiled=True)
+    assert watch.end_window(1) == updates.LostUpdate(
+        "an exception has ended SGD.step()", is_spoiled=True
+    )
 
 
 def test_a_step_that_cannot_be_followed_is_not_called_spoiled() -> None:
-    watch = updates.UpdateWatch(lambda _: True, lambda _: None)
+    watch = updates.UpdateWatch(lambda _: True, lambda _: [])
     optimizer = HooksFromElsewhere([torch.ones(1, requires_grad=True)], lr=0.1)
-    watch.open()
+    watch.open_window()
     with pytest.raises(RuntimeError, match="out of memory"):
         optimizer.step()
     assert watch.find_failure() is None
-    assert watch.end(1) is None
+    assert watch.end_window(1) is None
 
 
 def test_an_update_that_is_left_out_does_not_count(address: str) -> None:

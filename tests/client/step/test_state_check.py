@@ -707,7 +707,7 @@ def test_nothing_is_compared_where_no_model_is_wrapped(address: str) -> None:
         manager = managers[index]
         manager.start_quorum()
         manager.allreduce(torch.full((3,), float(index))).wait()
-        assert manager._stepper._collectives._num_launched == 1
+        assert manager._sums.collectives._num_launched == 1
         return manager.should_commit()
 
     try:

@@ -13,9 +13,16 @@ from tools.benchmarks.children.phases import PARTS
 # from before, which the same benchmarks measure.
 _METHODS: dict[str, tuple[str, ...]] = {
     "begin": ("client.manager:Manager.start_quorum",),
-    "await_quorum": ("client.manager:Manager.reduction_scale",),
+    "await_quorum": (
+        "client.step.sums:StepSums.scale",
+        "client.manager:Manager.reduction_scale",
+    ),
     "fill": ("client.gradients.buckets:Bucket.fill", "client.buckets:Bucket.fill"),
-    "launch": ("client.manager:Manager._launch_gradients", "client.manager:Manager.launch_sum"),
+    "launch": (
+        "client.step.sums:StepSums.launch_sum",
+        "client.manager:Manager._launch_gradients",
+        "client.manager:Manager.launch_sum",
+    ),
     "await_sums": ("client.reduce.reduction:Reduction.wait", "client.reduction:Reduction.wait"),
     "hand_out": ("client.gradients.buckets:Bucket.hand_out", "client.buckets:Bucket.hand_out"),
     "vote": ("client.step.stepper:Stepper.decide", "client.stepper:Stepper.decide"),

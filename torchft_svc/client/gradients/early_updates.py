@@ -1,6 +1,6 @@
 """Refuses updates of wrapped parameters in a backward pass, which is before the vote (rule T3).
 
-Gradients are not averaged then, or not voted on: each group would train alone, without a word. A
+Gradients are not averaged then, or not voted on: each group would silently train alone. A
 step of an optimizer is refused before it changes anything. Other updates, such as a program's own
 in a hook, are found at the end of the pass, by the versions of the parameters.
 """
@@ -10,11 +10,13 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from types import FrameType
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer
 
+from torchft_svc.client.process.optimizer_hooks import add_step_hooks
 from torchft_svc.client.reduce.collectives import NO_GRAPH
 from torchft_svc.errors import ConfigError
 
@@ -40,41 +42,28 @@ class Guarded(Protocol):
         """Call `raise_early_update` for the parameter ``name``."""
 
 
-class _Guard:
-    """Torch's global hook, and who is asked by it; registered once, for the life of the process."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
-        self._is_registered = False
-
-    def add(self, guarded: Guarded) -> None:
-        with self._lock:
-            self._guarded.add(guarded)
-            if not self._is_registered:
-                register_optimizer_step_pre_hook(self._check)
-                self._is_registered = True
-
-    def _check(self, optimizer: Optimizer, _: Any, __: Any) -> None:
-        """Before each step of any optimizer."""
-        if torch.compiler.is_compiling() or _present_graph() == NO_GRAPH:
-            return
-        with self._lock:
-            everybody = list(self._guarded)
-        for guarded in everybody:
-            names = guarded.guarded_names()
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) in names:
-                        guarded.refuse_update(names[id(parameter)])
-
-
-_guard = _Guard()
+_lock = threading.Lock()
+_guarded: weakref.WeakSet[Guarded] = weakref.WeakSet()
 
 
 def guard_updates(guarded: Guarded) -> None:
     """Refuse steps of optimizers in a backward pass from now on, while ``guarded`` lives."""
-    _guard.add(guarded)
+    with _lock:
+        _guarded.add(guarded)
+    add_step_hooks(before=_refuse_in_pass)
+
+
+def _refuse_in_pass(optimizer: Optimizer, _: FrameType) -> None:
+    if _present_graph() == NO_GRAPH:
+        return
+    with _lock:
+        everybody = list(_guarded)
+    for guarded in everybody:
+        names = guarded.guarded_names()
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) in names:
+                    guarded.refuse_update(names[id(parameter)])
 
 
 def raise_early_update(manager: Manager, name: str) -> NoReturn:

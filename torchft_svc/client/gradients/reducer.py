@@ -76,11 +76,17 @@ class Reducer:
         names: Mapping[int, str],
     ) -> None:
         self._manager = manager
+        self._sums = manager._sums
         self._module = module
         self._buckets = buckets
         self._hands_out = hands_out
         self._names = names
         parts = [bucket.parameters for bucket in buckets]
+        self._places = {
+            id(each): (bucket, index)
+            for bucket in buckets
+            for index, each in enumerate(bucket.parameters)
+        }
         self.layout = describe_tensors(
             parts, [[names[id(each)] for each in part] for part in parts]
         )
@@ -118,15 +124,15 @@ class Reducer:
         manager.register_reducer(self)
 
     def retire(self) -> None:
-        """Sum nothing any more, because another reducer of the same module takes over.
+        """Sum nothing any more, because another reducer of the same module replaces this one.
 
-        Whoever wraps a module again may still have the wrapper before, if only in the traceback of
-        an error.
+        A program that wraps a module again may still have the wrapper before, if only in the
+        traceback of an error.
         """
         self.enabled = False
         self.settle()
         self._remove_hooks()
-        self._manager._unregister_reducer(self)
+        self._sums.remove_reducer(self)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -148,7 +154,7 @@ class Reducer:
 
     @uncompiled
     def prepare(self) -> None:
-        """A forward pass begins: clean up a backward pass that an exception has ended."""
+        """Clean up, before a forward pass, a backward pass that an exception has ended."""
         # During a pass, checkpointing recomputes a forward pass.
         if _present_graph() == NO_GRAPH:
             self._give_up_broken()
@@ -170,11 +176,8 @@ class Reducer:
         """See `Reducing.average_of`."""
         if not self.has_averaged or self._is_alone:
             return None
-        for bucket in self._buckets:
-            for each, view in zip(bucket.parameters, bucket.views, strict=True):
-                if each is parameter:
-                    return view
-        return None
+        place = self._places.get(id(parameter))
+        return None if place is None else place[0].views[place[1]]
 
     def begin_step(self) -> None:
         """See `Reducing.begin_step`."""
@@ -208,7 +211,7 @@ class Reducer:
         watch_outputs(outputs, self._make_output_hook(make_check(self._manager)))
 
     def _register_hooks(self, index: int, parameter: nn.Parameter) -> Iterator[RemovableHandle]:
-        """The hooks of ``parameter``; after those of the program, which may change its gradient."""
+        """Register hooks of ``parameter``, after the program's, which may change its gradient."""
         hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
         if any(getattr(hook, "__module__", "") != __name__ for hook in hooks.values()):
             reducer = weakref.ref(self)
@@ -248,9 +251,11 @@ class Reducer:
         return hook
 
     def _reach_outputs(self, check: Callable[[], None]) -> None:
-        """A pass has reached the outputs of the module; ``check`` raises if its graph is stale.
+        """Begin a pass that has reached the outputs of the module.
 
-        Only one that will accumulate into a parameter counts: torch.autograd.grad, or
+        ``check`` raises if its graph is stale.
+
+        Only a pass that will accumulate into a parameter counts: torch.autograd.grad, or
         ``backward(inputs=...)`` for other tensors, leave the gradients alone.
         """
         if self.enabled:
@@ -307,8 +312,7 @@ class Reducer:
             self._launch_full()
 
     def _enter_pass(self, graph: int) -> None:
-        """A gradient arrives in ``graph``, which is another pass than that of the last one, or a
-        nested one."""
+        """Begin the pass of ``graph`` if it is a new one, or record that it is nested."""
         if graph != self.graph:
             self._give_up_broken()
         if not self._active:
@@ -344,8 +348,10 @@ class Reducer:
         self._pass = weakref.ref(self._queue_end()) if running is None else running
 
     def _queue_end(self) -> functools.partial[None]:
-        """Have torch call `_end_graph` at the end of the present graph; it drops the returned
-        function if the pass raises."""
+        """Have torch call `_end_graph` at the end of the present graph.
+
+        It drops the returned function if the pass raises.
+        """
         running = functools.partial(self._end_graph, _present_graph())
         Variable._execution_engine.queue_callback(running)
         return running
@@ -359,14 +365,14 @@ class Reducer:
     def _launch_full(self) -> None:
         """Launch full buckets, in the order that all groups keep."""
         while self._next < len(self._buckets) and self._missing[self._next] == 0:
-            if self._next == 0 and not self._manager._take_turn(self, is_last=False):
+            if self._next == 0 and not self._sums.take_turn(self, is_last=False):
                 return  # after the sums of another wrapper
             self._launch_next()
 
     def is_launching(self) -> bool:
         return self._active and 0 < self._next < len(self._buckets)
 
-    def launch_rest(self, graph: int) -> None:
+    def flush_buckets(self, graph: int) -> None:
         """See `Launching`; parameters that the pass did not use count as zero."""
         while self.graph == graph and self._next < len(self._buckets):
             self._launch_next()
@@ -376,11 +382,11 @@ class Reducer:
         self._next += 1
         if self._failed:
             return
-        scale = self._manager.reduction_scale()
+        scale = self._sums.scale()
         if scale is None:
             self._failed = True
             return
-        self._is_alone = scale == 1.0 and self._manager._sums_alone()
+        self._is_alone = scale == 1.0 and self._sums.is_alone()
         if self._is_alone:
             self._launch_wish(bucket)
             return
@@ -388,7 +394,7 @@ class Reducer:
         with torch.no_grad() if torch.is_grad_enabled() else _AS_IT_IS:
             bucket.fill(scale)
         self._num_launched += 1
-        reduction = self._manager._launch_gradients(bucket.memory, bucket.wish)
+        reduction = self._sums.launch_sum(bucket.memory, bucket.wish)
         if reduction is None:
             self._failed = True
             bucket.renew()
@@ -404,7 +410,7 @@ class Reducer:
         if bucket.wish is None:
             return
         self._num_launched += 1
-        reduction = self._manager._launch_gradients(bucket.wish, bucket.wish)
+        reduction = self._sums.launch_sum(bucket.wish, bucket.wish)
         self._failed = reduction is None
         if reduction is None:
             bucket.renew()
@@ -419,9 +425,9 @@ class Reducer:
         """
         self._check_unchanged()
         if self._next == 0:
-            self._manager._take_turn(self, is_last=True)
-        self.launch_rest(self.graph)
-        if self._may_launch_again() and self._manager._sum_again(self._num_launched):
+            self._sums.take_turn(self, is_last=True)
+        self.flush_buckets(self.graph)
+        if self._may_launch_again() and self._sums.sum_again(self._num_launched):
             self._launch_again()
         for bucket, reduction in zip(self._buckets, self._reductions, strict=False):
             if not reduction.wait():
@@ -483,7 +489,7 @@ class Reducer:
         self._failed = False
         self._reductions = []
         self._next = self._num_launched = 0
-        self.launch_rest(self.graph)
+        self.flush_buckets(self.graph)
 
     def _versions(self) -> list[Any]:
         """Version counters of the gradients; a write changes them."""
@@ -570,7 +576,7 @@ def is_plain_backward() -> bool:
 
 
 def make_check(manager: Manager) -> Callable[[], None]:
-    """A function for the backward passes of a forward pass that has just run.
+    """Return a check for the backward passes of a forward pass that has just run.
 
     It raises `RequestRefused` if the manager was shut down, or has loaded other weights since:
     torch would report an unrelated tensor, or, for gathered weights, nothing.

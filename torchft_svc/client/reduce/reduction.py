@@ -48,14 +48,16 @@ class Reducing(Protocol):
         """Names of the parameters that it sums, and in whose place the model has others now."""
 
     def unsummed(self) -> list[tuple[str, nn.Parameter]]:
-        """Parameters of its model, with their names, that have a gradient which it does not sum:
-        the model has got them, or has begun to train them, since it was wrapped."""
+        """Parameters of its model, with their names, that have a gradient which it does not sum.
+
+        The model has got them, or has begun to train them, since it was wrapped.
+        """
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
         """The average of the parameter's gradient in this step, if the reducer still has it."""
 
     def begin_step(self) -> None:
-        """A step begins: nothing is averaged in it yet. Called on the training thread."""
+        """Begin a step, in which nothing is averaged yet. Called on the training thread."""
 
     def settle(self) -> Exception | None:
         """End the step: abandon an unfinished backward pass, and return an error if there was one.
@@ -84,7 +86,7 @@ class Walking(Protocol):
 
 
 class Launching(Reducing, Protocol):
-    """Launches the sums of a backward pass one by one during the pass; see `Stepper.take_turn`.
+    """Launches the sums of a backward pass one by one during the pass; see `StepSums.take_turn`.
 
     ``first`` is the first tensor that it sums, ``graph`` torch's id of the pass.
     """
@@ -97,7 +99,7 @@ class Launching(Reducing, Protocol):
     def is_launching(self) -> bool:
         """Whether some of the pass's sums are launched, but not all."""
 
-    def launch_rest(self, graph: int) -> None:
+    def flush_buckets(self, graph: int) -> None:
         """Launch the remaining sums now, if its pass is ``graph``, which has ended."""
 
 
@@ -156,8 +158,11 @@ class Reduction:
         return self._ok
 
     def abandon(self) -> None:
-        """Wait no longer: the members were left. While the work exists, it keeps connections open
-        whose end the other groups wait for. `wait` returns False unless it has returned before."""
+        """Wait no longer: the members were left.
+
+        While the work exists, it keeps connections open whose end the other groups wait for. `wait`
+        returns False unless it has returned before.
+        """
         self._work = None
 
     def is_over(self) -> bool:
@@ -229,7 +234,9 @@ class ManagedWork(dist.Work):
         return self._finish is None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future that holds the tensor. Waits for it first, because an error of the step does not
-        reach the waiters of a future."""
+        """Wait for the tensor, and return a future that holds it.
+
+        The wait comes first, because an error of the step does not reach the waiters of a future.
+        """
         self.wait()
         return self._future

@@ -51,7 +51,7 @@ class CallerParts:
     transport: CheckpointTransport[Any] | None
     registry: StateRegistry
     step: StepMachine
-    heeds_term: bool
+    handles_term: bool
     store: tuple[str | None, int | None]  # host and port
 
 
@@ -162,7 +162,7 @@ def start_runtime(
             group_store=store,
             services=services,
             lighthouse_address=options.lighthouse_address,
-            term_signal=TermSignal(worker.drain, client.drain) if given.heeds_term else None,
+            term_signal=TermSignal(worker.drain, client.drain) if given.handles_term else None,
             recorder=recorder,
         )
         undo.pop_all()

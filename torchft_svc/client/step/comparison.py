@@ -17,10 +17,15 @@ from torchft_svc.client.step.fingerprint import (
     take_fingerprint,
     unpack_items,
 )
+from torchft_svc.client.step.round import Dependencies
+from torchft_svc.client.step.shared_round import SharedRound
+from torchft_svc.client.step.sums import StepSums
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.types import DifferenceReport
 from torchft_svc.core.quorum.worker.state_check import (
     ROW_LENGTH,
+    CheckRules,
     Item,
     Part,
     Row,
@@ -30,6 +35,7 @@ from torchft_svc.core.quorum.worker.state_check import (
     find_item,
     names_of,
 )
+from torchft_svc.errors import StateDiverged
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +57,10 @@ class Finding:
     is_news: bool
     last_equal: int | None
 
+    def as_error(self) -> StateDiverged:
+        """The difference as an error."""
+        return StateDiverged(self.sentence, self.step, self.groups, self.last_equal)
+
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
@@ -62,6 +72,65 @@ class CheckResult:
 
     finding: Finding | None
     is_compared: bool
+
+
+class StateChecks:
+    """Compares this group's state with the others' in the steps that do that (rule C1).
+
+    ``optimizers`` returns those that update the models (empty: not known).
+    """
+
+    def __init__(
+        self,
+        deps: Dependencies,
+        rules: CheckRules,
+        worker: SharedRound,
+        sums: StepSums,
+        optimizers: Callable[[], Sequence[torch.optim.Optimizer]],
+    ) -> None:
+        self._deps = deps
+        self._rules = rules
+        self._worker = worker
+        self._sums = sums
+        self._comparison = StateComparison(sums.reducers, optimizers)
+
+    def compare_states(self) -> Finding | None:
+        """Compare the states if the present step does that; returns the difference, if any."""
+        round_, state = self._worker.round, self._worker.state
+        if not round_.compares_states or not self._can_compare() or not self._sums.can_reduce():
+            return None
+        quorum, step = round_.quorum, round_.common_step
+        assert quorum is not None
+        is_whole = state.error is None and not state.unhealed and not state.spoiled
+        result = self._comparison.compare(
+            self._sums.collectives, quorum, step, round_.checks.since, is_compared=is_whole
+        )
+        finding = None if result is None else result.finding
+        if finding is not None:
+            self._handle_difference(finding)
+        elif result is not None and result.is_compared and round_.checks.is_settled(step):
+            with self._worker.changing() as round_:
+                round_.step.confirm_state()
+        return finding
+
+    def _can_compare(self) -> bool:
+        """Whether models are wrapped, and the process group sums exactly; equal in all groups."""
+        has_sums = self._sums.collectives.has_device and bool(self._sums.reducers())
+        return self._deps.pg.sums_exactly and has_sums
+
+    def _handle_difference(self, finding: Finding) -> None:
+        """Report a difference, and discard the step unless it is only to be logged.
+
+        The members are not left: they find the same, maybe a moment later.
+        """
+        report = DifferenceReport(finding.quorum_id, finding.step, finding.sentence)
+        self._deps.client.report_difference(report)
+        if self._rules.on_difference == "warn":
+            if finding.is_news:
+                log.warning("%s", finding.sentence)
+            return
+        with self._worker.changing() as round_:
+            round_.step.latch(finding.as_error())
 
 
 class StateComparison:

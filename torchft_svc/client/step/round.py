@@ -205,6 +205,29 @@ class RoundRunner:
                 round_.cancel_round(error)
             self._is_ready.set()
 
+    def latch_error(self, error: Exception, epoch: int) -> None:
+        """Latch an error of the step with this ``epoch``; for any thread.
+
+        Errors of earlier steps are ignored.
+        """
+        with self._worker.changing() as round_:
+            is_first = self._worker.state.error is None
+            ready = round_.record_error(error, epoch)
+            state = self._worker.state
+        if is_first and state.error is error:  # the warning comes at the end of the step
+            log.debug("step %d cannot be committed", state.step, exc_info=error)
+        if ready.leave is not None:
+            self._deps.leave_members(ready.leave)
+
+    def fail_step(self, error: Exception) -> None:
+        """Latch ``error``, and leave: the others wait for sums that this worker will not launch.
+
+        This also holds for a group that heals, or a spare: it sums zeros.
+        """
+        self.latch_error(error, self._worker.state.epoch)
+        if self._deps.pg.errored() is None:
+            self._deps.leave_members(error)
+
     # -- on the background thread ----------------------------------------------------------------
 
     def _run(self, ready: Ready, allow_heal: bool) -> None:

@@ -12,22 +12,20 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
+
+from torchft_svc.client.process.optimizer_hooks import add_step_hooks
 
 log = logging.getLogger(__name__)
 
-# So many updates in a row step the same optimizers before it counts that one of them is left out:
-# programs that step an optimizer every so often, or in turns with another one, do that by design.
+# How many updates in a row step the same optimizers before it counts that one of them is left out.
+# Programs that step an optimizer from time to time, or in turns with another one, do it by design.
 NUM_USUAL = 3
 # A program that steps more optimizers than this in one update is not watched.
 MAX_OPTIMIZERS = 64
@@ -61,33 +59,33 @@ class UpdateWatch:
     """Watches updates one after the other; its methods belong to the training thread.
 
     ``is_ours``: whether an optimizer updates what this group trains; others are ignored, such as
-    those of an evaluation, or of another manager. ``gradient``: the averaged gradient of a
-    parameter, if it is still there.
+    those of an evaluation, or of another manager. ``average_of``: the averaged gradients of
+    parameters, as far as they are still there.
     """
 
     def __init__(
         self,
         is_ours: Callable[[Optimizer], bool],
-        gradient: Callable[[torch.Tensor], torch.Tensor | None],
+        average_of: Callable[[Sequence[torch.Tensor]], list[torch.Tensor]],
     ) -> None:
         self._is_ours = is_ours
-        self._gradient = gradient
+        self._average_of = average_of
         self._window: _Window | None = None
         self._history: deque[frozenset[_Ref]] = deque(maxlen=NUM_USUAL)
         self._suspected_in: int | None = None  # the version of the weights that were suspected
         self._omits_by_design = False
-        _register_hooks()
+        add_step_hooks(before=_begin_optimizer_step, after=_end_optimizer_step)
 
-    def open(self) -> None:
-        """The program of this thread is about to apply an update."""
-        self.close()
+    def open_window(self) -> None:
+        """Begin to watch: the program of this thread is about to apply an update."""
+        self.close_window()
         siblings = _windows.of_thread
         siblings[:] = [window for window in siblings if window.owner() is not None]
         self._window = _Window(siblings, weakref.ref(self))
         siblings.append(self._window)
 
-    def close(self) -> None:
-        """What follows belongs to no update; idempotent."""
+    def close_window(self) -> None:
+        """Stop to watch: what follows belongs to no update; idempotent."""
         if self._window is not None:
             self._window.close()
             self._window = None
@@ -101,7 +99,7 @@ class UpdateWatch:
         return any(ref() is each for ref in window.under_way for each in running)
 
     def find_failure(self) -> LostUpdate | None:
-        """What is wrong with the update so far: a step of an optimizer was left by an exception."""
+        """Return why the update is lost: an exception has left a step of an optimizer."""
         window = self._window
         if window is None or not window.under_way:
             return None
@@ -113,8 +111,8 @@ class UpdateWatch:
                 return LostUpdate(f"an exception has ended {name}.step()", is_spoiled=True)
         return None
 
-    def end(self, weights_version: int) -> LostUpdate | None:
-        """The update is over; None: nothing speaks against it.
+    def end_window(self, weights_version: int) -> LostUpdate | None:
+        """End the update; returns why it is lost (None: nothing speaks against it).
 
         ``weights_version`` changes when the weights are replaced by those of another group.
         """
@@ -122,7 +120,7 @@ class UpdateWatch:
         if window is None:
             return None
         loss = self.find_failure()
-        self.close()
+        self.close_window()
         if self._suspected_in is not None and loss is None:
             if self._suspected_in == weights_version:
                 self._omits_by_design = True
@@ -174,12 +172,9 @@ class UpdateWatch:
 
     def _has_gradients(self, optimizer: Optimizer) -> bool:
         """Whether its averaged gradients are still there, all finite, and not all zero."""
-        found = [
-            getattr(gradient, "_local_tensor", gradient)
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad and (gradient := self._gradient(parameter)) is not None
-        ]
+        groups = optimizer.param_groups
+        trained = [each for group in groups for each in group["params"] if each.requires_grad]
+        found = [getattr(each, "_local_tensor", each) for each in self._average_of(trained)]
         return all(bool(each.isfinite().all()) for each in found) and any(
             bool(each.any()) for each in found
         )
@@ -193,24 +188,10 @@ class _Windows(threading.local):
 
 
 _windows = _Windows()
-_registering = threading.Lock()
-_is_registered = False
 
 
-def _register_hooks() -> None:
-    """Once, and for the life of the process: torch iterates over its hooks on any thread."""
-    global _is_registered
-    with _registering:
-        if not _is_registered:
-            register_optimizer_step_pre_hook(_begin_step)
-            register_optimizer_step_post_hook(_end_step)
-            _is_registered = True
-
-
-def _begin_step(optimizer: Optimizer, _: Any, __: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    if not _windows.of_thread or not _is_step(sys._getframe(1), optimizer):
+def _begin_optimizer_step(optimizer: Optimizer, caller: FrameType) -> None:
+    if not _windows.of_thread or not _is_step(caller, optimizer):
         return
     for window in _windows.of_thread:
         if len(window.under_way) <= MAX_OPTIMIZERS:
@@ -218,9 +199,7 @@ def _begin_step(optimizer: Optimizer, _: Any, __: Any) -> None:
             window.under_way[ref] = window.under_way.get(ref, 0) + 1
 
 
-def _end_step(optimizer: Optimizer, _: Any, __: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
+def _end_optimizer_step(optimizer: Optimizer) -> None:
     for window in _windows.of_thread:
         ref = weakref.ref(optimizer)
         num = window.under_way.pop(ref, 0)
