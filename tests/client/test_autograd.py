@@ -181,7 +181,7 @@ def with_a_batch_of_calls(model: nn.Module, inputs: torch.Tensor) -> None:
 
 
 def with_an_inner_step(model: nn.Module, inputs: torch.Tensor) -> None:
-    """As meta-learning does; the outer gradient goes through the inner one."""
+    """Step inside the loss, as meta-learning does; the outer gradient includes the inner one."""
     weights = dict(model.named_parameters())
     inner = loss_of(model, inputs)
     slopes = torch.autograd.grad(inner, list(weights.values()), create_graph=True)

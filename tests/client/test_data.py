@@ -41,13 +41,13 @@ def test_epochs_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "told"),
+    ("arguments", "sentence"),
     [
         ((2, 2, 0, 1), "replica_rank=2.*num_replica_groups=2"),
         ((0, 0, 0, 1), "num_replica_groups=0"),
         ((0, 1, 3, 2), "group_rank=3.*num_replicas=2"),
     ],
 )
-def test_ranks_that_do_not_exist(arguments: tuple[int, int, int, int], told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_ranks_that_do_not_exist(arguments: tuple[int, int, int, int], sentence: str) -> None:
+    with pytest.raises(ConfigError, match=sentence):
         DistributedSampler([1, 2], *arguments)

@@ -139,7 +139,7 @@ def test_accumulating_with_a_sync_in_each_pass(
 
 
 class Branches(nn.Module):
-    """Uses one of two layers, as the sign of its input tells."""
+    """Uses one of two layers, by the sign of its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -507,7 +507,7 @@ def test_a_pass_that_was_ended_does_not_spoil_the_next_step(
 def test_a_sum_of_one_s_own_in_a_backward_pass_that_was_ended(
     make: Callable[..., list[Group]],
 ) -> None:
-    """As torch's wrapper over a managed group launches them, and FSDP's hook."""
+    """Torch's wrapper over a managed group launches such sums, and FSDP's hook."""
     a, b = make(mlp)
     weights = [group.model.get_submodule("4").get_parameter("weight") for group in (a, b)]
     for group, weight in zip((a, b), weights, strict=True):
@@ -573,7 +573,7 @@ def test_two_wrappers_of_one_manager_may_be_used_in_one_graph(
 
 
 def test_a_model_may_be_wrapped_again_when_its_manager_was_shut_down() -> None:
-    """And is not trained by a wrapper that would average nothing."""
+    """The wrapper before, which would average nothing, does not train it."""
     with lighthouse() as address:
         with Group(address, "a").manager as manager:
             first = Group.__new__(Group)

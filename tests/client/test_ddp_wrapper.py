@@ -72,9 +72,9 @@ def test_gradients_that_nothing_averages_are_warned_of_once(
             assert parameter.grad is not None
             alone.allreduce(parameter.grad).wait()
         assert optimizer.step()
-    told = [each.message for each in caplog.records if "nothing averages" in each.message]
-    assert len(told) == int(not is_averaged)
-    assert all("2 parameters (the first one's shape is (1, 2))" in each for each in told)
+    messages = [each.message for each in caplog.records if "nothing averages" in each.message]
+    assert len(messages) == int(not is_averaged)
+    assert all("2 parameters (the first one's shape is (1, 2))" in each for each in messages)
 
 
 def test_a_group_that_is_alone_keeps_its_gradients_once(alone: Manager) -> None:
@@ -98,7 +98,7 @@ def test_a_group_that_is_alone_keeps_its_gradients_once(alone: Manager) -> None:
 
 
 def test_a_wrapper_leaves_no_hooks_behind(alone: Manager) -> None:
-    """Also where the parameters have hooks of the program."""
+    """The parameters may have hooks of the program, which stay."""
     model = mlp()
     first, *_ = model.parameters()
     calls: list[object] = []
@@ -124,7 +124,7 @@ def test_a_wrapper_leaves_no_hooks_behind(alone: Manager) -> None:
 
 
 class Lookup(nn.Module):
-    """Whose gradient is sparse, of which no attribute tells."""
+    """A layer whose gradient is sparse, which no attribute shows."""
 
     def __init__(self) -> None:
         super().__init__()

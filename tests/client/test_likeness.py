@@ -19,7 +19,7 @@ START_S = 60.0
 
 
 class Trainers:
-    """Groups at one lighthouse, and what they told."""
+    """Groups at one lighthouse, and the lines of their output."""
 
     def __init__(self, address: str, folder: Path, stack: ExitStack) -> None:
         self._address = address
@@ -40,33 +40,33 @@ class Trainers:
         self.groups[name] = group.start()
         return group
 
-    def told(self, name: str) -> list[dict[str, Any]]:
+    def lines_of(self, name: str) -> list[dict[str, Any]]:
         file = self._folder / f"{name}.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def commits(self, name: str) -> list[dict[str, Any]]:
-        return [told for told in self.told(name) if told.get("committed")]
+        return [line for line in self.lines_of(name) if line.get("committed")]
 
     def await_commits(self, *names: str, more: int = 5) -> None:
         """Each commits so many more steps, together with the others of ``names``."""
 
         def together(name: str) -> int:
-            return sum(told["groups"] == len(names) for told in self.commits(name))
+            return sum(line["groups"] == len(names) for line in self.commits(name))
 
         before = {name: together(name) for name in names}
         eventually(
             lambda: all(together(name) >= before[name] + more for name in names),
             START_S,
-            f"{names} train together: {[self.told(name)[-3:] for name in self.groups]}",
+            f"{names} train together: {[self.lines_of(name)[-3:] for name in self.groups]}",
         )
 
     def assert_identical(self, *names: str) -> None:
         """I3: what they committed as one step is one state."""
         hashes: dict[int, set[str]] = {}
         for name in names:
-            for told in self.commits(name):
-                hashes.setdefault(told["step"], set()).add(told["hash"])
+            for line in self.commits(name):
+                hashes.setdefault(line["step"], set()).add(line["hash"])
         assert all(len(each) == 1 for each in hashes.values()), "I3"
 
     def is_running(self, name: str) -> bool:
@@ -75,7 +75,7 @@ class Trainers:
     def failure(self, name: str) -> str:
         """The error that has ended a trainer."""
         eventually(lambda: not self.is_running(name), START_S, f"{name} ends")
-        return str(self.told(name)[-1]["raised"])
+        return str(self.lines_of(name)[-1]["raised"])
 
 
 @pytest.fixture
@@ -128,7 +128,7 @@ def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
     fleet.start("a", those)
     fleet.start("b", those)
     fleet.await_commits("a", "b")
-    before = {name: len(fleet.told(name)) for name in "ab"}
+    before = {name: len(fleet.lines_of(name)) for name in "ab"}
     fleet.start("c", kind)
     reason = fleet.failure("c")
     assert " differs from " in reason
@@ -137,7 +137,9 @@ def test_who_joins_with_another_layout_is_refused_and_nobody_else_notices(
     fleet.await_commits("a", "b")
     for name in "ab":
         assert fleet.is_running(name)
-        assert all(told["committed"] for told in fleet.told(name)[before[name] :]), "nobody noticed"
+        assert all(line["committed"] for line in fleet.lines_of(name)[before[name] :]), (
+            "nobody noticed"
+        )
     fleet.assert_identical("a", "b")
 
 
@@ -174,12 +176,12 @@ def test_operations_that_do_not_match_are_an_error_of_the_step(
         fleet.start(name, kind)
 
     def mismatches(name: str) -> list[str]:
-        errors = [str(told.get("error")) for told in fleet.told(name)]
+        errors = [str(line.get("error")) for line in fleet.lines_of(name)]
         return [error for error in errors if "different operations" in error]
 
     for name in "ab":
         eventually(
-            lambda name=name: len(mismatches(name)) >= 2, START_S, str(fleet.told(name)[-3:])
+            lambda name=name: len(mismatches(name)) >= 2, START_S, str(fleet.lines_of(name)[-3:])
         )
         if not fleet.commits(name):  # nobody trains, so none of them is the one that does not fit
             assert "does not match the others" in fleet.failure(name), "gloo has ended it"
@@ -188,7 +190,7 @@ def test_operations_that_do_not_match_are_an_error_of_the_step(
             assert fleet.is_running(name), "gloo has ended it"
     assert f"Here: {here}. In another group: {there}." in mismatches("a")[0]
     assert f"Here: {there}. In another group: {here}." in mismatches("b")[0]
-    assert not any(told["step"] > 2 for name in "ab" for told in fleet.commits(name))
+    assert not any(line["step"] > 2 for name in "ab" for line in fleet.commits(name))
     fleet.assert_identical("a", "b")
 
 
@@ -216,7 +218,7 @@ def test_an_operation_that_one_group_alone_has_in_a_later_step_ends_nobody(
     fleet.start("b")
 
     def errors() -> list[str]:
-        return [str(told["error"]) for told in fleet.told("a") if told.get("error")]
+        return [str(line["error"]) for line in fleet.lines_of("a") if line.get("error")]
 
     eventually(lambda: len(errors()) > 0, START_S, "the step is discarded")
     assert f"Here: {here}. In another group: {there}, as in the step before" in errors()[0]
@@ -242,7 +244,9 @@ def test_a_group_that_never_fits_ends_and_the_others_go_on(
     fleet.await_commits("a", "b")
     for name in "ab":
         assert fleet.is_running(name)
-        discarded = [told for told in fleet.told(name) if told["step"] and not told["committed"]]
+        discarded = [
+            line for line in fleet.lines_of(name) if line["step"] and not line["committed"]
+        ]
         assert len(discarded) == 3
-        assert all(f"In another group: {end}" in told["error"] for told in discarded)
+        assert all(f"In another group: {end}" in line["error"] for line in discarded)
     fleet.assert_identical("a", "b")

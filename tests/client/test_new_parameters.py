@@ -75,7 +75,7 @@ class Program:
 
 @pytest.fixture
 def program() -> Iterator[Program]:
-    """In the middle of a quorum."""
+    """Train, and change the model in the middle of a quorum."""
     with lighthouse() as address, make_manager(address, "a") as manager:
         program = Program(manager)
         assert program.step()
@@ -122,7 +122,7 @@ def adds_a_layer_to_a_leaf(model: Language) -> None:
 
 
 def trains_what_was_frozen_late(model: Language) -> None:
-    """In the forward pass, behind the wrapper's own check."""
+    """Unfreeze a part in the forward pass, behind the wrapper's own check."""
     model.register_forward_pre_hook(lambda *_: model.frozen.requires_grad_(True) and None)
 
 
@@ -162,7 +162,7 @@ def test_a_new_parameter_is_refused_until_the_module_is_wrapped_again(
 
 
 def test_a_model_of_new_parameters_alone(program: Program) -> None:
-    """The wrapper sums nothing, and the vote has to say why."""
+    """The wrapper sums nothing, and the vote has to report why."""
     resizes_the_embedding(program.model)
     replaces_a_layer(program.model)
     assert "wrap the module again" in program.failure()
@@ -276,7 +276,7 @@ def moves_a_layer(model: Language) -> None:
 
 
 def replaces_memory(model: Language) -> None:
-    """As programs do that train on with averaged weights."""
+    """Replace the memory, as programs do that train on with averaged weights."""
     for parameter in model.parameters():
         parameter.data = parameter.detach().clone()
 

@@ -25,7 +25,7 @@ def test_i3_groups_that_start_at_different_times(tmp_path: Path, wrapper: str) -
     """
     groups: list[Group] = []
 
-    def told(name: str) -> list[dict[str, Any]]:
+    def lines_of(name: str) -> list[dict[str, Any]]:
         file = tmp_path / name
         text = file.read_text() if file.exists() else ""
         return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -35,7 +35,7 @@ def test_i3_groups_that_start_at_different_times(tmp_path: Path, wrapper: str) -
 
         def common_steps() -> set[int]:
             steps = [
-                {line["step"] for line in told(name) if line["groups"] == len(names)}
+                {line["step"] for line in lines_of(name) if line["groups"] == len(names)}
                 for name in names
             ]
             return {step for step in set.intersection(*steps) if step > since}
@@ -63,10 +63,10 @@ def test_i3_groups_that_start_at_different_times(tmp_path: Path, wrapper: str) -
         start("c")
         meet("a", "b", "c")
         victim.kill(group_rank=0)
-        killed_at = max(line["step"] for name in "abc" for line in told(name))
+        killed_at = max(line["step"] for name in "abc" for line in lines_of(name))
         start("b")
         meet("a", "b", "c", since=killed_at)
-    hashes = [{line["step"]: line["hash"] for line in told(name)} for name in "abc"]
+    hashes = [{line["step"]: line["hash"] for line in lines_of(name)} for name in "abc"]
     for one, other in ((0, 1), (0, 2), (1, 2)):
         common = hashes[one].keys() & hashes[other].keys()
         assert len(common) >= 5

@@ -126,7 +126,7 @@ class Group:
 
 
 def weights(group: Group) -> Any:
-    """Without the running averages, which each group has of its own data."""
+    """The weights without the running averages, which each group has of its own data."""
     model = dict(group.model.named_parameters())
     return bits({"model": model, "optim": group.sgd.state_dict()})
 

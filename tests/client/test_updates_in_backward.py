@@ -93,7 +93,7 @@ def test_a_single_parameter_with_such_a_hook_is_named(alone: Manager) -> None:
 
 
 def test_a_hook_of_a_gradient_that_updates_another_parameter(alone: Manager) -> None:
-    """As optimizers do that keep one gradient only: when one arrives, they use the one before."""
+    """Optimizers that keep one gradient only use the one before when one arrives."""
     model = net()
     parallel = DistributedDataParallel(alone, model)
     last = model.get_parameter("2.bias")
@@ -238,7 +238,7 @@ def with_clipped_gradients(model: nn.Module) -> nn.Module:
 
 
 def with_an_optimizer_of_its_own(model: nn.Module) -> nn.Module:
-    """That of something else than the wrapped model."""
+    """Use an optimizer of something else than the wrapped model."""
     other = nn.Parameter(torch.ones(2))
     other.grad = torch.ones(2)
     optimizer = torch.optim.SGD([other], lr=0.1)

@@ -605,7 +605,7 @@ class WorkerActor:
         self.home.worker_failed(str(error))
 
     def _is_hanging(self, then: Callable[..., None], *args: object) -> bool:
-        """If the main thread is stuck, call ``then`` when it moves again."""
+        """Whether the main thread is stuck; then ``then`` is called when it moves again."""
         if self.hung_until <= self.process.world.now:
             return False
         self.process.after(self.hung_until - self.process.world.now, then, *args)

@@ -24,7 +24,7 @@ LOCAL_LIGHTHOUSE = "127.0.0.1:29510"
 
 
 class WorldSizeMode(enum.Enum):
-    """How many groups contribute gradients.
+    """The number of groups that contribute gradients.
 
     ``DYNAMIC``: all present groups. ``FIXED_WITH_SPARES``: at most ``min_replica_size``; the others
     are spares that contribute zeros and receive the average, so they stay identical.
@@ -85,7 +85,7 @@ _KEYWORDS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPlace:
-    """Which worker of its replica group this one is."""
+    """The place of this worker in its replica group."""
 
     group_rank: int
     group_world_size: int
@@ -107,7 +107,7 @@ class GroupPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceOptions:
-    """Where the group's services are and how they are started.
+    """The group's services: where they are, and how they are started.
 
     Addresses are ``host:port``. ``min_replicas`` is sent to the lighthouse (0: not set).
     ``manager_address``: use a running manager. ``in_process``: run the manager inside the trainer
@@ -137,7 +137,7 @@ def resolve_timeouts(
     heartbeat_interval: timedelta,
     watchdog_timeout: timedelta | None = None,
 ) -> Timeouts:
-    """Argument, else environment, else default.
+    """Resolve each value: argument, else environment, else default.
 
     If only one is given, the defaults of the others are adapted to it: with a quorum timeout of
     10 s, a collective timeout need not be given as well.
@@ -162,7 +162,7 @@ def resolve_timeouts(
 def resolve_place(
     environment: Environment, group_rank: int | None, group_world_size: int | None
 ) -> GroupPlace:
-    """Argument, else ``RANK`` and ``WORLD_SIZE``, else a group of one worker."""
+    """Resolve the place: argument, else ``RANK`` and ``WORLD_SIZE``, else a group of one worker."""
     if group_rank is None:
         group_rank = environment.group_rank
     if group_world_size is None:
@@ -188,7 +188,7 @@ def resolve_services(
     security: Security | None,
     flight_recorder: str | None,
 ) -> ServiceOptions:
-    """Argument, else environment, else default (a lighthouse on this machine).
+    """Resolve each option: argument, else environment, else default (a lighthouse on this machine).
 
     An empty argument is an error; only ``replica_id`` may be empty, as in the public release, and
     counts as not given.
@@ -222,7 +222,7 @@ def resolve_services(
 def resolve_checks(
     environment: Environment, check_every: int | None, on_difference: str | None
 ) -> CheckRules:
-    """Argument, else environment, else default."""
+    """Resolve each value: argument, else environment, else default."""
     if check_every is None:
         check_every = environment.check_every
     if on_difference is None:

@@ -122,7 +122,7 @@ class DistributedDataParallel(nn.Module):
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> Any:
-        """Read by torch's class of the same name when it wraps a module."""
+        """Raise an error: torch's class of the same name reads this when it wraps a module."""
         raise _both_wrappers()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class DistributedDataParallel(nn.Module):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside this block gradients accumulate; the next backward pass outside averages them."""
+        """Accumulate gradients inside this block; the next pass outside averages them."""
         before, self._reducer.enabled = self._reducer.enabled, False
         try:
             yield

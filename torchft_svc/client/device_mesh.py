@@ -25,7 +25,7 @@ def ft_init_device_mesh(
     replicate_dim: int,
     manager: Manager,
 ) -> DeviceMesh:
-    """``torch.distributed.device_mesh.init_device_mesh`` with one dimension across the groups.
+    """Return a mesh as torch's ``init_device_mesh`` does, with one dimension across the groups.
 
     The other dimensions are this group's workers. For torch, the dimension ``replicate_dim`` has
     size 1, so its value in ``mesh_shape`` is ignored; its process group is a

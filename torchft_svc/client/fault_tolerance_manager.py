@@ -65,7 +65,7 @@ class FaultToleranceManager(Manager):
 
     @property
     def lighthouse_address(self) -> str:
-        """``host:port`` of the lighthouse, or several with commas between."""
+        """The lighthouse's ``host:port``, or several with commas between."""
         return self._runtime.lighthouse_address
 
     @property
@@ -81,7 +81,7 @@ class FaultToleranceManager(Manager):
 
     @property
     def checkpoint_server(self) -> CheckpointTransport[Any]:
-        """What serves this worker's state to groups that heal."""
+        """The transport that serves this worker's state to groups that heal."""
         return self._runtime.deps.transport
 
     @property

@@ -122,7 +122,7 @@ class _ShardedSums:
         return self._module_watch.find_unsummed()
 
     def average(self, reduced: torch.Tensor) -> None:
-        """FSDP's hook: average ``reduced`` in place."""
+        """Average ``reduced`` in place; FSDP's hook."""
         check_running(self._manager)
         self._manager._sums.average_gradients(reduced).wait()
         self.has_averaged = True
@@ -183,7 +183,7 @@ class _ShardedSums:
         return [name for name, param, was in self._summed if param.sharded_param is not was]
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """None: FSDP owns the memory of the averages."""
+        """Return None: FSDP owns the memory of the averages."""
         return None
 
     def begin_step(self) -> None:
@@ -196,7 +196,7 @@ class _ShardedSums:
 
 
 def sharded_state_dict(model: nn.Module) -> OrderedDict[str, Any]:
-    """``model.state_dict()`` with the sharded parameters, on any thread, at any moment.
+    """Return ``model.state_dict()`` with the sharded parameters, on any thread, at any moment.
 
     The values are the live parameters (DTensors) and buffers, for ``model.load_state_dict``. The
     modules' own hooks run, such as those of torch's ``checkpoint_wrapper``, which remove its name
@@ -221,7 +221,7 @@ def _collect(
     state: OrderedDict[str, Any],
     sharded: dict[tuple[int, str], nn.Parameter],
 ) -> None:
-    """Does what ``module.state_dict(destination=state, prefix=prefix, keep_vars=True)`` does.
+    """Do what ``module.state_dict(destination=state, prefix=prefix, keep_vars=True)`` does.
 
     Except for FSDP's hooks, which would reshard the weights during a forward pass: this function
     inserts the sharded parameters before the module's own hooks run.

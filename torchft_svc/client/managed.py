@@ -53,7 +53,7 @@ class ManagedProcessGroup(ProcessGroup):
             manager.register_reducer(self)
 
     def _configure(self, members: Members) -> None:
-        """Not supported: the manager configures its own process group.
+        """Raise an error: the manager configures its own process group.
 
         Raises:
             RequestRefused: always.
@@ -61,26 +61,26 @@ class ManagedProcessGroup(ProcessGroup):
         raise RequestRefused("a managed process group gets its members from its manager")
 
     def abort(self) -> None:
-        """Nothing: the manager's own process group is aborted by the manager."""
+        """Do nothing: the manager aborts its own process group."""
 
     def errored(self) -> Exception | None:
         """The first error of the manager's step."""
         return self._manager.errored()
 
     def replaced(self) -> list[str]:
-        """None that is known."""
+        """Return none: the program's wrapper is not known."""
         return []
 
     def unsummed(self) -> list[tuple[str, nn.Parameter]]:
-        """None that is known."""
+        """Return none: the program's wrapper is not known."""
         return []
 
     def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """None: the program owns the memory of the averages."""
+        """Return None: the program owns the memory of the averages."""
         return None
 
     def begin_step(self) -> None:
-        """Nothing; see `Reducing.begin_step`."""
+        """Do nothing; see `Reducing.begin_step`."""
 
     def settle(self) -> Exception | None:
         """See `Reducing.settle`; the manager tracks passes that sum something."""
@@ -91,7 +91,10 @@ class ManagedProcessGroup(ProcessGroup):
         return self._manager.participating_rank() or 0
 
     def size(self) -> int:
-        """How many groups contribute in this step; waits for the quorum. Without one: 1."""
+        """The number of groups that contribute in this step, after a wait for the quorum.
+
+        1 without a quorum.
+        """
         # Torch 2.7 looks up the group of a mesh by its size, which has to be 1 then.
         return self._manager.num_participants() or 1
 

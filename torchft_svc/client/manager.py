@@ -532,7 +532,7 @@ class Manager:
         return self._worker.round.peers.quorum
 
     def replica_id(self) -> str:
-        """``name:incarnation``, or the name alone before the first quorum."""
+        """This group's ``name:incarnation``, or the name alone before the first quorum."""
         quorum = self.last_quorum()
         if quorum is None or not quorum.replica_ids:
             return self._runtime.services.replica_name
@@ -571,8 +571,10 @@ class Manager:
 
 
 def _shortened(error: TorchFTError) -> TorchFTError:
-    """``error`` without its internal traceback, so that a user's traceback ends at the call of the
-    manager."""
+    """Return ``error`` without its internal traceback.
+
+    So a user's traceback ends at the call of the manager.
+    """
     log.debug("raised to the program", exc_info=error)
     return error.with_traceback(None)
 

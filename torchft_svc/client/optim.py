@@ -86,7 +86,7 @@ class Optimizer(torch.optim.Optimizer):
 
     @uncompiled
     def step(self, closure: Callable[[], float] | None = None) -> bool:  # type: ignore[override]
-        """Apply the update if the step is committed; whether it was.
+        """Apply the update if the step is committed; returns whether it was.
 
         After an exception in the update itself this worker is behind the others: it heals in the
         next step, and ends if there is no group to heal from.
@@ -161,7 +161,7 @@ class Optimizer(torch.optim.Optimizer):
         self._only("param_groups").param_groups = groups
 
     def __getattr__(self, name: str) -> Any:
-        """Other attributes are those of the wrapped optimizer."""
+        """Return any other attribute of the wrapped optimizer."""
         if name == "optims":
             raise AttributeError(name)
         if "optim" not in self.__dict__:

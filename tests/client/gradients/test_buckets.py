@@ -153,10 +153,10 @@ print(min(of_a_pass() for _ in range(10)))
 @pytest.mark.processes
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="this is how glibc works")
 def test_memory_of_gradients_is_not_taken_from_the_system_again_in_each_pass() -> None:
-    told = subprocess.run(
+    ran = subprocess.run(
         [sys.executable, "-c", _FAULTS], capture_output=True, text=True, timeout=100, check=True
     )
-    assert int(told.stdout) < 200, "faults; there are 2048 pages"
+    assert int(ran.stdout) < 200, "faults; there are 2048 pages"
 
 
 @pytest.mark.parametrize("carries_wish", [False, True])

@@ -35,14 +35,14 @@ def step(*numels: int) -> list[Operation]:
 
 def go(order: LaunchOrder, operations: list[Operation], *, is_first: bool = False) -> list[bool]:
     """A whole step; which of its operations need no comparison. All groups are alike."""
-    order.begin(lambda: is_first)
+    order.begin_step(lambda: is_first)
     expected = []
     for operation in operations:
         expected.append(order.expects(operation))
         if not expected[-1]:
             pattern = order._pattern(operation)
-            order.agreed(operation, [pattern, pattern])
-        order.launched(operation)
+            order.record_agreement(operation, [pattern, pattern])
+        order.record_launch(operation)
     return expected
 
 
@@ -73,31 +73,31 @@ def test_a_step_that_is_remembered_is_compared_once() -> None:
 def test_a_step_that_not_all_remember_is_compared_whole() -> None:
     order = LaunchOrder(lambda: True)
     go(order, step(1, 2), is_first=True)
-    order.begin(lambda: True)
+    order.begin_step(lambda: True)
     first, second, _ = step(1, 2)
     assert not order.expects(first)
-    order.agreed(first, [order._pattern(first), 0])  # a newcomer
-    order.launched(first)
+    order.record_agreement(first, [order._pattern(first), 0])  # a newcomer
+    order.record_launch(first)
     assert not order.expects(second)
     assert order._pattern(second)
-    order.agreed(second, [order._pattern(second), 5])
-    order.launched(second)
+    order.record_agreement(second, [order._pattern(second), 5])
+    order.record_launch(second)
     assert not order.expects(Operation.end(2))
 
 
 def test_after_a_first_step_in_which_nothing_was_launched_nothing_is_known() -> None:
     order = LaunchOrder(lambda: True)
     go(order, step(1), is_first=True)
-    order.begin(lambda: True)  # of another quorum
+    order.begin_step(lambda: True)  # of another quorum
     assert go(order, step(1)) == [False, True], "its members were in no step together"
-    order.begin(lambda: False)
+    order.begin_step(lambda: False)
     assert go(order, step(1)) == [True, True], "these were"
 
 
 def test_what_the_others_launch_instead_is_known() -> None:
     order = LaunchOrder(lambda: True)
     go(order, step(1, 2), is_first=True)
-    order.begin(lambda: False)
+    order.begin_step(lambda: False)
     assert not order.expects(of(5))
     assert order.instead(of(5)) == of(1)
     assert order.instead(of(1)) is None
@@ -107,7 +107,7 @@ def test_what_is_remembered_is_bounded() -> None:
     order = LaunchOrder(lambda: True)
     for numel in range(2 * MAX_PATTERNS):
         go(order, step(numel), is_first=True)
-    order.begin(lambda: True)
+    order.begin_step(lambda: True)
     assert len(order._patterns) == MAX_PATTERNS
     assert not order._pattern(of(0))
     assert order._pattern(of(2 * MAX_PATTERNS - 1))
@@ -186,12 +186,12 @@ def in_steps(*steps: tuple[int, list[Operation]], stuck: Operation | None = None
     """What a group has launched in its last steps; it got ``stuck`` in the last one."""
     order = LaunchOrder(lambda: True)
     for step_number, operations in steps:
-        order.begin(bool, step_number)
+        order.begin_step(bool, step_number)
         for operation in operations:
-            order.launched(operation)
+            order.record_launch(operation)
     if stuck is not None:
         order.record_failure(stuck)
-    order.begin(lambda: True, steps[-1][0] + (stuck is None))
+    order.begin_step(lambda: True, steps[-1][0] + (stuck is None))
     return order
 
 
@@ -238,12 +238,12 @@ def test_a_known_operation_that_has_failed_shows_no_difference(num_launched: int
     """A group has left, so that the first operation fails after this and others were launched."""
     order = LaunchOrder(lambda: True)
     go(order, step(1, 2), is_first=True)
-    order.begin(bool, 6)
+    order.begin_step(bool, 6)
     for operation in step(1, 2)[:num_launched]:
         assert order.expects(operation)
-        order.launched(operation)
+        order.record_launch(operation)
     order.record_failure(of(1))
-    order.begin(lambda: True, 6)
+    order.begin_step(lambda: True, 6)
     headers = [order.header(of(1)), Header(of(1), True, 0, OLD)]
     assert order.read_headers(headers[0], headers) is None
 
@@ -252,13 +252,13 @@ def test_a_group_that_launches_something_else_than_all_are_known_to_differs() ->
     """The others need not have been stuck: they have ended the step."""
     order = LaunchOrder(lambda: True)
     go(order, step(1, 2))
-    order.begin(bool, 6)
+    order.begin_step(bool, 6)
     for operation in step(1, 2)[:-1]:
         assert order.expects(operation)
-        order.launched(operation)
+        order.record_launch(operation)
     other = of(7, position=3)
     order.record_failure(other)
-    order.begin(lambda: True, 6)
+    order.begin_step(lambda: True, 6)
     mine, alike = order.header(of(1)), Header(of(1), True, 0, OLD, Stuck(6, other))
     ended = Header(of(1), True, 0, OLD)
     found = order.read_headers(mine, [alike, mine, ended])

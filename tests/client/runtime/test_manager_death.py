@@ -264,7 +264,7 @@ def test_m7_where_the_first_answer_is_lost_the_group_stands_until_its_quorum_tim
         check("the first answer is lost", max(over_at) - killed_at[0], limit_s + MANAGER_BACK_S)
 
 
-def test_who_has_no_rank_0_any_more_is_told_at_once(address: str) -> None:
+def test_a_worker_without_rank_0_is_informed_at_once(address: str) -> None:
     """Rank 0 stops for good, and with it the manager; no other is started."""
     with workers(address, "a", 2, in_process=False) as group:
         together(*(worker.step for worker in group))

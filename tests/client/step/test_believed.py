@@ -42,11 +42,15 @@ def test_a_joiner_from_a_newer_checkpoint_heals_from_the_running_job(
             in_step(max(before) + 3, *members, late)
             assert max(before) < late.manager.current_step() < FAR
             assert_identical([*members, late])
-        told = [record.message for record in caplog.records if "is not believed" in record.message]
-        assert any(text.startswith(f"step {FAR} of this group is not believed") for text in told)
-        step_told = [line for line in house.errors().splitlines() if "step not believed" in line]
-        assert step_told
-        assert f"it reports step {FAR}, the job is at step" in step_told[0]
+        messages = [
+            record.message for record in caplog.records if "is not believed" in record.message
+        ]
+        assert any(
+            text.startswith(f"step {FAR} of this group is not believed") for text in messages
+        )
+        reports = [line for line in house.errors().splitlines() if "step not believed" in line]
+        assert reports
+        assert f"it reports step {FAR}, the job is at step" in reports[0]
         in_step(max(before) + 5, *members)  # and they go on when it has left
 
 
@@ -104,11 +108,11 @@ def test_a_lighthouse_may_let_the_job_follow() -> None:
             assert_identical([*members, late])
 
 
-def comes_and_goes(members: list[Trainer], line: Line, step: int, **told: Any) -> None:
-    """A stranger that tells ``step`` is in a quorum with ``members``, and leaves; they go on."""
+def comes_and_goes(members: list[Trainer], line: Line, step: int, **claims: Any) -> None:
+    """A stranger that reports ``step`` joins a quorum of ``members``, and leaves; they continue."""
 
     def stranger() -> bool:
-        answer = line.quorum("stranger:1", step=step, **told).result().quorum
+        answer = line.quorum("stranger:1", step=step, **claims).result().quorum
         shown = {each.replica_id: (each.step, each.doubted_step) for each in answer.participants}
         assert shown["stranger:1"] == (0, step)
         line.leave("stranger:1")
@@ -130,22 +134,22 @@ def test_a_forged_step_does_not_hold_the_job(house: Process, step: int) -> None:
 
 
 def test_a_forged_history_does_not_hold_the_job(house: Process) -> None:
-    """The stranger tells that it was in a newer quorum, with another lighthouse, and how far."""
+    """The stranger reports that it was in a newer quorum, with another lighthouse, and how far."""
     with trainers(house.address, 2) as members, line_to(house.address) as line:
         in_step(3, *members)
         known = members[0].manager.last_quorum()
         assert known is not None
         ahead = known.quorum_id + 3600 * 1000 * 4096
-        told = {"seen_quorum_id": ahead, "has_history": True, "last_num_groups": 3}
-        comes_and_goes(members, line, 2**62, **told)
+        claims = {"seen_quorum_id": ahead, "has_history": True, "last_num_groups": 3}
+        comes_and_goes(members, line, 2**62, **claims)
 
 
 def test_a_forged_id_moves_neither_other_jobs_nor_the_next_lighthouse(house: Process) -> None:
     """Far ahead of the clock it is refused; by some hours it moves its own job, and no other."""
     with line_to(house.address) as line:
         first = line.quorum("a:1", job="honest").result().quorum.quorum_id
-        for told in (first + 2**54, first + 40 * 3600 * 1000 * 4096):
-            refused = line.quorum("stranger:1", job="honest", seen_quorum_id=told)
+        for seen_id in (first + 2**54, first + 40 * 3600 * 1000 * 4096):
+            refused = line.quorum("stranger:1", job="honest", seen_quorum_id=seen_id)
             assert "was never issued" in str(refused.exception())
         ahead = first + 14 * 3600 * 1000 * 4096
         forged = line.quorum("stranger:1", job="forged", seen_quorum_id=ahead).result().quorum
@@ -153,7 +157,9 @@ def test_a_forged_id_moves_neither_other_jobs_nor_the_next_lighthouse(house: Pro
         other = line.quorum("a:1", job="other").result().quorum.quorum_id
         assert other < ahead
         with lighthouse_process("--min-replicas=1") as after, line_to(after.address) as line_after:
-            told = forged.quorum_id
-            answer = line_after.quorum("stranger:1", job="forged", seen_quorum_id=told).result()
-            assert answer.quorum.quorum_id > told
+            forged_id = forged.quorum_id
+            answer = line_after.quorum(
+                "stranger:1", job="forged", seen_quorum_id=forged_id
+            ).result()
+            assert answer.quorum.quorum_id > forged_id
             assert line_after.quorum("a:1", job="new").result().quorum.quorum_id < ahead

@@ -1,4 +1,4 @@
-"""Tests that a checkpoint that any thread takes has the weights of the step that it names."""
+"""Tests that a checkpoint that any thread saves has the weights of the step that it names."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def address() -> Iterator[str]:
 
 
 class Saving(Trainer):
-    """A group of which another thread takes checkpoints; notes the weights after each step."""
+    """A group of which another thread saves checkpoints; records the weights after each step."""
 
     def __init__(self, address: str, name: str, seed: int, **options: Any) -> None:
         self.after: dict[int, Any] = {}

@@ -60,7 +60,7 @@ def address() -> Iterator[str]:
 
 
 class Unreliable(CheckpointTransport[Any]):
-    """The HTTP transport, with receptions that fail, or wait, when told to."""
+    """The HTTP transport, with receptions that fail, or wait, on demand."""
 
     def __init__(self, num_failures: int = 0) -> None:
         self._http: HTTPTransport[Any] = HTTPTransport(TIMEOUT, hostname="127.0.0.1")
@@ -275,7 +275,7 @@ def test_trap_a_stale_pending_state_dict_after_a_failed_heal(address: str) -> No
 def test_i3_a_group_with_another_state_of_the_same_step_heals_although_that_failed_once(
     address: str,
 ) -> None:
-    """Nor has the step of the failed heal told them apart: both have discarded it."""
+    """The step of the failed heal shows no difference either: both have discarded it."""
     transport = Unreliable(num_failures=1)
     with (
         Trainer(address, "a", 0) as a,
@@ -482,7 +482,7 @@ def test_a_group_that_puts_its_heal_off_commits_nothing(address: str) -> None:
 
 @pytest.mark.parametrize("answers", [False, True], ids=["dead", "frozen"])
 def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> None:
-    """Its manager cannot be reached, or takes connections and says nothing."""
+    """Its manager cannot be reached, or accepts connections and does not answer."""
     peers = Peers()
     with socket.create_server(("127.0.0.1", 0)) as listener, HTTPTransport[Any](TIMEOUT) as mine:
         address = f"127.0.0.1:{listener.getsockname()[1]}"
@@ -507,7 +507,7 @@ def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> 
 
 
 class Deserted(Unreliable):
-    """Its source says nothing, until it is told that the source is out, and once more."""
+    """Receives nothing until it is informed twice that its source is out."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -526,7 +526,7 @@ class Deserted(Unreliable):
         self.why = why
 
 
-def test_a_transport_that_receives_is_told_that_its_source_is_out(address: str) -> None:
+def test_a_receiving_transport_is_informed_that_its_source_is_out(address: str) -> None:
     transport = Deserted()
     with Trainer(address, "a", 0) as a:
         a.steps(2)

@@ -23,7 +23,7 @@ _OURS = ("torchft_svc/client/", "torchft_svc/core/quorum/worker/step.py")
 
 
 class Interrupt(BaseException):
-    """As a KeyboardInterrupt, which pytest would take for its own."""
+    """Stands for a KeyboardInterrupt, which pytest would take for its own."""
 
 
 # A place: file, line and event. A moment: how often a step has been at a place.

@@ -44,12 +44,12 @@ class Gloo(ProcessGroupGloo):
         return Endless() if self.is_stuck else work
 
 
-def test_the_others_are_told_that_a_group_asks_because_of_what_only_it_has_heard() -> None:
+def test_a_group_that_asks_because_of_a_loss_known_to_it_alone_informs_the_others() -> None:
     """The sums have ended before, so its step counts; the others begin the next one, in vain."""
     with lighthouse(min_replicas=2) as address, trainers(address, 2) as (a, b):
         in_step(3, a, b)
 
-        def hears_of_a_loss() -> bool:
+        def learns_of_a_loss() -> bool:
             a.backward()
             quorum = a.manager.last_quorum()
             assert quorum is not None
@@ -57,7 +57,7 @@ def test_the_others_are_told_that_a_group_asks_because_of_what_only_it_has_heard
             eventually(a.manager._stepper._deps.pg.errored)
             return a.optimizer.step()
 
-        assert together(hears_of_a_loss, b.step) == [True, True]
+        assert together(learns_of_a_loss, b.step) == [True, True]
 
         before = b.manager.last_quorum()
         assert together(a.step, b.step) == [True, True], "it is summed in the next quorum"

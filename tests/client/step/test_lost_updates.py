@@ -280,7 +280,7 @@ def test_a_spoiled_update_that_is_reported_is_logged(
 
 
 class Quiet:
-    """Checks that all steps of a program count, and that nothing is said against them."""
+    """Checks that all steps of a program count, and that none is reported as lost."""
 
     def __init__(self, caplog: pytest.LogCaptureFixture) -> None:
         self._caplog = caplog
@@ -453,7 +453,7 @@ def test_optimizers_of_something_else_are_ignored(address: str, quiet: Quiet) ->
 
 
 def test_optimizers_on_other_threads_are_ignored(address: str, quiet: Quiet) -> None:
-    """Also of the same parameters: an evaluation that adapts a copy may share some of them."""
+    """They may update the same parameters: an evaluation that adapts a copy may share some."""
     with Trainer(address, "a", 0, use_async_quorum=False) as a:
         for _ in range(NUM_USUAL + 2):
             averaged(a, a.inner)

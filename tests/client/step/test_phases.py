@@ -50,9 +50,9 @@ def test_a_step_that_stands_still_is_reported_once_with_its_phase(lighthouse: Pr
         trainer.steps(20)
         trainer.backward()
         eventually(lambda: "step=23" in lighthouse.errors())
-    told = lighthouse.errors()
-    assert "group hangs job=default replica=a:" in told
-    assert [told.count(f" phase=training step={step} for ") for step in (2, 23)] == [1, 1]
+    lines = lighthouse.errors()
+    assert "group hangs job=default replica=a:" in lines
+    assert [lines.count(f" phase=training step={step} for ") for step in (2, 23)] == [1, 1]
 
 
 @pytest.mark.processes
@@ -60,10 +60,10 @@ def test_a_pause_between_two_steps_is_no_hang(lighthouse: Process) -> None:
     with Trainer(lighthouse.address, "idle", 0) as idle:
         idle.steps(2)
         with Trainer(lighthouse.address, "stuck", 0, job_id="other") as stuck:
-            stuck.optimizer.zero_grad()  # later: what is due for the other one is told before
+            stuck.optimizer.zero_grad()  # later: what is due for the other one is sent before
             eventually(lambda: "replica=stuck:" in lighthouse.errors())
-    told = [line for line in lighthouse.errors().splitlines() if "replica=idle:" in line]
-    assert not [line for line in told if "step=2 " in line]
+    lines = [line for line in lighthouse.errors().splitlines() if "replica=idle:" in line]
+    assert not [line for line in lines if "step=2 " in line]
 
 
 @pytest.mark.processes
@@ -131,29 +131,29 @@ def test_a_group_that_waits_to_join_is_counted_until_the_next_quorum() -> None:
             joins.result()
 
 
-def test_every_change_of_phase_is_heard() -> None:
+def test_every_change_of_phase_is_reported() -> None:
     worker = SharedRound(WorkerRules(), StepMachine(), ProcessGroupDummy())
-    heard: list[tuple[Phase, int]] = []
-    worker.on_phase = lambda report: heard.append((report.phase, report.step))
+    reported: list[tuple[Phase, int]] = []
+    worker.on_phase = lambda report: reported.append((report.phase, report.step))
     with worker.changing() as round_:
         round_.step.start()
     with worker.changing() as round_:
         round_.step.form(Participation(participating_rank=0, num_participants=1), None)
     with worker.changing() as round_:
         round_.step.latch(RuntimeError("changes no phase"))
-    assert heard == [(Phase.TRAINING, 0)]
+    assert reported == [(Phase.TRAINING, 0)]
 
 
-def test_only_the_latest_phase_is_told_and_goodbye_is_the_last_word() -> None:
+def test_only_the_latest_phase_is_sent_and_nothing_after_the_end() -> None:
     outgoing = Outgoing(pb.AttachHello(rank=1, worker_id="w"))
     messages = outgoing.messages()
     assert next(messages).hello.rank == 1
     for step in range(100):
         outgoing.tell(PhaseReport(Phase.TRAINING, step, went_on_to=step + 1))
-    told_first = next(messages).phase
-    assert (told_first.step, told_first.went_on_to) == (99, 100)
-    told: list[pb.AttachRequest] = []
-    reader = threading.Thread(target=lambda: told.extend(messages))
+    first_phase = next(messages).phase
+    assert (first_phase.step, first_phase.went_on_to) == (99, 100)
+    sent: list[pb.AttachRequest] = []
+    reader = threading.Thread(target=lambda: sent.extend(messages))
     reader.start()
     for step in range(100):
         outgoing.tell(PhaseReport(Phase.VOTING, step))
@@ -161,4 +161,4 @@ def test_only_the_latest_phase_is_told_and_goodbye_is_the_last_word() -> None:
     outgoing.end()
     reader.join(10.0)
     assert not reader.is_alive()
-    assert [each.WhichOneof("kind") for each in told] == ["detach"], "too soon for another phase"
+    assert [each.WhichOneof("kind") for each in sent] == ["detach"], "too soon for another phase"

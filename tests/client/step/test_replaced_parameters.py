@@ -75,7 +75,7 @@ def test_a_heal_that_replaces_parameters_is_refused(
 
 
 def test_a_load_function_that_copies_is_trained_on_with() -> None:
-    """Also into memory that it has made anew, which belongs to the same parameters."""
+    """It may copy into new memory, which belongs to the same parameters."""
 
     def copies(model: nn.Module, state: dict[str, Any]) -> None:
         for name, parameter in model.named_parameters():

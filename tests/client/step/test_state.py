@@ -44,7 +44,7 @@ def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
 
 
 class Unknown:
-    """Nothing that can be sent."""
+    """A value that cannot be sent."""
 
 
 def test_a_state_that_cannot_be_sent_is_refused_when_the_manager_starts(
@@ -78,7 +78,7 @@ def test_a_state_that_is_not_there_yet_is_looked_at_in_the_first_step_of_a_group
 
 
 class Gated(HTTPTransport[Any]):
-    """Receives when it may, and says when it has."""
+    """Receives when it may, and reports when it has."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -80,7 +80,7 @@ def train(num_steps: int, *groups: Trainer | PlainTrainer) -> None:
 
 
 def change_lr(group: Trainer) -> None:
-    """As a scheduler does whose milestones a heal has destroyed."""
+    """Change the rate as a scheduler does whose milestones a heal has destroyed."""
     scheduler = torch.optim.lr_scheduler.MultiStepLR(group.inner, [10_000])
     scheduler.milestones = Counter({0: 1, 1: 1})
     scheduler.step()
@@ -101,7 +101,7 @@ def own_other_objects(group: Trainer) -> None:
 
 
 def assign_parameters(group: Trainer) -> None:
-    """As ``load_state_dict(assign=True)`` does: the optimizer and the hooks keep the old ones."""
+    """Assign new ones, as ``load_state_dict(assign=True)`` does; the optimizer keeps the old."""
     layer = group.model[0]
     state = {name: value.clone() for name, value in layer.state_dict().items()}
     layer.load_state_dict(state, assign=True)
@@ -204,7 +204,7 @@ def test_a_group_that_healing_does_not_cure_ends(address: str, fault: str) -> No
 
 
 def test_an_update_that_was_not_applied_is_found(address_of_three: str) -> None:
-    """As in a loop that goes on after an exception in ``optimizer.step()``."""
+    """A loop may continue after an exception in ``optimizer.step()``."""
     with trainers(address_of_three, 3, check_every=EVERY) as groups:
         c = groups[2]
         train(EVERY + 1, *groups)
@@ -229,7 +229,7 @@ class OrderedTrainer(Trainer):
         self.manager._registry._optimizers.clear()
         self.manager.register_optimizer(self.inner)
         self.parallel = DistributedDataParallel(self.manager, self.model)
-        self.parallel._reducer.layout = "one that says nothing of names"
+        self.parallel._reducer.layout = "one without names"
 
     def loss(self) -> torch.Tensor:
         return self.parallel(torch.randn(3, 4, generator=self.data)).square().mean()
@@ -327,7 +327,7 @@ def test_programs_with_a_bare_optimizer_are_compared(
 
 
 def test_weights_that_were_never_made_equal_are_found(address: str) -> None:
-    """As by groups that were to begin alike (``init_sync=False``), and do not."""
+    """Groups were to begin alike (``init_sync=False``), and do not."""
     with trainers(address, 2, check_every=EVERY, init_sync=False) as (a, b):
         found = find(a, b)
         assert (found.groups, found.step) == (("b",), 1), "at step 0 no group heals"
@@ -541,7 +541,7 @@ def test_wrong_settings_are_refused(options: dict[str, Any], words: str) -> None
 
 @pytest.fixture
 def end_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    """Has this process find that it can open no more files; its connections stay as they are."""
+    """Make this process find that it can open no more files; its connections stay as they are."""
     open_file = os.open
 
     def refuse(path: Any, *rest: Any, **named: Any) -> int:
@@ -698,7 +698,7 @@ def test_an_error_in_a_step_with_a_check_costs_that_step_only(address: str) -> N
 
 
 def test_nothing_is_compared_where_no_model_is_wrapped(address: str) -> None:
-    """As in a program that averages its weights from time to time."""
+    """A program may average its weights from time to time instead."""
     managers = [make_manager(address, name, init_sync=False, check_every=1) for name in "ab"]
     for manager in managers:
         manager.set_state_dict_fns(lambda state: None, lambda: {"nothing": 0})

@@ -31,7 +31,7 @@ from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
 from torchft_svc.core.quorum.worker.step import MAX_MISFITS
 from torchft_svc.errors import RequestRefused
 
-# What such a step may cost; without a comparison it takes the timeout of a collective.
+# What such a step may cost; without a comparison it lasts for the timeout of a collective.
 DISCARD_S = 5.0
 
 
@@ -237,11 +237,11 @@ class Launches:
 
         return count
 
-    def take(self) -> tuple[int, int]:
+    def pop_counts(self) -> tuple[int, int]:
         """Sums and comparisons since the last time."""
-        taken = self.found["allreduce"], self.found["allgather"]
+        counts = self.found["allreduce"], self.found["allgather"]
         self.found.update(allreduce=0, allgather=0)
-        return taken
+        return counts
 
 
 def test_only_what_is_not_known_is_compared() -> None:
@@ -249,15 +249,15 @@ def test_only_what_is_not_known_is_compared() -> None:
         counts = Launches(a.manager)
         num_sums = len(a.parallel._reducer._buckets)
         together(a.step, b.step, c.step)
-        assert counts.take() == (num_sums, num_sums + 1), "the end of the step, too"
+        assert counts.pop_counts() == (num_sums, num_sums + 1), "the end of the step, too"
         together(a.step, b.step, c.step)
-        assert counts.take() == (num_sums, 0)
+        assert counts.pop_counts() == (num_sums, 0)
         c.manager.shutdown()
         while not all(together(a.step, b.step)):
             pass
-        counts.take()
+        counts.pop_counts()
         together(a.step, b.step)
-        assert counts.take() == (num_sums, 0)
+        assert counts.pop_counts() == (num_sums, 0)
 
 
 def test_survivors_compare_the_first_operation_alone() -> None:
@@ -268,9 +268,9 @@ def test_survivors_compare_the_first_operation_alone() -> None:
         counts = Launches(a.manager)
         committed = together(a.step, b.step)
         while not all(committed):
-            counts.take()
+            counts.pop_counts()
             committed = together(a.step, b.step)
-        assert counts.take() == (len(a.parallel._reducer._buckets), 1)
+        assert counts.pop_counts() == (len(a.parallel._reducer._buckets), 1)
 
 
 def test_steps_that_take_turns_are_compared_once_each() -> None:
@@ -281,10 +281,10 @@ def test_steps_that_take_turns_are_compared_once_each() -> None:
             together(a.step, b.step)
         counts = Launches(a.manager)
         for _ in range(2):
-            # Both turns begin with the judge's pass, and what begins a pass is told in any case.
+            # Both turns begin with the judge's pass, and the begin of a pass is sent in any case.
             # Then one goes on and the other ends.
             assert together(a.step, b.step) == [True, True]
-            assert counts.take() in ((1, 2), (2, 2))
+            assert counts.pop_counts() in ((1, 2), (2, 2))
 
 
 def test_what_is_logged_now_and_then_is_compared_each_time() -> None:
@@ -299,15 +299,17 @@ def test_what_is_logged_now_and_then_is_compared_each_time() -> None:
         counts = Launches(a.manager)
         for _ in range(2):
             together(a.step, b.step)
-        counts.take()
+        counts.pop_counts()
         assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
-        assert counts.take()[1] == 1
+        assert counts.pop_counts()[1] == 1
         together(a.step, b.step)
-        assert counts.take()[1] == 0, "the sums of a step are what they were"
+        assert counts.pop_counts()[1] == 0, "the sums of a step are what they were"
         assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
-        assert counts.take()[1] == 1
+        assert counts.pop_counts()[1] == 1
         assert together(lambda: logs(a), lambda: logs(b)) == [0.5, 0.5]
-        assert counts.take()[1] == 1, "a group may leave it out where it goes on without a question"
+        assert counts.pop_counts()[1] == 1, (
+            "a group may leave it out where it goes on without a question"
+        )
         assert_identical([a, b])
 
 

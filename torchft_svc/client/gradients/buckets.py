@@ -18,8 +18,8 @@ from torchft_svc.errors import ConfigError
 # Small, so that the first sum starts early in the backward pass.
 FIRST_BUCKET_BYTES = 1024 * 1024
 _MEGABYTE = 1024 * 1024
-# glibc heeds blocks up to 32 MiB, with their own administration.
-_MAX_HEEDED_BYTES = 32 * _MEGABYTE - 64 * 1024
+# glibc adapts its threshold to blocks of up to 32 MiB, with their own administration.
+_MAX_ADAPTED_BYTES = 32 * _MEGABYTE - 64 * 1024
 # What torch.compile, checkpoint_wrapper, and FSDP insert into the names of parameters.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 
@@ -142,7 +142,7 @@ def describe_tensors(
 
 
 def _place(tensor: torch.Tensor) -> tuple[str, list[int], list[int]]:
-    """dtype, sizes and strides; 0 for the stride of a dimension of size 1, which is arbitrary."""
+    """Return dtype, sizes and strides; 0 for that of a dimension of size 1, which is arbitrary."""
     sizes = list(tensor.size())
     strides = tensor.stride() if _is_dense(tensor) else torch.empty(sizes, device="meta").stride()
     pairs = zip(sizes, strides, strict=True)
@@ -195,7 +195,7 @@ def plan_buckets(
 
 
 def _keep_freed_memory(parameters: list[nn.Parameter]) -> None:
-    """Have glibc keep the memory of gradients from one step to the next.
+    """Make glibc keep the memory of gradients from one step to the next.
 
     Each backward pass allocates all gradients anew, and they are freed when they are in the
     buckets. What lies free at the end of the heap goes back to the system above a threshold, and
@@ -205,7 +205,7 @@ def _keep_freed_memory(parameters: list[nn.Parameter]) -> None:
     """
     on_cpu = [parameter for parameter in parameters if parameter.device.type == "cpu"]
     num_bytes = 2 * sum(parameter.numel() * parameter.element_size() for parameter in on_cpu)
-    torch.empty(min(num_bytes, _MAX_HEEDED_BYTES), dtype=torch.uint8, device="cpu")
+    torch.empty(min(num_bytes, _MAX_ADAPTED_BYTES), dtype=torch.uint8, device="cpu")
 
 
 def _allocate(

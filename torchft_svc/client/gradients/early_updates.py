@@ -33,7 +33,7 @@ _STEPPED = (
 
 
 class Guarded(Protocol):
-    """Sums the gradients of parameters."""
+    """A wrapper that sums the gradients of parameters."""
 
     def guarded_names(self) -> Mapping[int, str]:
         """The names of the parameters by id; empty if it sums nothing any more."""

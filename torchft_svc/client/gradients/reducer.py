@@ -194,8 +194,11 @@ class Reducer:
         return unfinished_pass()
 
     def _give_up_broken(self) -> None:
-        """Clean up if an exception has ended the pass; an error of the step if sums were launched,
-        because those of another pass would not match the other groups' sums."""
+        """Clean up if an exception has ended the pass.
+
+        If sums were launched it is an error of the step: those of another pass would not match the
+        other groups' sums.
+        """
         if self._active and (self._pass is None or self._pass() is None):
             error = self.settle()
             if error is not None and not self._manager.has_fresh_step():

@@ -40,11 +40,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """For what a program and its backward passes call: in a compiled function (torch.compile of a
-    whole step) torch would compile it, too, and fail.
+    """Exclude ``function`` from torch.compile.
 
-    Like torch.compiler.disable, but it costs next to nothing, and imports no compiler, where
-    nothing is compiled.
+    For what a program and its backward passes call: in a compiled function (torch.compile of a
+    whole step) torch would compile it, too, and fail. Like torch.compiler.disable, but it costs
+    next to nothing, and imports no compiler, where nothing is compiled.
     """
     disabled = _disable_dynamo(function)
 
@@ -81,9 +81,9 @@ class Collectives:
     are known to launch; ``checks_all``: compare every operation nevertheless. ``between_steps``:
     the operations follow the end of a step; another group may have begun the next one, so what it
     launches is not known. ``on_mismatch`` is called when a comparison shows that this group
-    differed from another one in an earlier step. ``wish`` tells whether this group wants a question
-    before the next step, and is summed with the first operation of each step whose groups may go on
-    without one (rule E2).
+    differed from another one in an earlier step. ``wish`` returns whether this group wants a
+    question before the next step, and is summed with the first operation of each step whose groups
+    may keep their quorum (rule E2).
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Collectives:
         self._passes: set[int] = set()
         self.launched = False
 
-    def begin(self, epoch: int) -> None:
+    def begin_step(self, epoch: int) -> None:
         """Begin a new step; operations left of the last one are dropped (the group keeps them)."""
         self._epoch = epoch
         self.launched = False
@@ -208,7 +208,7 @@ class Collectives:
             operation = Operation.of(self._num_launched, tensor, called or op, kind)
             if not self._admit(operation, tensor.device):
                 return None
-        if self._wish is not None and not self._carry(tensor.device, carrier):
+        if self._wish is not None and not self._add_wish(tensor.device, carrier):
             return None
         options = _SUM if op is ReduceOp.SUM else _options(op)
         return self._launch(tensor, self._pg.allreduce, [tensor], options, operation=operation)
@@ -239,9 +239,11 @@ class Collectives:
         summed: list[list[int]] = table.tolist()
         return summed
 
-    def _carry(self, device: torch.device, carrier: torch.Tensor | None) -> bool:
-        """Have the wish summed with the next operation, if that is the first one or has a place for
-        it; False if that failed, and the error was latched."""
+    def _add_wish(self, device: torch.device, carrier: torch.Tensor | None) -> bool:
+        """Sum the wish with the next operation, if that is the first one or has a place for it.
+
+        Returns False if that failed, and the error was latched.
+        """
         assert self._wish is not None
         own = float(self._wish())
         if carrier is not None and self._pg.sums_exactly:
@@ -292,7 +294,7 @@ class Collectives:
             return
         end = Operation.end(self._num_launched)
         if not self._is_compared(end, self._device):
-            self._note(end, self._device)
+            self._record_launch(end, self._device)
             return
         broken = self._pg.errored()
         if broken is None:
@@ -315,7 +317,7 @@ class Collectives:
             if comparison is None:
                 return False
             self._unread.append(comparison)
-        self._note(mine, device)
+        self._record_launch(mine, device)
         return True
 
     def _is_compared(self, mine: Operation, device: torch.device) -> bool:
@@ -327,10 +329,10 @@ class Collectives:
             return self._checks_all
         return self._between_steps or not self._order.expects(mine)
 
-    def _note(self, mine: Operation, device: torch.device) -> None:
+    def _record_launch(self, mine: Operation, device: torch.device) -> None:
         self._num_agreed = mine.position
         if device == _CPU:
-            self._order.launched(mine)
+            self._order.record_launch(mine)
 
     def _begin_comparison(self, mine: Operation, device: torch.device) -> _Comparison | None:
         """Start to compare; None if that failed, and the error was latched."""
@@ -354,8 +356,8 @@ class Collectives:
         headers = self._read(comparison)
         if headers is None:
             return False
-        self._order.agreed(mine, [header.pattern for header in headers])
-        self._note(mine, comparison.rows.device)
+        self._order.record_agreement(mine, [header.pattern for header in headers])
+        self._record_launch(mine, comparison.rows.device)
         return True
 
     def _read(self, comparison: _Comparison) -> list[Header] | None:
@@ -382,7 +384,7 @@ class Collectives:
         )
 
     def _fail(self, error: Exception, epoch: int, operation: Operation | None) -> None:
-        """``operation`` has failed: latch a known difference between the groups, too, if any."""
+        """Latch ``error``, with which ``operation`` has failed, and a known difference, if any."""
         if operation is not None and epoch == self._epoch and not self._between_steps:
             self._order.record_failure(operation)
         unread, self._unread = self._unread, []
@@ -400,7 +402,7 @@ class Collectives:
         operation: Operation | None = None,
     ) -> Reduction | None:
         epoch = self._epoch
-        self._note_pass()
+        self._record_pass()
         try:
             work = begin(*arguments)
         except (RuntimeError, TorchFTError) as error:
@@ -425,8 +427,8 @@ class Collectives:
         """
         return unfinished_pass() if self._passes else None
 
-    def _note_pass(self) -> None:
-        """Note the present backward pass, which has to end well, also for torch's own wrapper."""
+    def _record_pass(self) -> None:
+        """Record the present backward pass, which has to end well, also for torch's own wrapper."""
         graph = torch._C._current_graph_task_id()
         if graph != NO_GRAPH and graph not in self._passes:
             self._passes.add(graph)

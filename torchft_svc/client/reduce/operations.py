@@ -51,7 +51,7 @@ HEADER_LENGTH = 16
 
 
 class Kind(enum.IntEnum):
-    """What launches the operation."""
+    """The caller that launches the operation."""
 
     AVERAGE = 0  # the program, with `Manager.allreduce`
     GRADIENTS = 1  # a wrapper of a model
@@ -91,7 +91,7 @@ class Operation(NamedTuple):
         kind: Kind = Kind.AVERAGE,
         wrapper: int = -1,
     ) -> Operation:
-        """Reducing ``tensor`` by ``op``."""
+        """Return the operation that reduces ``tensor`` by ``op``."""
         dtype = _DTYPES.index(tensor.dtype) if tensor.dtype in _DTYPES else _OTHER
         number = _OPS.index(op) if op in _OPS else _OTHER
         return cls(position, kind, wrapper, tensor.numel(), dtype, number)
@@ -150,7 +150,7 @@ class Mismatch:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a group sends when operations are compared.
+    """The message that a group sends when operations are compared.
 
     ``is_settled``, ``num_commits``: see `StepState`. ``pattern``: a digest of the remembered step
     that began like this one up to ``operation``; 0: there is none. ``stuck``: where its last step
@@ -164,7 +164,7 @@ class Header:
     stuck: Stuck | None = None
 
     def encode(self, device: torch.device) -> torch.Tensor:
-        """As `HEADER_LENGTH` numbers."""
+        """Return the header as `HEADER_LENGTH` numbers."""
         stuck = self.stuck
         numbers = [
             *map(int, self.operation),
@@ -251,7 +251,7 @@ class LaunchOrder:
     def __init__(
         self, is_settled: Callable[[], bool], num_commits: Callable[[], int] = int
     ) -> None:
-        """``is_settled``, ``num_commits``: see `StepState`."""
+        """Create an order in which nothing is known; for the arguments see `StepState`."""
         self._is_settled = is_settled
         self._num_commits = num_commits
         self._step = 0
@@ -266,7 +266,7 @@ class LaunchOrder:
         self._launched: list[Operation] = []
         self._is_first_step: Callable[[], bool] = bool
 
-    def begin(self, is_first_step: Callable[[], bool], step: int = 0) -> None:
+    def begin_step(self, is_first_step: Callable[[], bool], step: int = 0) -> None:
         """Begin ``step``; ``is_first_step``, valid once its members are known: whether it is their
         first one."""
         self._keep_last_step()
@@ -282,7 +282,7 @@ class LaunchOrder:
         self._in_force = ()
 
     def _keep_last_step(self) -> None:
-        """For a group that differed in it, and comes to say so in one of the next steps."""
+        """Keep it for a group that differed in it, and reports that in one of the next steps."""
         launched, stuck = self._launched, self._stuck
         if stuck is not None and stuck.operation.position == len(launched) + 1:
             launched = [*launched, stuck.operation]  # compared, and never launched
@@ -293,7 +293,7 @@ class LaunchOrder:
             del self._by_step[next(iter(self._by_step))]
 
     def record_failure(self, operation: Operation) -> None:
-        """Note that ``operation`` has failed; the first one of a step counts, until it was sent."""
+        """Record a failed ``operation``; the first one of a step counts, until it was sent."""
         if self._stuck is None or self._stuck.step != self._step:
             self._stuck = Stuck(self._step, operation)
             self._instead_of_it = self.instead(operation)
@@ -336,13 +336,13 @@ class LaunchOrder:
         digest = hashlib.blake2b(repr(numbers).encode(), digest_size=8).digest()
         return int.from_bytes(digest, "big") >> 1 or 1
 
-    def agreed(self, operation: Operation, patterns: Sequence[int]) -> None:
-        """All groups are at ``operation``, and have sent ``patterns``."""
+    def record_agreement(self, operation: Operation, patterns: Sequence[int]) -> None:
+        """Record that all groups are at ``operation``, and have sent ``patterns``."""
         is_shared = bool(patterns[0]) and len(set(patterns)) == 1
         self._in_force = self._find(operation) if is_shared else ()
 
-    def launched(self, operation: Operation) -> None:
-        """``operation`` is launched by all groups."""
+    def record_launch(self, operation: Operation) -> None:
+        """Record that all groups launch ``operation``."""
         if len(self._launched) < MAX_PLACES:
             self._launched.append(operation)
 

@@ -214,7 +214,7 @@ class Reduction:
 
 
 class ManagedWork(dist.Work):
-    """What `Manager.allreduce` returns: its error is latched by the manager, never raised."""
+    """The work of `Manager.allreduce`: its error is latched by the manager, never raised."""
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         super().__init__()

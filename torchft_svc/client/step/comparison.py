@@ -64,7 +64,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """What a check has found: ``finding`` is None if all states that were compared are equal.
+    """The outcome of a check: ``finding`` is None if all states that were compared are equal.
 
     ``is_compared``: this group's state was one of them, and not the only one; a group that heals in
     the step has none yet.

@@ -36,7 +36,7 @@ class Fingerprint:
     names: Mapping[Part, list[str]]
 
     def row(self, since: int) -> Row:
-        """What the other groups receive; ``since``: see `CheckSchedule`."""
+        """The row that the other groups receive; ``since``: see `CheckSchedule`."""
         digests = [
             _digest(struct.pack(f"<{2 * len(items)}q", *(n for item in items for n in item)))
             for items in (self.items[part] for part in Part)
@@ -44,7 +44,7 @@ class Fingerprint:
         return Row(1, since, tuple(digests), tuple(len(self.items[part]) for part in Part))
 
     def name(self, part: Part, digest: int) -> str:
-        """What an item is called, by the digest of its name; empty: it is not one of this group."""
+        """Return the name of an item by its digest; empty: it is not one of this group."""
         names = zip(self.items[part], self.names[part], strict=True)
         return next((name for (key, _), name in names if key == digest), "")
 
@@ -123,8 +123,10 @@ def _parameters_of_optimizers(
 def _without_replaced(
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> list[torch.optim.Optimizer]:
-    """Without those whose parameters all belong to later ones: a program may have replaced them,
-    and one that joins has only the later ones."""
+    """Return ``optimizers`` without those whose parameters all belong to later ones.
+
+    A program may have replaced them, and one that joins has only the later ones.
+    """
     left: list[torch.optim.Optimizer] = []
     owned: set[int] = set()
     for optimizer in reversed(optimizers):
@@ -152,7 +154,7 @@ def _groups_of(
 def _describe_optimizers(
     optimizers: Sequence[torch.optim.Optimizer], places: Mapping[int, int]
 ) -> Iterator[tuple[str, int]]:
-    """For each group of parameters, which ones they are; -1: none of a wrapped model."""
+    """Return which parameters are in each group of parameters; -1: none of a wrapped model."""
     for place, group in _groups_of(optimizers):
         indices = [places.get(id(each), -1) for each in group["params"]]
         yield place, _digest(struct.pack(f"<{len(indices)}q", *indices))
@@ -186,7 +188,7 @@ def _bits(value: float) -> int:
 
 
 def _digest(data: Any) -> int:
-    """63 bits, since they travel as int64; never 0, which is no digest."""
+    """Return 63 bits, since they travel as int64; never 0, which is no digest."""
     return int(xxhash.xxh3_64_intdigest(data)) >> 1 or 1
 
 
@@ -268,7 +270,7 @@ def _sum_with_factors(words: torch.Tensor, factors: torch.Tensor) -> torch.Tenso
 
 
 def pack_items(items: _Items, num_items: int) -> list[int]:
-    """``num_items`` items as a list of numbers, two for each."""
+    """Return ``num_items`` items as a list of numbers, two for each."""
     packed = [number for item in items[: min(num_items, MAX_ITEMS)] for number in item]
     return packed + [0] * (2 * num_items - len(packed))
 

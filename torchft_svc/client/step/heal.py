@@ -84,8 +84,8 @@ def fetch_state(
 
 
 @contextlib.contextmanager
-def _watching(check: Callable[[], None], tell: Callable[[str], None]) -> Iterator[None]:
-    """In this block, call ``check`` repeatedly on a thread, and ``tell`` with each error."""
+def _watching(check: Callable[[], None], report: Callable[[str], None]) -> Iterator[None]:
+    """Call ``check`` repeatedly on a thread in this block, and ``report`` with each error."""
     is_over = threading.Event()
 
     def watch() -> None:
@@ -93,7 +93,7 @@ def _watching(check: Callable[[], None], tell: Callable[[str], None]) -> Iterato
             try:
                 check()
             except TorchFTError as error:
-                tell(str(error))
+                report(str(error))
 
     thread = threading.Thread(target=watch, name="torchft-heal-check", daemon=True)
     thread.start()

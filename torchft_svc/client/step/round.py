@@ -284,8 +284,10 @@ class RoundRunner:
             log.debug("step %d cannot be committed", self._worker.state.step, exc_info=error)
 
     def _expect_state(self) -> None:
-        """Prepare for a heal while the quorum forms: a worker that has just started is usually
-        behind."""
+        """Prepare for a heal while the quorum forms.
+
+        A worker that has just started is usually behind.
+        """
         try:
             state = self._deps.registry.collect({}, self._rules.timeouts.quorum_s)
             self._deps.transport.check_state(state)

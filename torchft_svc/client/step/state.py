@@ -195,7 +195,7 @@ class StateRegistry:
         return {key: piece.save() for key, piece in self._pieces.items()}
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
-        """Note that the state of ``optimizer`` changes only in its step.
+        """Record that the state of ``optimizer`` changes only in its step.
 
         Only while the program keeps it: one that it has replaced is no part of the state.
         """
@@ -216,7 +216,7 @@ class StateRegistry:
         return bool(self._held_storages() & _storages(list(tensors)))
 
     def collect_copied(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
-        """`collect`, with copies of everything that may change outside of an update."""
+        """Collect the whole state, with copies of what may change outside of an update."""
         owned = self._owned_storages()
         copies: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -248,7 +248,7 @@ class StateRegistry:
     def collect_rest(
         self, early: EarlyTensors, counters: dict[str, int], timeout_s: float
     ) -> dict[str, Any]:
-        """`collect`, with a mark in place of each unchanged ``early`` tensor."""
+        """Collect the whole state, with a mark in place of each unchanged ``early`` tensor."""
 
         def refer(value: Any) -> Any:
             number = early.numbers.get(_identity(value)) if _may_be_owned(value) else None
@@ -313,8 +313,10 @@ class StateRegistry:
         return self._train(state[MANAGER_KEY].get(_TRAINED, ""))
 
     def _kept_apart(self) -> list[tuple[str, list[torch.Tensor]]]:
-        """Parameters of registered optimizers that no wrapper sums, if they are in the state: for
-        each group of an optimizer its name and the parameters."""
+        """Parameters of registered optimizers that no wrapper sums, if they are in the state.
+
+        For each group of an optimizer, its name and the parameters.
+        """
         watched = set(map(id, self._watched()))
         groups = [
             (f"parameters of {type(optimizer).__name__}", group["params"])
@@ -340,7 +342,7 @@ class StateRegistry:
             return set()
 
     def _train(self, flags: str) -> bool:
-        """Train exactly the parameters whose flag is 1; whether that is a change."""
+        """Train exactly the parameters whose flag is 1; returns whether that is a change."""
         changed = False
         for parameter, flag in zip(self._watched(), flags, strict=False):
             if parameter.requires_grad != (flag == "1"):

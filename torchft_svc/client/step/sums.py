@@ -324,12 +324,12 @@ class StepSums:
         """Begin the sums of a step that has just begun, or asks for its quorum."""
         self._has_shown_members = False
         self._begin_sums()
-        self._reports.begin(self._state.epoch)
+        self._reports.begin_step(self._state.epoch)
 
     def _begin_sums(self) -> None:
         self._sum_error = None
-        self._order.begin(lambda: self._worker.round.has_connected, self._state.step)
-        self.collectives.begin(self._state.epoch)
+        self._order.begin_step(lambda: self._worker.round.has_connected, self._state.step)
+        self.collectives.begin_step(self._state.epoch)
         self.has_begun = True
 
     def abandon_step(self) -> None:

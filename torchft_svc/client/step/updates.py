@@ -35,7 +35,7 @@ _Ref = weakref.ref[Optimizer]
 
 @dataclass(frozen=True, slots=True)
 class LostUpdate:
-    """Why an update is not in the weights; ``is_spoiled``: a part of it may be."""
+    """The reason why an update is not in the weights; ``is_spoiled``: a part of it may be."""
 
     reason: str
     is_spoiled: bool
@@ -85,7 +85,7 @@ class UpdateWatch:
         siblings.append(self._window)
 
     def close_window(self) -> None:
-        """Stop to watch: what follows belongs to no update; idempotent."""
+        """Stop watching: what follows belongs to no update; idempotent."""
         if self._window is not None:
             self._window.close()
             self._window = None

@@ -444,7 +444,7 @@ def test_an_end_reported_before_the_quorum_counts() -> None:
 
 
 def test_an_end_reported_while_the_members_connect_counts() -> None:
-    """The backend waits for a member that asks alone: it has not received the answer, say."""
+    """The backend waits for a member that asks alone, as one that lost the answer does."""
     round_ = worker(is_steady=True)
     round_.begin_step(REQUEST, 100.0)
     round_.quorum_received(STEADY)

@@ -78,7 +78,7 @@ def test_no_difference(rows: list[Row]) -> None:
 
 
 def test_a_part_that_one_of_them_does_not_know_is_not_compared() -> None:
-    """As a group that has just healed does not know which optimizers its program steps."""
+    """A group that has just healed does not know which optimizers its program steps."""
     unaware = Row(1, 0, (1, 1, 9, 9, 1), (7, 7, 0, 0, 7))
     assert find_difference([SAME, unaware]) is None
     assert find_difference([SAME, row("11221"), unaware]) is None
@@ -293,7 +293,7 @@ def test_an_item_of_another_group_has_no_name_here() -> None:
     assert shown.startswith(f"{WHERE}the values of the parameters of group b are not those of")
 
 
-def test_a_first_check_and_other_groups_are_told() -> None:
+def test_a_first_check_and_other_groups_are_described() -> None:
     difference = StateDifference(
         part=Part.VALUES, majority=(0,), minority=(1, 3), first=1, num_items=0
     )

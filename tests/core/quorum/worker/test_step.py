@@ -225,7 +225,7 @@ def test_a_group_is_settled_from_its_first_commit_on_until_it_is_behind() -> Non
     assert not machine.state.settled
 
 
-def test_operations_that_differ_are_told_before_what_follows_from_it() -> None:
+def test_a_difference_of_operations_replaces_errors_that_follow_from_it() -> None:
     machine = training()
     machine.latch(OOPS)
     machine.latch(MISFIT)
@@ -385,7 +385,7 @@ def test_the_table(phase: Phase, event: StepEvent) -> None:
         ((1, 3, 1, 3), False, 2, (1, 2)),
         ((2, 3, 2, 3), False, 2, (None, 2)),
         ((2, 3, 1, 2), False, 2, (1, 2)),
-        # Fewer than wanted: all contribute, and the vote will tell.
+        # Fewer than wanted: all contribute, and the vote decides.
         ((0, 1, 0, 1), False, 2, (0, 1)),
         ((2, 3, None, 2), True, 2, (None, 2)),
     ],

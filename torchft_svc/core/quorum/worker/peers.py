@@ -35,7 +35,7 @@ class LoseMember:
 
 @dataclass(frozen=True, slots=True)
 class _Loss:
-    """``replica_id`` was in quorum ``quorum_id`` and is gone; it may be in a later one again."""
+    """The loss of ``replica_id``, a member of ``quorum_id``; it may be in a later one again."""
 
     replica_id: str
     reason: str

@@ -109,7 +109,7 @@ class RefuseState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """What to do after an input, in the order of the fields; what is not set is not done.
+    """Actions that follow an input, in the order of the fields; what is not set is not done.
 
     ``expects_no_state``: no state comes, so what was prepared for a heal is not needed.
     ``warnings``: sentences to log. ``leave``: why the connections are closed at once, so that the
@@ -154,7 +154,7 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class LoseDecision:
-    """There is, or may be, a decision that did not arrive: this worker cannot continue."""
+    """A decision was made, or may be, and did not arrive: this worker cannot continue."""
 
     error: TorchFTError
 
@@ -186,7 +186,7 @@ class WorkerRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRequest:
-    """What may differ between rounds; ``layout``: what this worker sums (empty: not known)."""
+    """The settings that may differ between rounds; ``layout``: what is summed (empty: unknown)."""
 
     allow_heal: bool = True
     shrink_only: bool = False
@@ -765,7 +765,7 @@ class Round:
 
 
 class WorkerCalls:
-    """What a worker repeats in its calls and reports, so that a restarted manager knows it.
+    """Adds to a worker's calls and reports what a restarted manager has to know.
 
     ``worker_id`` is new at every start of its process.
     """

@@ -1,6 +1,6 @@
 """Decides when groups compare their states, and from the fingerprints which differ (rule C1).
 
-Every member computes both from what all members know alike, so they agree without a word.
+Every member computes both from what all members know alike, so they agree without a message.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MAX_NAMES = 8  # of groups, in a sentence
 
 
 class Part(enum.IntEnum):
-    """What a fingerprint consists of; a cause stands before its effects."""
+    """The parts of a fingerprint; a cause stands before its effects."""
 
     LAYOUT = 0  # names, order, shapes and types of the trained parameters
     OBJECTS = 1  # whether each of them is the object that was wrapped
@@ -36,7 +36,7 @@ class Part(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckRules:
-    """Every ``check_every`` steps states are compared (0: never); ``on_difference``: what follows.
+    """The settings of state checks: one every ``check_every`` steps (0: never), and what follows.
 
     ``heal``: the minority heals; ``warn``: the difference is logged; ``stop``: all groups end.
     Both settings are equal in all groups of a job.
@@ -62,7 +62,7 @@ class CheckRules:
 
 
 def as_policy(on_difference: str) -> OnDifference:
-    """``on_difference`` as one of `ON_DIFFERENCE`; raises `ConfigError` if it is none of them."""
+    """Return ``on_difference`` as an `OnDifference`; raises `ConfigError` if it is none."""
     for known in ON_DIFFERENCE:
         if on_difference == known:
             return known
@@ -86,7 +86,7 @@ class CheckSchedule:
         self.since = 0
 
     def begin_quorum(self, step: int, *, heals: bool, is_new: bool) -> None:
-        """Note that a quorum begins at ``step``.
+        """Record that a quorum begins at ``step``.
 
         ``heals``: this group has to heal. ``is_new``: the members connect, or one of them heals;
         all of them know that.
@@ -121,7 +121,7 @@ class Row(NamedTuple):
     num_items: tuple[int, ...] = (0,) * len(Part)
 
     def encode(self) -> list[int]:
-        """As `ROW_LENGTH` numbers."""
+        """Return the row as `ROW_LENGTH` numbers."""
         return [self.is_present, self.since, *self.digests, *self.num_items]
 
     @classmethod

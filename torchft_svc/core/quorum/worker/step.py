@@ -38,7 +38,7 @@ MAX_DIVERGENCES = 3
 
 
 class StepEvent(enum.Enum):
-    """What can happen to a step."""
+    """The events of a step."""
 
     STARTED = "started"
     WENT_ON = "went on"
@@ -83,8 +83,10 @@ TRANSITIONS: dict[tuple[Phase, StepEvent], Phase] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Participation:
-    """Who contributes gradients in this step; ``participating_rank`` is None for a group that
-    does not."""
+    """Who contributes gradients in this step.
+
+    ``participating_rank`` is None for a group that does not.
+    """
 
     participating_rank: int | None = None
     num_participants: int = 0
@@ -152,7 +154,7 @@ class StepState(NamedTuple):
     divergences: int = 0
 
     def counters(self) -> dict[str, int]:
-        """What travels with the weights, to a group that heals and into a checkpoint."""
+        """Return what travels with the weights, to a group that heals and into a checkpoint."""
         return {
             "step": self.step,
             "batches_committed": self.batches_committed,
