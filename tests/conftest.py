@@ -26,7 +26,7 @@ from support.bounds import again_if_late
 from support.running import lives
 
 from torchft_svc.core.quorum.lighthouse import lighthouse
-from torchft_svc.core.quorum.manager import manager
+from torchft_svc.core.quorum.manager import group
 from torchft_svc.host.fork_server import FORK_EVENT, replace_spawner
 from torchft_svc.rpc import deadline
 
@@ -129,8 +129,8 @@ def early_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 def early_news(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services of this process tell after 0.2 s what they tell after 2 s, or do after 5 s."""
     monkeypatch.setattr(lighthouse, "REPORT_PAUSE_AFTER_S", 0.2)
-    monkeypatch.setattr(manager, "TELL_WHY_AFTER_S", 0.2)
-    monkeypatch.setattr(manager, "OWNER_SILENCE_S", 0.2)
+    monkeypatch.setattr(group, "EXPLAIN_AFTER_S", 0.2)
+    monkeypatch.setattr(group, "OWNER_SILENCE_S", 0.2)
 
 
 @pytest.hookimpl(tryfirst=True)

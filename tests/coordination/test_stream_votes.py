@@ -128,10 +128,10 @@ def test_a_vote_on_the_stream_says_what_a_call_says(worker: Worker) -> None:
     cast = worker.manager.hears("vote")
     assert cast.timeout_ms == LONG.total_seconds() * 1000
     worker.manager.decides(cast.number, decided=COMMITS)
-    assert voting.result(END_S) == (True, Fate.GOES_ON)
+    assert voting.result(END_S) == (True, Fate.CONTINUES)
     assert worker.manager.calls == []
     with worker_of(welcomes=False) as other:
-        assert other.vote().result(END_S) == (True, Fate.GOES_ON)
+        assert other.vote().result(END_S) == (True, Fate.CONTINUES)
         (call,) = other.manager.calls
     call.worker_id = worker.client._calls.worker_id
     assert call == cast.vote
@@ -139,7 +139,7 @@ def test_a_vote_on_the_stream_says_what_a_call_says(worker: Worker) -> None:
 
 def test_no_vote_is_sent_on_a_stream_without_a_welcome() -> None:
     with worker_of(welcomes=False) as worker:
-        assert worker.vote().result(END_S) == (True, Fate.GOES_ON)
+        assert worker.vote().result(END_S) == (True, Fate.CONTINUES)
         worker.client.close()
         kinds = []
         while not kinds or kinds[-1] != "detach":
@@ -151,7 +151,7 @@ def test_a_stream_that_ends_in_a_vote_leads_to_a_call_with_the_same_vote(worker:
     voting = worker.vote()
     cast = worker.manager.hears("vote")
     worker.manager.news.put(None)
-    assert voting.result(END_S) == (True, Fate.GOES_ON)
+    assert voting.result(END_S) == (True, Fate.CONTINUES)
     assert worker.manager.calls == [cast.vote]
 
 
@@ -182,7 +182,7 @@ def test_a_vote_without_an_answer_ends_by_its_deadline_and_is_withdrawn(worker: 
     second = worker.manager.hears("vote").number
     worker.manager.decides(first, decided=pb.ShouldCommitResponse())
     worker.manager.decides(second, decided=COMMITS)
-    assert voting.result(END_S) == (True, Fate.GOES_ON), "not the decision on the vote before"
+    assert voting.result(END_S) == (True, Fate.CONTINUES), "not the decision on the vote before"
 
 
 def test_an_interrupted_vote_is_withdrawn() -> None:

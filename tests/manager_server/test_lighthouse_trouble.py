@@ -37,14 +37,14 @@ from torchft_svc.coordination import (
     LighthouseServer,
     ManagerClient,
 )
-from torchft_svc.core.quorum.manager import manager as manager_core
+from torchft_svc.core.quorum.manager import group as group_machine
 from torchft_svc.errors import GroupLeft, Unreachable
 from torchft_svc.testing.proxy import Proxy
 
 LONG = timedelta(seconds=10)
 CONNECT_S = 0.5
 CONNECT = timedelta(seconds=CONNECT_S)
-# So long may an answer take from process to process while everything runs at once.
+# How long an answer may take from process to process while everything runs at once.
 BUSY_S = 5.0
 # From the moment that a lighthouse is back to the quorum that waited for it.
 BACK_S = 1.0
@@ -63,7 +63,7 @@ def black_hole() -> Iterator[str]:
 
 
 @pytest.mark.parametrize("trouble", ["nowhere", "black_hole"])
-def test_a_failed_quorum_is_told_to_every_worker_at_once(
+def test_every_worker_receives_the_error_of_a_failed_quorum_at_once(
     trouble: str, request: pytest.FixtureRequest
 ) -> None:
     lighthouse: str = request.getfixturevalue(trouble)
@@ -79,14 +79,14 @@ def test_a_failed_quorum_is_told_to_every_worker_at_once(
     code, reason = failures[0]
     assert code is grpc.StatusCode.UNAVAILABLE
     assert reason.startswith(f"lighthouse at {lighthouse} cannot be reached: "), reason
-    check("a failed quorum is told, with 10 s left,", took_s, CONNECT_S + 1.0)
+    check("the error of a failed quorum, with 10 s left,", took_s, CONNECT_S + 1.0)
 
 
 def test_the_lighthouses_refusal_reaches_every_worker_with_its_reason(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It is asked to refuse before the manager's own deadline; here, long before that."""
-    monkeypatch.setattr(manager_core, "ANSWER_MARGIN_S", BUSY_S)
+    """The lighthouse has to refuse before the manager's own deadline; here, long before that."""
+    monkeypatch.setattr(group_machine, "ANSWER_MARGIN_S", BUSY_S)
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=3) as lighthouse,
         start_manager(lighthouse.address(), world_size=2) as manager,
@@ -126,7 +126,7 @@ def test_the_next_quorum_waits_for_a_lighthouse_that_restarts() -> None:
 
 @pytest.mark.processes
 def test_a_question_keeps_its_place_when_the_connection_is_cut() -> None:
-    """The group is out at once, and back before the others have asked; its worker hears nothing."""
+    """The group is out at once, and back before the others have asked, unnoticed by its worker."""
     with (
         lighthouse_process("--min-replicas=2") as lighthouse,
         Proxy(lighthouse.address) as proxy,
@@ -157,7 +157,7 @@ def test_a_question_keeps_its_place_when_the_connection_is_cut() -> None:
 
 @pytest.mark.processes
 def test_a_lighthouse_that_restarts_does_not_begin_anew_with_newcomers() -> None:
-    """While the group that it had forgotten is in a long step, which its session tells."""
+    """The group that it had forgotten is in a long step, which its session reports."""
     with (
         lighthouse_process(bind=steady_address()) as first,
         manager_process(first.address) as manager,
@@ -180,7 +180,7 @@ def test_a_lighthouse_that_restarts_does_not_begin_anew_with_newcomers() -> None
 @pytest.mark.processes
 @pytest.mark.usefixtures("early_news")
 def test_a_worker_that_was_restarted_is_not_held_to_what_its_group_knew() -> None:
-    """Its manager lives on beside it, but the state of that step is lost."""
+    """The manager lives on beside the worker, but the state of that step is lost."""
     with (
         lighthouse_process(bind=steady_address()) as first,
         start_manager(first.address, connect_timeout=2 * LONG) as manager,
@@ -195,7 +195,7 @@ def test_a_worker_that_was_restarted_is_not_held_to_what_its_group_knew() -> Non
 
 @pytest.mark.processes
 def test_a_restarted_worker_that_gives_up_too_early_asks_again() -> None:
-    """Its manager still says goodbye for the one before to a lighthouse that does not answer."""
+    """The manager still leaves for the worker before, at a lighthouse that does not answer."""
     with (
         lighthouse_process() as lighthouse,
         manager_process(lighthouse.address) as manager,
@@ -268,7 +268,7 @@ def test_a_frozen_lighthouse_is_noticed_and_back_when_it_thaws() -> None:
 
 
 def ask_soon(client: ManagerClient, step: int) -> None:
-    """For a quorum; the connection to the lighthouse must be there within a short time."""
+    """A quorum may take long, but the connection to the lighthouse must be there soon."""
     try:
         client._quorum(0, step, "", False, LONG)
     except Unreachable as error:
@@ -307,7 +307,7 @@ def test_the_others_go_on_at_once_after_a_managers_death(number: signal.Signals)
 
 
 def join_both(line: Line, manager: Process) -> None:
-    """Until ``zzz:1`` and the manager's group are members of one quorum."""
+    """Wait until ``zzz:1`` and the manager's group are members of one quorum."""
     with line_to(manager.address) as worker:
         line.beat("zzz:1")
         asked = worker.ask_manager(worker_id="w")
@@ -335,19 +335,19 @@ def undecided() -> Iterator[str]:
 
 @pytest.mark.parametrize("is_there", [True, False])
 @pytest.mark.usefixtures("early_news")
-def test_a_worker_that_waits_hears_what_is_known_of_the_lighthouse(
+def test_a_worker_that_waits_receives_what_is_known_of_the_lighthouse(
     nowhere: str, *, is_there: bool
 ) -> None:
-    told: queue.SimpleQueue[str] = queue.SimpleQueue()
+    reasons: queue.SimpleQueue[str] = queue.SimpleQueue()
     with (
         undecided() if is_there else contextlib.nullcontext(nowhere) as address,
         start_manager(address) as manager,
         ManagerClient(manager.address(), LONG) as client,
         ThreadPoolExecutor(1) as thread,
     ):
-        attach(client, 0, on_no_quorum=told.put)
+        attach(client, 0, on_no_quorum=reasons.put)
         asked = thread.submit(client._quorum, 0, 0, "", False, 3 * LONG)
-        why = told.get(timeout=LONG.seconds)
+        why = reasons.get(timeout=LONG.seconds)
         client.close()
         assert asked.exception() is not None
     missing = f"lighthouse at {nowhere} cannot be reached: "

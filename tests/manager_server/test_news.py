@@ -28,14 +28,14 @@ NEWS = {
 
 
 class Recorder(Outbox):
-    """Keeps what a worker is told."""
+    """Records the messages that a worker receives."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[bytes] = []
+        self.sent: list[bytes] = []
 
     def tell(self, news: bytes, more: bytes = b"") -> None:
-        self.told.append(news + more)
+        self.sent.append(news + more)
 
 
 @pytest.mark.parametrize("kind", NEWS)
@@ -47,10 +47,10 @@ def test_news_are_forwarded_unchanged(kind: str) -> None:
     async def story() -> None:
         async with Tasks() as tasks:
             driver = ManagerDriver(Group(1), LighthouseLink(CONFIG, tasks), tasks)
-            driver.attach(0, "w", outbox := Recorder())
-            driver.receive(pb.SessionNews.FromString(encoded))
-            assert outbox.told == [encoded]
-            driver.attach(0, "w", later := Recorder())
-            assert later.told == [encoded]
+            driver.attach_worker(0, "w", outbox := Recorder())
+            driver.receive_message(pb.SessionNews.FromString(encoded))
+            assert outbox.sent == [encoded]
+            driver.attach_worker(0, "w", later := Recorder())
+            assert later.sent == [encoded]
 
     asyncio.run(story())

@@ -1,4 +1,4 @@
-"""Tests that a worker's phase which its question has overtaken is not taken for a later one."""
+"""Tests that a worker's phase which its request has overtaken does not count as a later one."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ BEFORE = [pb.AttachPhase(phase=phase, step=5) for phase in (pb.PHASE_IDLE, pb.PH
 
 @pytest.mark.parametrize("before", BEFORE, ids=["idle", "training"])
 def test_who_waits_for_a_quorum_does_not_do_what_it_did_before(before: pb.AttachPhase) -> None:
-    """Phases are told a moment later, on a stream of their own."""
+    """Phases are reported a moment later, on a stream of their own."""
 
     async def story() -> None:
         async with Tasks() as tasks:
             driver = ManagerDriver(Group(2), LighthouseLink(CONFIG, tasks), tasks)
-            driver.attach(0, "w", Outbox())
+            driver.attach_worker(0, "w", Outbox())
             request = WorkerRequest(group_rank=0, step=5, worker_id="w")
-            asking = asyncio.create_task(driver.quorum(request, 60.0))
+            asking = asyncio.create_task(driver.request_quorum(request, 60.0))
             await asyncio.sleep(0)  # it waits for the other worker now
             driver.receive_phase(0, before)
-            assert driver.beat().phase is Phase.QUORUM
+            assert driver.make_beat().phase is Phase.QUORUM
             asking.cancel()
             await asyncio.wait([asking])
             driver.receive_phase(0, before)
-            assert driver.beat().phase is phase_from_wire(before.phase)
+            assert driver.make_beat().phase is phase_from_wire(before.phase)
 
     asyncio.run(story())

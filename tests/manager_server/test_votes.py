@@ -34,7 +34,7 @@ Decision = tuple[bool, Fate]
 
 @pytest.fixture
 def manager() -> Iterator[str]:
-    """Of a group of two workers, the only one of its job."""
+    """The manager of a group of two workers, the only one of its job."""
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
         start_manager(lighthouse.address(), world_size=2) as manager,
@@ -80,20 +80,20 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[Vote | None]:
     """The votes that managers of this process have received, as they come, and None for each that
     was withdrawn."""
     seen: queue.SimpleQueue[Vote | None] = queue.SimpleQueue()
-    count, withdraw = CommitBarrier.count, CommitBarrier.withdrawn
+    count, withdraw = CommitBarrier.count_vote, CommitBarrier.withdraw_vote
 
-    def note(barrier: CommitBarrier, vote: Vote, *rest: Any) -> Any:
-        orders = count(barrier, vote, *rest)
+    def record_vote(barrier: CommitBarrier, vote: Vote, *rest: Any) -> Any:
+        answers = count(barrier, vote, *rest)
         seen.put(vote)
-        return orders
+        return answers
 
-    def note_withdrawn(barrier: CommitBarrier, caller: int) -> Any:
-        orders = withdraw(barrier, caller)
+    def record_withdrawal(barrier: CommitBarrier, caller: int) -> Any:
+        answers = withdraw(barrier, caller)
         seen.put(None)
-        return orders
+        return answers
 
-    monkeypatch.setattr(CommitBarrier, "count", note)
-    monkeypatch.setattr(CommitBarrier, "withdrawn", note_withdrawn)
+    monkeypatch.setattr(CommitBarrier, "count_vote", record_vote)
+    monkeypatch.setattr(CommitBarrier, "withdraw_vote", record_withdrawal)
     return seen
 
 
@@ -101,7 +101,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> queue.SimpleQueue[Vote | None]:
 def num_calls(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> Callable[..., int]:
-    """Votes are sent so; the result tells how many calls were made for that many votes."""
+    """The way to send votes; the result counts the calls that were made for that many votes."""
     if request.param == "on streams":
         return lambda votes: 0
     monkeypatch.setattr(StreamVotes, "opened", lambda _: None)  # as with an older manager
@@ -129,7 +129,7 @@ def failures(*votes: Future[Decision]) -> list[str]:
     return [str(each) for each in found]
 
 
-GOES_ON, ENDS, BREAKS_OFF = ((True, Fate.GOES_ON), (True, Fate.ENDS), (False, Fate.BREAKS_OFF))
+CONTINUES, ENDS, ABORTED = ((True, Fate.CONTINUES), (True, Fate.ENDS), (False, Fate.ABORTED))
 
 
 def test_all_workers_get_the_same_decision_step_after_step(
@@ -138,26 +138,26 @@ def test_all_workers_get_the_same_decision_step_after_step(
     a, b = workers
     meet(workers)
     for step in range(5):
-        assert decisions(a.vote(step), b.vote(step)) == [GOES_ON] * 2
+        assert decisions(a.vote(step), b.vote(step)) == [CONTINUES] * 2
     assert decisions(a.vote(5, wish=Wish.SOME), b.vote(5)) == [ENDS] * 2
     meet(workers, step=6)
-    lost = (True, Fate.BREAKS_OFF)
+    lost = (True, Fate.ABORTED)
     assert decisions(a.vote(6, wish=Wish.ALONE), b.vote(6)) == [lost] * 2
     meet(workers, step=7)
-    assert decisions(a.vote(7, yes=False)) == [BREAKS_OFF], "it does not wait for the other"
-    assert decisions(b.vote(7)) == [BREAKS_OFF]
+    assert decisions(a.vote(7, yes=False)) == [ABORTED], "it does not wait for the other"
+    assert decisions(b.vote(7)) == [ABORTED]
     assert [worker.num_calls for worker in workers] == [num_calls(8)] * 2
 
 
 def test_a_worker_that_has_gone_on_shows_another_manager_what_the_last_one_decided(
     workers: list[Worker],
 ) -> None:
-    """Also one whose last update has failed, so that the step of its weights is still the same."""
+    """The last update of the worker may have failed, so that its weights are still at that step."""
     a, b = workers
     a.client._calls.answered(quorum_id=1, num_groups=1, round_=7)
     vote = a.vote(8)
     b.client.tell_phase(PhaseReport(Phase.TRAINING, 8, went_on_to=9))
-    assert decisions(vote) == [GOES_ON]
+    assert decisions(vote) == [CONTINUES]
 
 
 def test_a_worker_of_an_older_version_votes_by_a_call(
@@ -171,7 +171,7 @@ def test_a_worker_of_an_older_version_votes_by_a_call(
         with contextlib.closing(Worker(manager, 1)) as b:
             meet([a, b])
             for step in range(2):
-                assert decisions(a.vote(step), b.vote(step)) == [GOES_ON] * 2
+                assert decisions(a.vote(step), b.vote(step)) == [CONTINUES] * 2
             assert (a.num_calls, b.num_calls) == (0, 2)
 
 
@@ -183,7 +183,7 @@ def test_a_vote_that_is_refused(workers: list[Worker]) -> None:
     refused = a.vote(4).exception(END_S)
     assert isinstance(refused, RequestRefused)
     assert str(refused) == "the vote is for step 4, the group is at step 5"
-    assert decisions(*(worker.vote(5) for worker in workers)) == [GOES_ON] * 2
+    assert decisions(*(worker.vote(5) for worker in workers)) == [CONTINUES] * 2
 
 
 @pytest.mark.usefixtures("early_reasons")
@@ -232,11 +232,11 @@ def test_an_interrupted_vote_is_withdrawn(
     assert failures(b.vote(0)) == ["no commit decision: group rank 0 gave up waiting"]
 
 
-@pytest.mark.parametrize("heard", [True, False], ids=["heard", "not heard"])
+@pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "not noticed"])
 def test_a_connection_that_breaks_while_others_have_not_voted(
-    manager: str, num_calls: Any, counted: queue.SimpleQueue[Vote | None], heard: bool
+    manager: str, num_calls: Any, counted: queue.SimpleQueue[Vote | None], noticed: bool
 ) -> None:
-    """The manager takes the worker for gone, so nobody commits; the worker itself hears that when
+    """The manager considers the worker gone, so nobody commits; the worker itself learns that when
     it votes again."""
     with (
         Proxy(manager) as proxy,
@@ -244,10 +244,10 @@ def test_a_connection_that_breaks_while_others_have_not_voted(
         contextlib.closing(Worker(manager, 1)) as b,
     ):
         meet([a, b])
-        if not heard:
+        if not noticed:
             proxy.hold()
         voting = a.vote(0)
-        if heard:
+        if noticed:
             counted.get(timeout=END_S)
         proxy.cut()
         proxy.release()
@@ -258,10 +258,10 @@ def test_a_connection_that_breaks_while_others_have_not_voted(
         assert reasons[0].startswith("no commit decision: group rank 0 ")
 
 
-def test_a_decision_that_is_lost_on_the_way_is_told_again(
+def test_a_decision_that_is_lost_on_the_way_is_sent_again(
     manager: str, num_calls: Any, counted: queue.SimpleQueue[Vote | None]
 ) -> None:
-    """And a vote is not counted twice."""
+    """The repeated vote is not counted twice."""
     with (
         Proxy(manager) as proxy,
         contextlib.closing(Worker(proxy.url, 0)) as a,
@@ -271,26 +271,26 @@ def test_a_decision_that_is_lost_on_the_way_is_told_again(
         voting = a.vote(0)
         counted.get(timeout=END_S)
         proxy.hold()
-        assert decisions(b.vote(0)) == [GOES_ON]
+        assert decisions(b.vote(0)) == [CONTINUES]
         proxy.cut()
         proxy.release()
-        assert decisions(vote_again(a, voting)) == [GOES_ON]
+        assert decisions(vote_again(a, voting)) == [CONTINUES]
 
 
 def vote_again(worker: Worker, voting: Future[Decision], step: int = 0) -> Future[Decision]:
-    """As a round does while its manager cannot be reached."""
+    """Vote as a round does while its manager cannot be reached."""
     while isinstance(voting.exception(END_S), Unreachable):
         voting = worker.vote(step)
     return voting
 
 
 class Stream:
-    """What a worker says on a stream of its own, as an attached worker, and what it is told."""
+    """A stream of an attached worker: its messages, and those that it receives."""
 
     def __init__(self, line: Line, rank: int, worker_id: str) -> None:
         self._said: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
         self._rank, self._worker_id = rank, worker_id
-        self.say(hello={"rank": rank, "worker_id": worker_id})
+        self.send(hello={"rank": rank, "worker_id": worker_id})
         self._news: Any = line.channel.stream_stream(
             "/torchft.ManagerService/Attach",
             request_serializer=pb.AttachRequest.SerializeToString,
@@ -298,7 +298,7 @@ class Stream:
         )(iter(self._said.get, None), timeout=END_S)
         assert next(self._news) == pb.AttachNews(welcome=pb.AttachWelcome())
 
-    def say(self, **message: Any) -> None:
+    def send(self, **message: Any) -> None:
         self._said.put(pb.AttachRequest(**message))
 
     def vote(self, number: int, step: int, *, yes: bool = True, timeout_ms: int = 10_000) -> None:
@@ -308,7 +308,7 @@ class Stream:
             "step": step,
             "should_commit": yes,
         }
-        self.say(vote={"vote": vote, "number": number, "timeout_ms": timeout_ms})
+        self.send(vote={"vote": vote, "number": number, "timeout_ms": timeout_ms})
 
     def decision(self) -> pb.AttachDecision:
         found = next(self._news)
@@ -323,7 +323,7 @@ class Stream:
 
 @pytest.fixture
 def streams(manager: str) -> Iterator[list[Stream]]:
-    """Of both workers, which have met at step 0."""
+    """Streams of both workers, which have met at step 0."""
     with line_to(manager) as line:
         streams = [Stream(line, rank, f"w{rank}") for rank in range(2)]
         asked = [line.ask_manager(rank=rank, worker_id=f"w{rank}") for rank in range(2)]
@@ -337,8 +337,8 @@ def streams(manager: str) -> Iterator[list[Stream]]:
 def test_a_withdrawn_vote_frees_the_others(streams: list[Stream]) -> None:
     a, b = streams
     a.vote(3, step=0)
-    a.say(withdrawal={"number": 2})  # that of an earlier vote, which has its decision
-    a.say(withdrawal={"number": 3})
+    a.send(withdrawal={"number": 2})  # that of an earlier vote, which has its decision
+    a.send(withdrawal={"number": 3})
     a.vote(4, step=0)
     gave_up = {"error": "CommitFailed", "reason": "group rank 0 gave up waiting"}
     assert a.decision() == pb.AttachDecision(number=4, **gave_up)
@@ -351,16 +351,16 @@ def test_a_late_withdrawal_changes_nothing(
 ) -> None:
     a, b = streams
     a.vote(1, step=0)
-    a.say(withdrawal={"number": 7})
+    a.send(withdrawal={"number": 7})
     counted.get(timeout=END_S)
     b.vote(1, step=0)
     commits = pb.ShouldCommitResponse(should_commit=True, fate=pb.FATE_ENDS)
     assert [each.decision() for each in streams] == [
         pb.AttachDecision(number=1, decided=commits)
     ] * 2
-    a.say(withdrawal={"number": 1})
+    a.send(withdrawal={"number": 1})
     a.vote(2, step=0)
-    assert a.decision() == pb.AttachDecision(number=2, decided=commits), "told once more"
+    assert a.decision() == pb.AttachDecision(number=2, decided=commits), "sent once more"
 
 
 def test_the_next_vote_takes_the_place_of_one_that_was_not_withdrawn(

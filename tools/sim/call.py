@@ -80,7 +80,7 @@ class Call:
 
     def _cancelled(self, manager: ManagerActor) -> None:
         if self._caller is not None:
-            manager.cancel(self._caller)
+            manager.cancel_call(self._caller)
 
     def _manager_died(self) -> None:
         if self._is_answered:  # what was sent arrives before the news that its sender is gone

@@ -18,7 +18,8 @@ from tools.sim.terms import Companions, Histories, Terms
 from tools.sim.trace import Trace
 from tools.sim.trainer_actor import WorkerActor
 from tools.sim.world import VirtualWorld
-from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
+from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
+from torchft_svc.core.quorum.manager.group import AnswerWorker
 from torchft_svc.core.quorum.session_messages import NewcomerWaits
 from torchft_svc.core.quorum.term import TermEnds
 
@@ -239,7 +240,7 @@ class Fleet:
         and each waits for its peer in the other group until the timeout of the collective.
         """
 
-        def told(answer: object) -> None:
+        def crash_after(answer: object) -> None:
             if isinstance(answer, what) and not self.shared.is_calm:
                 if what is AnswerWorker:
                     until = self.world.now + self._scenario.trainer.collective_s
@@ -247,7 +248,7 @@ class Fleet:
                 site.crash_manager(fault.seconds)
 
         if site.manager is not None:
-            site.manager.on_told = told
+            site.manager.on_answer = crash_after
 
     def _foreign_checkpoint(self, site: Site, fault: Fault) -> None:
         site.begins_at = FOREIGN_STEP
@@ -324,7 +325,7 @@ class Fleet:
                 lighthouse.checks.check_memory()
         for site in sites:
             if site.manager is not None:
-                self.invariants.bounds.check(site.manager.core, site.group_world_size)
+                self.invariants.bounds.check(site.manager.group, site.group_world_size)
                 self.invariants.bounds.check(site.manager.link.machine, len(self.sites))
 
     def _is_together(self) -> bool:

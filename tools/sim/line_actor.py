@@ -11,8 +11,9 @@ from tools.sim.network import Network
 from tools.sim.shared import Home
 from tools.sim.world import Process
 from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
-from torchft_svc.core.quorum.manager.manager import WorkerNews
+from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
+from torchft_svc.core.quorum.manager.group import AnswerWorker
+from torchft_svc.core.quorum.manager.shell import SentNews
 from torchft_svc.core.quorum.types import Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.round import Round, WorkerCalls
 from torchft_svc.core.route import AttachEnd, AttachRetry
@@ -114,7 +115,7 @@ class LineActor:
             done(answer)
 
         def enter(manager: ManagerActor, left_s: float, reply: Reply) -> int:
-            return manager.quorum(signed, left_s, reply)
+            return manager.request_quorum(signed, left_s, reply)
 
         self._call_manager(timeout_s, enter, answered)
 
@@ -133,7 +134,7 @@ class LineActor:
             done(answer)
 
         def enter(manager: ManagerActor, left_s: float, reply: Reply) -> int:
-            return manager.vote(signed, left_s, reply)
+            return manager.cast_vote(signed, left_s, reply)
 
         self._call_manager(timeout_s, enter, answered, stalls_s)
 
@@ -162,7 +163,7 @@ class LineActor:
             self._call.break_off()
 
     def _detached(self, manager: ManagerActor) -> None:
-        manager.detach(self._group_rank, self._process.name, "its stream broke")
+        manager.detach_worker(self._group_rank, self._process.name, "its stream broke")
 
     def _send(self, what: Callable[[ManagerActor], None]) -> None:
         manager = self._home.manager
@@ -179,7 +180,7 @@ class LineActor:
 
     def _attached(self, manager: ManagerActor, number: int) -> None:
         try:
-            manager.attach(self._group_rank, self._process.name, self._receive)
+            manager.attach_worker(self._group_rank, self._process.name, self._receive)
         except TorchFTError:
             self._process.after(0.0, self._ended, number, AttachEnd.REFUSED)
         else:
@@ -187,5 +188,5 @@ class LineActor:
             if self._report is not None:
                 manager.receive_phase(self._group_rank, self._report)
 
-    def _receive(self, news: WorkerNews) -> None:
+    def _receive(self, news: SentNews) -> None:
         self._process.after(self._network.latency(self._process), self._on_news, news)

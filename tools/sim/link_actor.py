@@ -10,7 +10,6 @@ from tools.sim.lighthouse_actor import Introduction, LighthouseActor, QuorumAnsw
 from tools.sim.lighthouses import Lighthouses
 from tools.sim.network import Network, Stream, StreamEnd
 from tools.sim.world import Process
-from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
 from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
 from torchft_svc.core.quorum.manager.link_types import (
     BEAT_TIMEOUT_S,
@@ -39,7 +38,7 @@ from torchft_svc.core.quorum.session_messages import (
     Welcome,
 )
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import Quorum
+from torchft_svc.core.quorum.types import GroupRequest, Quorum
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.errors import TorchFTError, Unreachable
 
@@ -111,7 +110,7 @@ class LinkActor:
         self._num_incarnations += 1
         return f"{self._site.name}:{self._process.name}.{self._num_incarnations}"
 
-    def ask(self, ask: AskLighthouse, timeout_s: float) -> None:
+    def ask(self, ask: GroupRequest, timeout_s: float) -> None:
         """``on_outcome`` hears of the outcome, after this has returned."""
         self._tell_soon(lambda machine, now: machine.ask(ask, timeout_s, now))
 

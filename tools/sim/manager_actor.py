@@ -2,49 +2,32 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tools.sim.invariants import Invariants, must
 from tools.sim.link_actor import LinkActor, LinkSite, Outcome
 from tools.sim.trace import Trace
 from tools.sim.world import Process
 from torchft_svc.core.quorum.activity import PhaseReport
-from torchft_svc.core.quorum.manager.group import Group
-from torchft_svc.core.quorum.manager.group_orders import (
-    AnswerVote,
-    AnswerWorker,
-    RefuseWorker,
-    StopAsking,
-)
+from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, RefuseWorker
+from torchft_svc.core.quorum.manager.group import Answer, AnswerWorker, Group
 from torchft_svc.core.quorum.manager.link_types import LinkConfig
-from torchft_svc.core.quorum.manager.manager import (
-    AskLink,
-    EndGroup,
-    GroupManager,
-    Order,
-    OwnGroupLost,
-    TellWorkers,
-    WorkerNews,
-)
-from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave, Lost, NewcomerWaits
-from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import Quorum, Vote, WorkerRequest
-from torchft_svc.core.timer import DeadlineTimer
+from torchft_svc.core.quorum.manager.shell import GroupShell, SentNews
+from torchft_svc.core.quorum.session_messages import Drain, Leave
+from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest
 from torchft_svc.errors import CommitFailed, TorchFTError
 
 FIRST_ROUND = 1 << 40
-
+# How long the workers have to end by themselves when their group is killed.
+KILL_NEWS_S = 0.5
 
 WorkerAnswer = AnswerWorker | AnswerVote | TorchFTError
 Reply = Callable[[WorkerAnswer], None]
-OnNews = Callable[[WorkerNews], None]
-# How long the workers have to end by themselves when they are told to.
-KILL_NEWS_S = 0.5
+OnNews = Callable[[SentNews], None]
 
 
-class ManagerActor:
+class ManagerActor(GroupShell):
     """One life of a group's manager."""
 
     def __init__(
@@ -58,178 +41,149 @@ class ManagerActor:
     ) -> None:
         self.process = process
         self._job = site.job
-        self._group = site.name
+        self._name = site.name
         self._on_killed = on_killed
         self._invariants = invariants
         self._trace = trace
         now = process.world.now
         # Each life begins far from the others; here it is always below the one before.
-        group = Group(config.group_world_size, FIRST_ROUND - int(now * 1000))
-        self.core = GroupManager(group, now, look_s=math.inf)
-        beat = lambda: self.core.beat(process.world.now)  # noqa: E731
+        first_round = FIRST_ROUND - int(now * 1000)
+        group = Group(config.group_world_size, first_round, now, look_s=math.inf)
+        beat = lambda: group.make_beat(process.world.now)  # noqa: E731
         self.link = LinkActor(
-            process, site, config, self._receive, self._told, beat, self.core.reached
+            process, site, config, self.receive_news, self.receive_outcome, beat, group.reached
         )
-        self.link.on_change = self._link_changed
+        self.link.on_change = self.change_link
+        super().__init__(group, self.link.machine, lambda: process.world.now, process.after)
         self._replies: dict[int, Reply] = {}
         self._barriers: dict[int, tuple[int, int]] = {}  # round and step, by the callers that vote
         self._askers: dict[int, str] = {}  # the workers that ask, by caller
         # The last life whose workers asked beside those of the one before: they may count as one
-        # life, so that the end of one is noticed by the deadline of the others' questions only.
+        # life, so that the end of one is noticed by the deadline of the others' requests only.
         self._mixed_life = 0
         self._workers: dict[int, tuple[str, OnNews]] = {}  # by group rank
         self._formed: Quorum | None = None  # the last one
-        self._timer = DeadlineTimer(process.after, self._tick)
-        # Its end, when one worker was told yes, or has its quorum.
-        self.on_told: Callable[[AnswerVote | AnswerWorker], None] = lambda answer: None
+        # Ends the manager, when one worker has received a yes, or its quorum.
+        self.on_answer: Callable[[AnswerVote | AnswerWorker], None] = lambda answer: None
         if config.resumed is not None:
-            self.core.hold(now)
-            self._carry_out(())
+            self.resume_term()
 
-    def _link_changed(self, is_open: bool) -> None:
-        self._carry_out(self.core.link_changed(self.process.world.now, is_open=is_open))
+    # -- workers ---------------------------------------------------------------------------------
 
-    # -- what workers say ------------------------------------------------------------------------
-
-    def attach(self, group_rank: int, worker_id: str, on_news: OnNews) -> None:
-        orders = self.core.attach(group_rank, worker_id)
+    def attach_worker(self, group_rank: int, worker_id: str, on_news: OnNews) -> None:
+        orders = self.group.worker_attached(group_rank, worker_id)
         self._workers[group_rank] = (worker_id, on_news)
-        self._carry_out(orders)
+        self._execute(orders)
 
     def is_attached(self, worker_id: str) -> bool:
         return any(attached == worker_id for attached, _ in self._workers.values())
 
-    def detach(self, group_rank: int, worker_id: str, reason: str) -> None:
+    def detach_worker(self, group_rank: int, worker_id: str, reason: str) -> None:
         if self._workers.get(group_rank, ("",))[0] != worker_id:
             return
         del self._workers[group_rank]
-        orders = self.core.detach(group_rank, worker_id, reason, self.process.world.now)
-        self._carry_out(orders)
-        # Workers of a later life of the group do not miss one of a life before, nor does one whose
-        # question is held: it asks as soon as the worker before it is known to be gone.
-        told_all = (
+        orders = self.group.worker_detached(group_rank, worker_id, reason, self._now())
+        self._execute(orders)
+        # Workers of a later life of the group do not wait for one of a life before, nor does one
+        # whose request is held: it asks as soon as the worker before it is known to be gone.
+        all_released = (
             not orders
             or _life(worker_id) <= self._mixed_life
             or all(
-                self.core.group.held_rank(caller) is not None
+                self.group.held_rank(caller) is not None
                 or (caller in self._askers and _life(self._askers[caller]) > _life(worker_id))
                 for caller in self._replies
             )
         )
-        must(told_all, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
+        must(all_released, "I5", f"{self.process.name}: {worker_id} is gone, and others still wait")
 
     def receive_phase(self, group_rank: int, report: PhaseReport) -> None:
-        self._carry_out(self.core.receive_phase(group_rank, report, self.process.world.now))
-        if self.core.is_whole:
+        self._execute(self.group.phase_reported(group_rank, report, self._now()))
+        if self.group.is_whole:
             self.link.begin()
 
-    def drain(self, reason: str) -> None:
-        self._carry_out(self.core.drain(reason, self.process.world.now))
-
-    def quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
-        """The number of the call, for `cancel`."""
+    def request_quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
+        """Ask for the quorum; returns the number of the call, for `cancel_call`."""
         self.link.begin()
-        caller, orders = self.core.ask(request, timeout_s, self.process.world.now)
+        caller = self._begin_call("quorum", timeout_s, reply)
         self._askers[caller] = request.worker_id
         lives = {_life(each) for each in self._askers.values()}
         if len(lives) > 1:
             self._mixed_life = max(lives)
-        self._wait(caller, "quorum", timeout_s, reply)
-        self._carry_out(orders)
+        now = self._now()
+        self._execute(self.group.quorum_requested(request, caller, timeout_s, now))
         return caller
 
-    def vote(self, vote: Vote, timeout_s: float, reply: Reply) -> int:
+    def cast_vote(self, vote: Vote, timeout_s: float, reply: Reply) -> int:
+        """Vote; returns the number of the call, for `cancel_call`."""
         if vote.should_commit:
             barrier = vote.round, vote.step
-            self._invariants.identity.voted_yes(self._group, barrier, vote.group_rank)
-        caller, orders = self.core.vote(vote, timeout_s, self.process.world.now)
+            self._invariants.identity.voted_yes(self._name, barrier, vote.group_rank)
+        caller = self._begin_call("commit vote", timeout_s, reply)
         self._barriers[caller] = vote.round, vote.step
-        self._wait(caller, "commit vote", timeout_s, reply)
-        self._carry_out(orders)
+        now = self._now()
+        self._execute(self.group.vote_received(vote, caller, timeout_s, now))
         return caller
 
-    def cancel(self, caller: int) -> None:
+    def cancel_call(self, caller: int) -> None:
         if caller in self._replies:
-            self._end(caller, CommitFailed("cancelled"))
-            self._carry_out(self.core.withdraw(caller, self.process.world.now))
+            self._end_call(caller, CommitFailed("cancelled"))
+            self._execute(self.group.call_withdrawn(caller))
 
-    def _wait(self, caller: int, action: str, timeout_s: float, reply: Reply) -> None:
+    def _begin_call(self, action: str, timeout_s: float, reply: Reply) -> int:
+        caller = next(self._callers)
         self._replies[caller] = reply
         self._invariants.waits.begin((self, caller), self.process, action, timeout_s)
+        return caller
 
-    def _end(self, caller: int, answer: WorkerAnswer) -> None:
+    def _end_call(self, caller: int, answer: WorkerAnswer) -> None:
         self._invariants.waits.answered((self, caller), "a manager answers a worker")
         self._askers.pop(caller, None)
         barrier = self._barriers.pop(caller, (0, 0))
         is_yes = isinstance(answer, AnswerVote) and answer.should_commit
         if is_yes:
-            size = self.core.group.world_size
-            self._invariants.identity.decided(self._group, barrier, size)
+            self._invariants.identity.decided(self._name, barrier, self.group.world_size)
         self._replies.pop(caller)(answer)
         if isinstance(answer, AnswerWorker) or (isinstance(answer, AnswerVote) and is_yes):
-            self.on_told(answer)
+            self.on_answer(answer)
+
+    def drain(self, reason: str) -> None:
+        self.receive_news(Drain(reason))
+
+    def receive_outcome(self, round_: int, outcome: Outcome) -> None:
+        """The lighthouse has answered the request of ``round_``, or cannot be asked."""
+        if isinstance(outcome, Quorum):
+            self._formed = outcome
+        super().receive_outcome(round_, outcome)
 
     # -- orders ----------------------------------------------------------------------------------
 
-    def _carry_out(self, orders: Sequence[Order]) -> None:
-        # It may die while it tells a decision (`on_told`).
-        for order in itertools.takewhile(lambda _: not self.process.is_dead, orders):
-            if isinstance(order, AskLink):
-                self.link.ask(order.question, order.timeout_s)
-            elif isinstance(order, StopAsking):
-                self.link.withdraw(order.round)
-            elif isinstance(order, Leave):
-                self._trace.record(self.process.name, f"leaves: {order.reason}")
-                self.link.leave(order)
-            elif isinstance(order, AnswerWorker):
-                self._answer_worker(order)
-            elif isinstance(order, AnswerVote):
-                self._end(order.caller, order)
-            elif isinstance(order, RefuseWorker):
-                self._end(order.caller, order.error)
-            elif isinstance(order, TellWorkers):
-                self._tell_workers(order)
-            elif isinstance(order, EndGroup):
-                self.process.after(KILL_NEWS_S, self._on_killed)
-        self._timer.set(self.core.next_deadline(), self.process.world.now)
+    def _is_dead(self) -> bool:
+        return self.process.is_dead  # maybe since it has sent a decision (`on_answer`)
 
-    def _tick(self) -> None:
-        self._carry_out(self.core.tick(self.process.world.now))
+    def _ask_lighthouse(self, request: GroupRequest, timeout_s: float) -> None:
+        self.link.ask(request, timeout_s)
 
-    def _told(self, round_: int, outcome: Outcome) -> None:
-        replica_id = self.link.machine.replica_id
-        if isinstance(outcome, Quorum):
-            self._formed = outcome
-        self._carry_out(self.core.outcome(round_, outcome, replica_id, self.process.world.now))
+    def _withdraw_request(self, round_: int) -> None:
+        self.link.withdraw(round_)
 
-    def _answer_worker(self, order: AnswerWorker) -> None:
-        part = order.assignment
-        assert self._formed is not None
-        agreement = self._invariants.agreement
-        agreement.assigned(self._job, self._formed, part, order.request.group_rank)
-        self._end(order.caller, order)
+    def _leave_lighthouse(self, leave: Leave) -> None:
+        self._trace.record(self.process.name, f"leaves: {leave.reason}")
+        self.link.leave(leave)
 
-    def _tell_workers(self, order: TellWorkers) -> None:
-        news = order.news
-        if isinstance(news, OwnGroupLost):
-            news = Lost(self.link.machine.replica_id, news.reason, self.link.machine.seen_quorum_id)
-        for group_rank in order.group_ranks:
+    def _answer_call(self, answer: Answer) -> None:
+        if isinstance(answer, AnswerWorker):
+            assert self._formed is not None
+            part, group_rank = answer.assignment, answer.request.group_rank
+            self._invariants.agreement.assigned(self._job, self._formed, part, group_rank)
+        self._end_call(answer.caller, answer.error if isinstance(answer, RefuseWorker) else answer)
+
+    def _send_news(self, group_ranks: tuple[int, ...], news: SentNews) -> None:
+        for group_rank in group_ranks:
             self._workers[group_rank][1](news)
 
-    # -- news ------------------------------------------------------------------------------------
-
-    def _receive(self, news: Lost | Kill | Drain | NewcomerWaits | TermEnds) -> None:
-        quorum_id, now = self.link.machine.seen_quorum_id, self.process.world.now
-        if isinstance(news, Drain):
-            self.drain(news.reason)
-        elif isinstance(news, Kill):
-            self._carry_out(self.core.kill(news.reason))
-        elif isinstance(news, TermEnds):
-            self._carry_out(self.core.term_ends(news, quorum_id, now))
-        elif isinstance(news, Lost) and news.replica_id == self.link.machine.replica_id:
-            self._carry_out(self.core.left_out(news, quorum_id, now))
-        else:
-            self._carry_out(self.core.tell_until_asked(type(news).__name__, news))
+    def _end_group(self) -> None:
+        self.process.after(KILL_NEWS_S, self._on_killed)
 
 
 def _life(worker_id: str) -> int:

@@ -78,7 +78,7 @@ class Shared:
 
         def ask(manager: ManagerActor) -> None:
             try:
-                address = manager.core.group.checkpoint_address(group_rank)
+                address = manager.group.checkpoint_address(group_rank)
             except TorchFTError as error:
                 receive(QuorumFailed(str(error)))
                 return

@@ -149,7 +149,7 @@ class Site:
                 return
             latency_s = self._shared.network.latency(manager.process)
             manager.process.after(
-                latency_s, manager.detach, worker.group_rank, worker.process.name, "it died"
+                latency_s, manager.detach_worker, worker.group_rank, worker.process.name, "it died"
             )
             if worker.group_rank == 0 and not self._is_sidecar:
                 manager.process.after(latency_s, manager.process.kill)

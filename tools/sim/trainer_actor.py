@@ -18,8 +18,9 @@ from tools.sim.terms import CommittedStep, NewcomerPatience, TermStep
 from tools.sim.world import Event, Process
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
-from torchft_svc.core.quorum.manager.manager import WorkerNews
+from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
+from torchft_svc.core.quorum.manager.group import AnswerWorker
+from torchft_svc.core.quorum.manager.shell import SentNews
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Lost, NewcomerWaits
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.worker.peers import LoseMember
@@ -453,7 +454,7 @@ class WorkerActor:
         self.round.drain(reason)
         self.line.ask_to_drain(reason)
 
-    def _receive(self, news: WorkerNews) -> None:
+    def _receive(self, news: SentNews) -> None:
         if isinstance(news, Lost):
             self._lose(self.round.peers.record_loss(news.replica_id, news.reason, news.quorum_id))
         elif isinstance(news, NewcomerWaits):

@@ -11,15 +11,14 @@ class _Handle(Protocol):
     def cancel(self) -> None: ...
 
 
+CallLater = Callable[[float, Callable[[], None]], _Handle]
+
+
 class DeadlineTimer:
     """``call_later`` arranges a call after some seconds. ``act`` may be called too early, because
     a deadline that is over or was put off leaves the timer as it is."""
 
-    def __init__(
-        self,
-        call_later: Callable[[float, Callable[[], None]], _Handle],
-        act: Callable[[], object],
-    ) -> None:
+    def __init__(self, call_later: CallLater, act: Callable[[], object]) -> None:
         self._call_later = call_later
         self._act = act
         self._handle: _Handle | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
@@ -18,17 +19,22 @@ from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.manager_server.servicer import manager_service
 from torchft_svc.rpc.serving import Patience, Service, serve
 
-# Managers of the same workers draw the number of their first round from so many bits. The clock
-# would not do: set back between two of them, it would let votes of the first be refused.
+# How many bits the number of a manager's first round has, which is drawn. The clock would not do:
+# if it were set back between two managers of the same workers, votes of the first would be refused.
 FIRST_ROUND_BITS = 52
-# A worker that is frozen while its manager is not: twice this is below the time after which a
-# lighthouse takes a frozen group for dead (5 s by default). It costs a small packet every 2 s.
+# How soon a worker is noticed that is frozen while its manager is not: twice this is below the time
+# after which a lighthouse considers a frozen group dead (5 s by default). It costs a small packet
+# every 2 s.
 WORKER_KEEPALIVE_MS = 2_000
 
 
 @dataclass(frozen=True, slots=True)
 class RunningManager:
-    """``address`` is what other groups reach, ``killed`` by an order to end at once."""
+    """A manager that serves.
+
+    ``address`` is what other groups reach; ``killed`` is set when the group was killed, and its
+    workers have received the news.
+    """
 
     address: str
     killed: asyncio.Event
@@ -44,7 +50,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     tasks = Tasks()
     link = LighthouseLink(config, tasks)
     first_round = 1 + secrets.randbits(FIRST_ROUND_BITS)
-    group = Group(config.group_world_size, first_round)
+    group = Group(config.group_world_size, first_round, time.monotonic())
     driver = ManagerDriver(group, link, tasks)
     host = config.advertise_host or advertised_host(*map(parse_address, config.lighthouses))
 
@@ -58,24 +64,27 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
         await stack.enter_async_context(serve(build, bind, config.security, patience))
         await stack.enter_async_context(tasks)
         stack.push_async_callback(_end, driver, link, has_owner=config.owner_pid is not None)
-        tasks.start(driver.keep_looking(), "looks at the clock")
+        tasks.start(driver.watch_clock(), "watch the clock")
         if config.resumed is None:
-            link.start()  # else when its workers are here, which must not miss any news
+            link.start()  # else when its workers are attached, so that they receive all news
         else:
-            driver.hold()
+            driver.resume_term()
         yield RunningManager(link.machine.address, driver.killed)
 
 
 async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) -> None:
-    """The other groups hear of it first. Who has an owner stops because that does, or is dead: it
-    will have no successor, and the workers need not look for one."""
+    """Leave the lighthouse before the workers' streams end: the other groups go first.
+
+    A manager with an owner stops because that does, or is dead: it will have no successor, and the
+    workers need not look for one.
+    """
     if has_owner:
-        driver.tell_over()
+        driver.report_stop()
     if driver.kill_reason is not None:
         await link.leave(Leave(driver.kill_reason, ends=True))
-    elif has_owner:  # who stops on purpose has detached before, so that the group has left
+    elif has_owner:  # an owner that stops on purpose has detached before, so the group has left
         await link.leave(Leave("the process of group rank 0 is stopping or dead"))
     else:
         await link.leave(Leave("its manager stops", ends=True))
     if has_owner:
-        await driver.news_left()
+        await driver.flush_news()

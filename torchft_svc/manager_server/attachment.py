@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 
 from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, check_text
-from torchft_svc.core.quorum.manager.group_orders import AnswerVote, RefuseWorker
+from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, RefuseWorker
+from torchft_svc.core.quorum.manager.group import Answer
 from torchft_svc.errors import RequestRefused
-from torchft_svc.manager_server.driver import Answer, ManagerDriver
+from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import decision_to_wire, vote_from_wire
 from torchft_svc.rpc.deadline import time_to_wait_s
@@ -30,8 +31,9 @@ async def attach(
     requests: AsyncIterator[pb.AttachRequest],
     context: grpc.aio.ServicerContext[Any, Any],
 ) -> None:
-    """Serve the stream to its end; an end without a word is the worker's death, and one with an
-    error is no orderly end.
+    """Serve the stream to its end.
+
+    An end without a goodbye is the worker's death, and one with an error is no orderly end.
 
     Raises:
         RequestRefused: the client breaks the protocol.
@@ -45,25 +47,24 @@ async def attach(
     check_text("worker id", worker_id, MAX_ADDRESS_LENGTH)
     outbox = Outbox()
     outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
-    driver.attach(group_rank, worker_id, outbox)
-    said = _Said(driver, group_rank, outbox)
+    driver.attach_worker(group_rank, worker_id, outbox)
+    worker = _AttachedWorker(driver, group_rank, outbox)
     reason, ends = "its process ended, or does not answer", False
     try:
-        await outbox.exchange(requests, said.receive, context)
-        if said.goodbye is not None:
-            ends = not said.goodbye.failure
-            reason = "it has shut down" if ends else f"it ends with {said.goodbye.failure}"
+        await outbox.exchange(requests, worker.receive, context)
+        if worker.goodbye is not None:
+            ends = not worker.goodbye.failure
+            reason = "it has shut down" if ends else f"it ends with {worker.goodbye.failure}"
     finally:
-        # An error is shown by its program.
-        is_known = said.goodbye is not None or driver.is_over
-        level = logging.INFO if is_known else logging.WARNING
+        is_known = worker.goodbye is not None or driver.is_over
+        level = logging.INFO if is_known else logging.WARNING  # its program shows an error
         log.log(level, "worker gone group_rank=%d: %s", group_rank, reason)
-        driver.detach(group_rank, worker_id, outbox, reason, ends=ends)
-        said.ballot.withdraw()
+        driver.detach_worker(group_rank, worker_id, outbox, reason, ends=ends)
+        worker.ballot.withdraw_vote()
 
 
-class _Said:
-    """What a worker says on its stream; ``goodbye`` is its last word, if it has one.
+class _AttachedWorker:
+    """The messages of a worker on its stream; ``goodbye`` is the last one, if it sends one.
 
     gRPC may end the requests of a connection that has broken as if they had ended in good order.
     """
@@ -76,11 +77,11 @@ class _Said:
         self.goodbye: pb.AttachDetach | None = None
 
     def receive(self, message: pb.AttachRequest) -> bool:
-        """Whether the attachment goes on behind ``message``: until the worker detaches, or goes
-        without a word."""
+        """Process ``message``; returns whether the stream goes on behind it, as the worker has not
+        detached."""
         kind = message.WhichOneof("kind")
         if kind == "vote":
-            self.ballot.cast(message.vote)
+            self.ballot.cast_vote(message.vote)
         elif kind == "ping":  # behind all news that are queued
             pong = pb.AttachPong(number=message.ping.number)
             self._outbox.tell(pb.AttachNews(pong=pong).SerializeToString())
@@ -89,7 +90,7 @@ class _Said:
         elif kind == "difference":
             self._driver.receive_difference(message.difference)
         elif kind == "withdrawal":
-            self.ballot.withdraw(message.withdrawal.number)
+            self.ballot.withdraw_vote(message.withdrawal.number)
         elif kind == "detach":
             check_text("failure", message.detach.failure, MAX_FAILURE_LENGTH)
             self.goodbye = message.detach
@@ -108,26 +109,28 @@ class _Ballot:
         self._number: int | None = None  # of the vote; None: there is none
         self._caller = 0
 
-    def cast(self, message: pb.AttachVote) -> None:
-        """A worker has one vote under way: this one withdraws the one before."""
-        self.withdraw()
+    def cast_vote(self, message: pb.AttachVote) -> None:
+        """Cast a vote; it withdraws the one before, as a worker has one under way."""
+        self.withdraw_vote()
         self._number = message.number
         timeout_s = time_to_wait_s(message.timeout_ms / 1000)
-        self._caller = self._driver.cast(vote_from_wire(message.vote), timeout_s, self._reply)
+        self._caller = self._driver.cast_vote(
+            vote_from_wire(message.vote), timeout_s, self._send_decision
+        )
 
-    def withdraw(self, number: int | None = None) -> None:
-        """The worker waits no longer for the decision on vote ``number`` (None: on any)."""
+    def withdraw_vote(self, number: int | None = None) -> None:
+        """Stop waiting for the decision on vote ``number`` (None: on any)."""
         if self._number is not None and number in (None, self._number):
             self._number = None
-            self._driver.withdraw(self._caller)
+            self._driver.withdraw_call(self._caller)
 
-    def _reply(self, order: Answer) -> None:
+    def _send_decision(self, answer: Answer) -> None:
         assert self._number is not None
         decision = pb.AttachDecision(number=self._number)
         self._number = None
-        if isinstance(order, AnswerVote):
-            decision.decided.CopyFrom(decision_to_wire(order))
+        if isinstance(answer, AnswerVote):
+            decision.decided.CopyFrom(decision_to_wire(answer))
         else:
-            assert isinstance(order, RefuseWorker)
-            decision.error, decision.reason = error_to_wire(order.error)
+            assert isinstance(answer, RefuseWorker)
+            decision.error, decision.reason = error_to_wire(answer.error)
         self._outbox.tell(pb.AttachNews(decision=decision).SerializeToString())

@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable
 
-from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
 from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
 from torchft_svc.core.quorum.manager.link_types import (
     AnswerAsker,
@@ -23,7 +22,7 @@ from torchft_svc.core.quorum.manager.link_types import (
 )
 from torchft_svc.core.quorum.session_messages import Beat, Leave
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import Quorum
+from torchft_svc.core.quorum.types import GroupRequest, Quorum
 from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.host.tasks import Tasks, call_later
@@ -88,7 +87,7 @@ class LighthouseLink:
         if not self._number:
             self._tell(lambda machine, now: machine.start(now))
 
-    def ask(self, question: AskLighthouse, timeout_s: float) -> None:
+    def ask(self, question: GroupRequest, timeout_s: float) -> None:
         """See `LinkMachine.ask`; ``on_outcome`` hears of the outcome, after this has returned."""
         self._tell_soon(lambda machine, now: machine.ask(question, timeout_s, now))
 

@@ -19,24 +19,24 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 def manager_service(driver: ManagerDriver) -> Service:
-    """The service, to be handed to `torchft_svc.rpc.serving.serve`."""
+    """The service, for `torchft_svc.rpc.serving.serve`."""
 
     async def quorum(request: pb.ManagerQuorumRequest, context: Context) -> bytes:
-        return await driver.quorum(worker_request_from_wire(request), remaining_s(context))
+        return await driver.request_quorum(worker_request_from_wire(request), remaining_s(context))
 
     async def should_commit(request: pb.ShouldCommitRequest, context: Context) -> bytes:
-        return await driver.should_commit(vote_from_wire(request), remaining_s(context))
+        return await driver.request_decision(vote_from_wire(request), remaining_s(context))
 
     async def checkpoint_address(request: pb.CheckpointAddressRequest, context: Context) -> bytes:
         address = driver.checkpoint_address(request.rank)
         return pb.CheckpointAddressResponse(checkpoint_server_address=address).SerializeToString()
 
     async def kill(request: pb.KillRequest, context: Context) -> bytes:
-        driver.kill(one_line(request.msg))
+        driver.kill_group(one_line(request.msg))
         return b""
 
     async def drain(request: pb.DrainRequest, context: Context) -> bytes:
-        driver.drain(one_line(request.reason) or "drained by an operator")
+        driver.drain_group(one_line(request.reason) or "drained by an operator")
         return b""
 
     async def attachment(requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:

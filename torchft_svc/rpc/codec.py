@@ -9,7 +9,8 @@ from google.protobuf.unknown_fields import UnknownFieldSet
 from torchft_svc.core.limits import MAX_NAME_LENGTH, one_line
 from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AnswerWorker
+from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
+from torchft_svc.core.quorum.manager.group import AnswerWorker
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish
 from torchft_svc.core.quorum.types import (
     DifferenceReport,
@@ -219,14 +220,14 @@ def vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
 
 
 _FATES = {
-    Fate.BREAKS_OFF: pb.FATE_BREAKS_OFF,
-    Fate.GOES_ON: pb.FATE_GOES_ON,
+    Fate.ABORTED: pb.FATE_BREAKS_OFF,
+    Fate.CONTINUES: pb.FATE_GOES_ON,
     Fate.ENDS: pb.FATE_ENDS,
 }
 _DECISION = Codec(
     AnswerVote,
     pb.ShouldCommitResponse,
-    fields={"fate": numbered(_FATES, default=Fate.BREAKS_OFF)},
+    fields={"fate": numbered(_FATES, default=Fate.ABORTED)},
     local=("caller",),
 )
 

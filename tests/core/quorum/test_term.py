@@ -14,16 +14,16 @@ NONE, SOME, ALONE = Wish.NONE, Wish.SOME, Wish.ALONE
 @pytest.mark.parametrize(
     ("committed", "wishes", "expected"),
     [
-        (True, [NONE], Fate.GOES_ON),
-        (True, [NONE, NONE], Fate.GOES_ON),
+        (True, [NONE], Fate.CONTINUES),
+        (True, [NONE, NONE], Fate.CONTINUES),
         (True, [SOME], Fate.ENDS),
         (True, [NONE, SOME], Fate.ENDS),
         (True, [SOME, NONE], Fate.ENDS),
         (True, [ALONE, SOME], Fate.ENDS),
-        (True, [NONE, ALONE], Fate.BREAKS_OFF),
-        (False, [NONE], Fate.BREAKS_OFF),
-        (False, [NONE, SOME], Fate.BREAKS_OFF),
-        (False, [], Fate.BREAKS_OFF),
+        (True, [NONE, ALONE], Fate.ABORTED),
+        (False, [NONE], Fate.ABORTED),
+        (False, [NONE, SOME], Fate.ABORTED),
+        (False, [], Fate.ABORTED),
     ],
 )
 def test_the_next_step_goes_on_if_this_one_is_committed_and_nobody_wishes(

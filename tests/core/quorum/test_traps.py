@@ -9,12 +9,11 @@ from __future__ import annotations
 import time
 from enum import Enum
 
+from support.core.barriers import TimelessGroup
 from support.core.house import House
 from support.core.scenes import JOB, Refused, Scene, config, formed, loss, member, plain, quorum
 
-from torchft_svc.core.quorum.manager.group import Group
-from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
-from torchft_svc.core.quorum.types import WorkerRequest
+from torchft_svc.core.quorum.types import GroupRequest, WorkerRequest
 from torchft_svc.errors import Unreachable
 
 
@@ -106,10 +105,10 @@ def test_trap_a_failed_quorum_is_informed_to_nobody() -> None:
     silent = "no sign of life for 5 s"
     sentence = f"no quorum: 'b' is out: {silent}"
     assert scene.pop_orders() == [loss("b", silent), Refused(lonely, "QuorumFailed", sentence)]
-    group = Group(3)
+    group = TimelessGroup(3)
     for rank in range(3):
         group.quorum_requested(WorkerRequest(group_rank=rank, step=1), rank)
-    reported = plain(group.quorum_failed(1, Unreachable("lighthouse", "host:1", "refused")))
+    reported = plain(group.lighthouse_answered(1, Unreachable("lighthouse", "host:1", "refused")))
     assert [order.caller for order in reported] == [0, 1, 2]
     assert {order.reason for order in reported} == {
         "lighthouse at host:1 cannot be reached: refused"
@@ -152,16 +151,16 @@ def test_trap_newcomers_that_only_heartbeat_hold_up_a_running_job() -> None:
 
 
 def test_trap_only_the_last_rank_s_step_and_failures_are_forwarded() -> None:
-    group = Group(2)
+    group = TimelessGroup(2)
     first = WorkerRequest(group_rank=0, step=4, commit_failures=2, shrink_only=True, unhealed=True)
     group.quorum_requested(first, 1)
     (asked,) = group.quorum_requested(WorkerRequest(group_rank=1, step=4), 2)
-    assert isinstance(asked, AskLighthouse)
+    assert isinstance(asked, GroupRequest)
     assert (asked.commit_failures, asked.shrink_only, asked.unhealed) == (2, True, True)
-    group = Group(2)
+    group = TimelessGroup(2)
     group.quorum_requested(WorkerRequest(group_rank=0, step=4), 1)
     group.quorum_requested(WorkerRequest(group_rank=1, step=5), 2)
-    reported = plain(group.quorum_formed(1, quorum(1, member("a", 4)), "a"))
+    reported = plain(group.lighthouse_answered(1, quorum(1, member("a", 4)), "a"))
     assert [(order.caller, order.error) for order in reported] == [
         (1, "RequestRefused"),
         (2, "RequestRefused"),

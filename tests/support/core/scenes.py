@@ -10,7 +10,7 @@ from support.core.house import Announce, AnswerQuorum, House, Record, RefuseRequ
 from torchft_svc.core.quorum.activity import Activity, Phase
 from torchft_svc.core.quorum.lighthouse.jobs import ReportLoss
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus
-from torchft_svc.core.quorum.manager.group_orders import RefuseWorker
+from torchft_svc.core.quorum.manager.commit_barrier import RefuseWorker
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.core.quorum.types import LastQuorum, Member, Quorum, QuorumConfig
 

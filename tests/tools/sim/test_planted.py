@@ -19,12 +19,10 @@ from torchft_svc.core.quorum.lighthouse.jobs import Job, Jobs
 from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse, Session, Sessions
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, JobView, Membership
 from torchft_svc.core.quorum.manager import commit_barrier
-from torchft_svc.core.quorum.manager.commit_barrier import CommitBarrier
+from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, CommitBarrier
 from torchft_svc.core.quorum.manager.group import Group
-from torchft_svc.core.quorum.manager.group_orders import AnswerVote, AskLighthouse
 from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
-from torchft_svc.core.quorum.manager.manager import GroupManager
-from torchft_svc.core.quorum.types import Member, QuorumConfig
+from torchft_svc.core.quorum.types import GroupRequest, Member, QuorumConfig
 from torchft_svc.core.quorum.worker import round as core_round
 from torchft_svc.core.quorum.worker import step
 from torchft_svc.core.quorum.worker.round import Decide, Ready, Round, WorkerCalls
@@ -152,7 +150,7 @@ def at_step_0_nobody_heals(plant: pytest.MonkeyPatch) -> None:
 
 
 def one_yes_is_enough(plant: pytest.MonkeyPatch) -> None:
-    real = CommitBarrier.count
+    real = CommitBarrier.count_vote
 
     def count(self: Any, *what: Any) -> Any:
         size, self._world_size = self._world_size, 1
@@ -161,25 +159,21 @@ def one_yes_is_enough(plant: pytest.MonkeyPatch) -> None:
         finally:
             self._world_size = size
 
-    plant.setattr(CommitBarrier, "count", count)
+    plant.setattr(CommitBarrier, "count_vote", count)
 
 
 def a_dead_worker_s_peers_are_not_told(plant: pytest.MonkeyPatch) -> None:
-    real = Group._refuse_requests
-
-    def refuse(self: Any, error: Any) -> Any:
-        return real(self, error)[:1]
-
-    plant.setattr(Group, "_refuse_requests", refuse)
+    real = Group.callers_in_barrier
+    plant.setattr(Group, "callers_in_barrier", lambda self: real(self)[:1])
 
 
 def a_restarted_worker_goes_unnoticed(plant: pytest.MonkeyPatch) -> None:
-    real = Group._ask
+    real = Group.combine_requests
 
-    def ask(self: Any) -> AskLighthouse:
-        return dataclasses.replace(real(self), new_incarnation=False)
+    def combine(self: Any, requests: Any) -> GroupRequest:
+        return dataclasses.replace(real(self, requests), new_incarnation=False)
 
-    plant.setattr(Group, "_ask", ask)
+    plant.setattr(Group, "combine_requests", combine)
 
 
 def a_discarded_step_counts(plant: pytest.MonkeyPatch) -> None:
@@ -199,8 +193,8 @@ def an_error_is_forgotten(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_late_vote_counts(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(CommitBarrier, "_check_round", lambda self, vote: None)
-    plant.setattr(CommitBarrier, "_find_ended", lambda self, vote, asking: None)
+    plant.setattr(CommitBarrier, "check_round", lambda self, vote: None)
+    plant.setattr(CommitBarrier, "find_ended", lambda self, vote, asking: None)
 
 
 def a_healed_step_counts_at_once(plant: pytest.MonkeyPatch) -> None:
@@ -267,11 +261,11 @@ def a_drained_group_is_told_as_lost(plant: pytest.MonkeyPatch) -> None:
 def a_group_that_drains_stays(plant: pytest.MonkeyPatch) -> None:
     real = Group.quorum_requested
 
-    def quorum_requested(self: Any, request: Any, caller: int) -> Any:
-        return real(self, dataclasses.replace(request, drain_reason=""), caller)
+    def quorum_requested(self: Any, request: Any, *rest: Any) -> Any:
+        return real(self, dataclasses.replace(request, drain_reason=""), *rest)
 
     plant.setattr(Group, "quorum_requested", quorum_requested)
-    plant.setattr(Group, "drain", lambda self, reason: ())
+    plant.setattr(Group, "begin_drain", lambda self, reason: None)
 
 
 def who_was_left_out_is_awaited(plant: pytest.MonkeyPatch) -> None:
@@ -335,11 +329,11 @@ def who_lost_his_answer_is_told_no(plant: pytest.MonkeyPatch) -> None:
     def answer(vote: Any, caller: int, ended: Any) -> AnswerVote:
         return AnswerVote(caller, should_commit=False)
 
-    plant.setattr(commit_barrier, "_answer_late", answer)
+    plant.setattr(commit_barrier, "answer_late", answer)
 
 
 def who_comes_late_waits_for_those_that_have_gone_on(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Group, "_answer_late_question", lambda self, request, caller: None)
+    plant.setattr(Group, "late_answer", lambda self, request, caller: None)
 
 
 def what_holds_up_a_worker_is_ignored(plant: pytest.MonkeyPatch) -> None:
@@ -492,11 +486,11 @@ def who_leaves_is_out_when_his_stream_has_ended(plant: pytest.MonkeyPatch) -> No
 
 
 def who_gives_up_still_asks(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(GroupManager, "withdraw", lambda self, caller, now: ())
+    plant.setattr(Group, "call_withdrawn", lambda self, caller: ())
 
 
 def a_worker_that_is_gone_is_not_missed(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(GroupManager, "detach", lambda self, *what, **how: ())
+    plant.setattr(Group, "worker_detached", lambda self, *what, **how: ())
 
 
 def a_restarted_group_keeps_its_replica_id(plant: pytest.MonkeyPatch) -> None:
@@ -534,7 +528,7 @@ def nobody_goes_back_to_an_earlier_lighthouse(plant: pytest.MonkeyPatch) -> None
 
 
 def who_has_no_answer_waits_for_those_that_have_one(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Group, "_refuse_answered", lambda self: [])
+    plant.setattr(Group, "answered_before", lambda self, request: None)
 
 
 # Each with the first seed of the search: near the first one that finds it soon, as fleets that try

@@ -139,8 +139,12 @@ def the_end_of_an_earlier_quorum_counts(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_group_always_says_that_all_know(plant: pytest.MonkeyPatch) -> None:
-    real = Group._ask
-    plant.setattr(Group, "_ask", lambda self: dataclasses.replace(real(self), agreed=True))
+    real = Group.combine_requests
+
+    def combine(self: Any, requests: Any) -> Any:
+        return dataclasses.replace(real(self, requests), agreed=True)
+
+    plant.setattr(Group, "combine_requests", combine)
 
 
 def an_agreement_from_before_the_term_counts(plant: pytest.MonkeyPatch) -> None:
@@ -300,7 +304,7 @@ def nobody_misses_who_has_not_come_back(plant: pytest.MonkeyPatch) -> None:
 
 def what_a_worker_has_begun_is_not_heeded(plant: pytest.MonkeyPatch) -> None:
     """By another manager, which does not know the decision before (rule M4)."""
-    plant.setattr(CommitBarrier, "went_on", lambda self, group_rank, step: [])
+    plant.setattr(CommitBarrier, "step_begun", lambda self, group_rank, step: [])
 
 
 # -- a step that is summed again (E9) ------------------------------------------------------------

@@ -33,9 +33,9 @@ class Wish(enum.Enum):
 class Fate(enum.Enum):
     """How the next step of a group begins."""
 
-    GOES_ON = "in the same quorum, without a question"
+    CONTINUES = "in the same quorum, without a question"
     ENDS = "all members of the quorum ask for the next one"
-    BREAKS_OFF = "this group asks, and the others may have gone on"
+    ABORTED = "this group asks, and the others may have gone on"
 
 
 def fate(committed: bool, wishes: Collection[Wish]) -> Fate:
@@ -43,10 +43,10 @@ def fate(committed: bool, wishes: Collection[Wish]) -> Fate:
     them. Worker r of each group saw the same as its counterparts, so all groups decide alike; what
     only one worker knows is no reason for the others."""
     if not committed:
-        return Fate.BREAKS_OFF
+        return Fate.ABORTED
     if Wish.SOME in wishes:
         return Fate.ENDS
-    return Fate.BREAKS_OFF if Wish.ALONE in wishes else Fate.GOES_ON
+    return Fate.ABORTED if Wish.ALONE in wishes else Fate.CONTINUES
 
 
 @dataclass(frozen=True, slots=True)

@@ -243,6 +243,31 @@ class WorkerRequest:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GroupRequest:
+    """A group asks for a quorum, for ``round``: the `WorkerRequest` s of all its workers, combined.
+
+    ``new_incarnation``: a worker was restarted, so to the others this is another group now.
+    ``has_history``: all workers have received a quorum. ``steady``: all can begin steps without a
+    question; ``agreed``: the other members know that they have to ask, as all workers report.
+    ``seen_num_groups``: the size of quorum ``seen_quorum_id`` (0: not known).
+    """
+
+    round: int
+    step: int
+    shrink_only: bool
+    commit_failures: int
+    new_incarnation: bool
+    unhealed: bool = False
+    seen_quorum_id: int = 0
+    seen_num_groups: int = 0
+    has_history: bool = False
+    layout: str = ""
+    step_quorum_id: int = 0
+    steady: bool = False
+    agreed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Vote:
     """A worker's vote on its step; ``round`` is 0 if the worker does not know rounds; ``wish``: see
     `Wish`."""

@@ -1,22 +1,17 @@
-"""Tests when a group that was told to end leaves: between two steps, and all workers at one."""
+"""Tests when a group that has to end leaves: between two steps, and all workers at one."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import pytest
+from support.core.barriers import AwaitOwner, BarrierOrder, TimelessGroup
 from support.core.scenes import member, quorum
 
-from torchft_svc.core.quorum.manager.group import Group
-from torchft_svc.core.quorum.manager.group_orders import (
-    AnswerWorker,
-    AskLighthouse,
-    AwaitOwner,
-    Order,
-    RefuseWorker,
-)
+from torchft_svc.core.quorum.manager.commit_barrier import RefuseWorker
+from torchft_svc.core.quorum.manager.group import AnswerWorker
 from torchft_svc.core.quorum.session_messages import Leave
-from torchft_svc.core.quorum.types import Quorum, Vote, WorkerRequest
+from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed
 
 
@@ -26,8 +21,8 @@ def request(group_rank: int, drain_reason: str = "", worker_id: str = "w") -> Wo
     )
 
 
-def left(orders: tuple[Order, ...]) -> list[int]:
-    """The group leaves between two steps, and these callers are told."""
+def left(orders: tuple[BarrierOrder, ...]) -> list[int]:
+    """Callers that are refused as the group leaves between two steps."""
     leave, *refusals = orders
     assert isinstance(leave, Leave)
     assert leave.between_steps
@@ -35,9 +30,9 @@ def left(orders: tuple[Order, ...]) -> list[int]:
     return [refusal.caller for refusal in refusals if isinstance(refusal, RefuseWorker)]
 
 
-def test_it_leaves_when_all_workers_have_asked_whoever_was_told() -> None:
-    group = Group(2)
-    group.attached(0, "w")  # before the other one
+def test_it_leaves_when_all_workers_have_asked_whoever_has_the_order() -> None:
+    group = TimelessGroup(2)
+    group.worker_attached(0, "w")  # before the other one
     assert group.quorum_requested(request(0), 1) == ()
     orders = group.quorum_requested(request(1, "SIGTERM"), 2)
     assert left(orders) == [1, 2]
@@ -47,37 +42,40 @@ def test_it_leaves_when_all_workers_have_asked_whoever_was_told() -> None:
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_a_worker_whose_answer_was_lost_is_told_again_when_its_peer_has_ended(
+def test_a_worker_whose_answer_was_lost_is_refused_again_when_its_peer_has_ended(
     is_asked: bool,
 ) -> None:
-    group = Group(2)
-    group.attached(1, "w1")
+    group = TimelessGroup(2)
+    group.worker_attached(1, "w1")
     group.quorum_requested(request(0, worker_id="w0"), 1)
     orders = group.quorum_requested(request(1, "" if is_asked else "preempted", worker_id="w1"), 2)
     if is_asked:  # then the lighthouse has the last word
         (ask,) = orders
-        assert isinstance(ask, AskLighthouse)
-        orders = (*group.drain("preempted"), *group.quorum_failed(ask.round, QuorumFailed("out")))
+        assert isinstance(ask, GroupRequest)
+        orders = (
+            *group.drain("preempted"),
+            *group.lighthouse_answered(ask.round, QuorumFailed("out")),
+        )
     assert left(orders) == [1, 2]
-    group.detached(1, "w1", "it has ended")
+    group.worker_detached(1, "w1", "it has ended")
     (again,) = group.quorum_requested(request(0, worker_id="w0"), 3)
     assert isinstance(again, RefuseWorker)
     assert isinstance(again.error, GroupLeft)
     assert group.quorum_requested(request(0, worker_id="w2"), 4) == (), "which comes after it"
 
 
-def of_three(*asked: int) -> Group:
+def of_three(*asked: int) -> TimelessGroup:
     """A group whose workers live, and of which these have asked."""
-    group = Group(3)
+    group = TimelessGroup(3)
     for rank in range(3):
-        group.attached(rank, "w")
+        group.worker_attached(rank, "w")
     for rank in asked:
         assert group.quorum_requested(request(rank), rank) == ()
     return group
 
 
-def ended(orders: tuple[Order, ...]) -> list[int]:
-    """These callers are told that the group has to end."""
+def ended(orders: tuple[BarrierOrder, ...]) -> list[int]:
+    """Callers that are refused because the group has to end."""
     refusals = [order for order in orders if isinstance(order, RefuseWorker)]
     assert all(isinstance(refusal.error, GroupLeft) for refusal in refusals)
     return [refusal.caller for refusal in refusals]
@@ -86,84 +84,86 @@ def ended(orders: tuple[Order, ...]) -> list[int]:
 def test_it_does_not_wait_for_a_worker_that_dies() -> None:
     group = of_three(0, 2)
     assert group.drain("preempted") == ()
-    orders = group.detached(1, "w", "killed")
+    orders = group.worker_detached(1, "w", "killed")
     assert ended(orders) == [0, 2]
     assert not any(order.between_steps for order in orders if isinstance(order, Leave))
 
 
 def test_it_does_not_wait_for_a_worker_that_is_dead() -> None:
     group = of_three()
-    group.detached(1, "w", "killed")
+    group.worker_detached(1, "w", "killed")
     assert group.quorum_requested(request(0, "SIGTERM"), 0) == ()
     assert ended(group.quorum_requested(request(2), 2)) == [0, 2]
     group = of_three()
-    group.detached(1, "w", "killed")
+    group.worker_detached(1, "w", "killed")
     assert group.quorum_requested(request(0), 0) == group.quorum_requested(request(2), 2) == ()
     assert ended(group.drain("its launcher has seen it")) == [0, 2]
 
 
 def test_it_finishes_the_step_that_it_is_in() -> None:
-    group = Group(1)
+    group = TimelessGroup(1)
     (ask,) = group.quorum_requested(request(0), 1)
-    assert isinstance(ask, AskLighthouse)
-    group.quorum_formed(ask.round, quorum(1, member("a", 3)), "a")
+    assert isinstance(ask, GroupRequest)
+    group.lighthouse_answered(ask.round, quorum(1, member("a", 3)), "a")
     assert group.drain("preempted") == ()
-    (answer,) = group.voted(Vote(group_rank=0, step=3, should_commit=True, worker_id="w"), 2)
+    (answer,) = group.vote_received(
+        Vote(group_rank=0, step=3, should_commit=True, worker_id="w"), 2
+    )
     assert answer.should_commit  # type: ignore[union-attr]
     assert left(group.quorum_requested(request(0), 3)) == [3]
 
 
 def test_a_quorum_that_is_on_its_way_is_honoured() -> None:
-    group = Group(1)
+    group = TimelessGroup(1)
     (ask,) = group.quorum_requested(request(0), 1)
-    assert isinstance(ask, AskLighthouse)
+    assert isinstance(ask, GroupRequest)
     assert left(group.drain("preempted")) == []
-    (answer,) = group.quorum_formed(ask.round, quorum(1, member("a", 3)), "a")
+    (answer,) = group.lighthouse_answered(ask.round, quorum(1, member("a", 3)), "a")
     assert isinstance(answer, AnswerWorker)
     assert left(group.quorum_requested(request(0), 2)) == [2]
 
 
 def test_a_wait_for_a_quorum_ends_with_the_group() -> None:
-    group = Group(1)
+    group = TimelessGroup(1)
     (ask,) = group.quorum_requested(request(0), 1)
-    assert isinstance(ask, AskLighthouse)
+    assert isinstance(ask, GroupRequest)
     group.drain("preempted")
-    (refusal,) = group.quorum_failed(ask.round, QuorumFailed("it is out"))
+    (refusal,) = group.lighthouse_answered(ask.round, QuorumFailed("it is out"))
     assert isinstance(refusal, RefuseWorker)
     assert refusal.error.reason == "preempted"  # type: ignore[attr-defined]
 
 
 def test_the_workers_that_come_after_it_begin_anew() -> None:
-    group = Group(1)
-    group.attached(0, "w")
+    group = TimelessGroup(1)
+    group.worker_attached(0, "w")
     group.drain("preempted")
-    group.detached(0, "w", "it has stopped")
+    group.worker_detached(0, "w", "it has stopped")
     (ask,) = group.quorum_requested(request(0, worker_id="new"), 1)
-    assert isinstance(ask, AskLighthouse)
+    assert isinstance(ask, GroupRequest)
 
 
 def test_a_worker_that_comes_back_after_the_others_have_ended_has_to_end_too() -> None:
     """The stream of rank 1 broke before the drain, and that of rank 0 has ended."""
-    group = Group(2)
-    group.attached(0, "w")
-    group.attached(1, "w")
-    group.detached(1, "w", "its stream broke")
+    group = TimelessGroup(2)
+    group.worker_attached(0, "w")
+    group.worker_attached(1, "w")
+    group.worker_detached(1, "w", "its stream broke")
     group.drain("preempted")
-    group.detached(0, "w", "it has stopped")
-    group.attached(1, "w")
+    group.worker_detached(0, "w", "it has stopped")
+    group.worker_attached(1, "w")
     assert ended(group.quorum_requested(request(1), 0)) == [0]
 
 
 def test_workers_that_take_the_place_of_others_do_not_end_in_their_stead() -> None:
-    """Of those before, rank 0 has asked and died, and nobody has noticed yet."""
-    group = Group(2)
+    """Rank 0 of those before has asked and died, which is not noticed yet."""
+    group = TimelessGroup(2)
     group.quorum_requested(request(1), 0)
-    group.withdrawn(0)
+    group.call_withdrawn(0)
     group.drain("preempted")
     assert group.quorum_requested(request(0), 1) == ()
     assert group.quorum_requested(request(1, worker_id="new"), 2) == (AwaitOwner(1, 2),)
     (ask,) = group.owner_was_silent(1, 2)
-    assert isinstance(ask, AskLighthouse)
+    assert isinstance(ask, GroupRequest)
     assert ask.new_incarnation
 
 
@@ -182,16 +182,16 @@ ORDINARY = quorum(7, *(member(each, 3) for each in "ab"))
         (None, 0, False, True),
     ],
 )
-def test_e4_a_group_that_ends_its_term_alone_does_not_leave_without_a_word(
+def test_e4_a_group_that_ends_its_term_alone_does_not_leave_between_steps(
     formed: Quorum | None, seen_id: int, agreed: bool, others_know: bool
 ) -> None:
     """The others may wait for it in a step; without a quorum here, another manager may have formed
     it."""
-    group = Group(1)
+    group = TimelessGroup(1)
     if formed is not None:
         (ask,) = group.quorum_requested(request(0), 1)
-        assert isinstance(ask, AskLighthouse)
-        group.quorum_formed(ask.round, formed, "a")
+        assert isinstance(ask, GroupRequest)
+        group.lighthouse_answered(ask.round, formed)
     last = dataclasses.replace(
         request(0, "SIGTERM"), step=5, question=2, agreed=agreed, last_quorum_id=seen_id
     )

@@ -7,21 +7,14 @@ from typing import Any
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from support.core.barriers import AwaitOwner, BarrierOrder, TimelessGroup
 from support.core.scenes import member, quorum
 
 from torchft_svc.core.quorum.assignment import assign
-from torchft_svc.core.quorum.manager.group import Group
-from torchft_svc.core.quorum.manager.group_orders import (
-    AnswerVote,
-    AnswerWorker,
-    AskLighthouse,
-    AwaitOwner,
-    Order,
-    RefuseWorker,
-    StopAsking,
-)
+from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, RefuseWorker
+from torchft_svc.core.quorum.manager.group import AnswerWorker, StopAsking
 from torchft_svc.core.quorum.session_messages import Leave
-from torchft_svc.core.quorum.types import Vote, WorkerRequest
+from torchft_svc.core.quorum.types import GroupRequest, Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed, RequestRefused
 
 BUSY = [HealthCheck.too_slow]  # on a busy machine, slow is no sign of a fault
@@ -40,20 +33,20 @@ class Barriers(RuleBasedStateMachine):
         self.held: dict[int, tuple[int, WorkerRequest]] = {}  # callers and questions, by rank
         self.suspects: list[AwaitOwner] = []
         self.voting: dict[int, Vote] = {}
-        self.told: set[int] = set()
-        self.question: AskLighthouse | None = None
+        self.answered: set[int] = set()
+        self.question: GroupRequest | None = None
         self.last_round = 0
         self.votes: dict[int, bool] = {}  # that were taken in this round, by group rank
         self.decisions: set[bool] = set()
         self.over = False  # the commit barrier, because somebody asked again or was lost
-        self.lines: dict[int, str] = {}
+        self.streams: dict[int, str] = {}
         self.known: dict[int, str] = {}  # the worker that was last met at each rank
         self.is_draining = False
         self.is_new = False  # whether another one has been met since the last question
 
     @initialize(world_size=st.integers(1, 3))
-    def begin(self, world_size: int) -> None:
-        self.group = Group(world_size)
+    def begin_group(self, world_size: int) -> None:
+        self.group = TimelessGroup(world_size)
 
     @rule(
         rank=ranks,
@@ -74,7 +67,7 @@ class Barriers(RuleBasedStateMachine):
             return
         if is_own:
             self.enters(request, self.caller)
-        self.carry_out(orders)
+        self.check_orders(orders)
         if not is_own:
             self.held[rank] = self.caller, request
 
@@ -82,7 +75,7 @@ class Barriers(RuleBasedStateMachine):
         """The barrier, of the worker that the rank belongs to from now on."""
         rank = request.group_rank
         self.over = True
-        before = {self.known.get(rank), self.lines.get(rank)}
+        before = {self.known.get(rank), self.streams.get(rank)}
         is_new = not before <= {None, request.worker_id}
         self.is_new |= is_new
         is_told = bool(request.drain_reason)
@@ -90,12 +83,12 @@ class Barriers(RuleBasedStateMachine):
         self.asking[caller] = request
         self.known[rank] = request.worker_id
 
-    def succeeds(self, rank: int, orders: tuple[Order, ...]) -> None:
+    def succeeds(self, rank: int, orders: tuple[BarrierOrder, ...]) -> None:
         """Whose question is held, now that the rank belongs to nobody else."""
         if rank in self.held:
             caller, request = self.held.pop(rank)
             self.enters(request, caller)
-        self.carry_out(orders)
+        self.check_orders(orders)
 
     @rule(data=st.data())
     def owner_was_silent(self, data: st.DataObject) -> None:
@@ -104,8 +97,8 @@ class Barriers(RuleBasedStateMachine):
         suspect = data.draw(st.sampled_from(self.suspects))
         self.suspects.remove(suspect)
         orders = self.group.owner_was_silent(suspect.group_rank, suspect.number)
-        if suspect.group_rank in self.lines:
-            assert orders == (), "its line tells when it is dead"
+        if suspect.group_rank in self.streams:
+            assert orders == (), "its stream shows when it is dead"
         elif orders:
             self.succeeds(suspect.group_rank, orders)
 
@@ -119,18 +112,18 @@ class Barriers(RuleBasedStateMachine):
     def worker_votes(self, rank: int, step: int, yes: bool, age: int | None, is_own: bool) -> None:
         self.caller += 1
         number = 0 if age is None else self.last_round - age
-        worker_id = self.lines.get(rank, self.known.get(rank, "")) if is_own else "stranger"
+        worker_id = self.streams.get(rank, self.known.get(rank, "")) if is_own else "stranger"
         fields = {"group_rank": rank, "step": step, "should_commit": yes, "round": number}
         vote = Vote(**fields, worker_id=worker_id)
         belongs = self.group.belongs_to(rank, worker_id)
         try:
-            orders = self.group.voted(vote, self.caller)
+            orders = self.group.vote_received(vote, self.caller)
         except RequestRefused:
             return
         assert belongs, "a stranger has no vote"
         if rank in self.held:
             refused, *orders_left = orders
-            self.carry_out((refused,))
+            self.check_orders((refused,))
             orders = tuple(orders_left)
         if self.over:
             self.check_late_answer(vote, orders)
@@ -139,16 +132,16 @@ class Barriers(RuleBasedStateMachine):
         assert self.question is None, "no vote counts while a new quorum is due"
         assert self.votes.setdefault(rank, yes) == yes, "a vote can not be changed"
         self.voting[self.caller] = vote
-        self.carry_out(orders)
+        self.check_orders(orders)
 
-    def check_late_answer(self, vote: Vote, orders: tuple[Order, ...]) -> None:
-        """Who votes late learns what was decided, or that nothing was; it decides nothing. A no
+    def check_late_answer(self, vote: Vote, orders: tuple[BarrierOrder, ...]) -> None:
+        """A late voter receives the decision, or that there was none; it decides nothing. A no
         has no part in a yes."""
         (order,) = orders
         assert order.caller == self.caller
-        told = {order.should_commit} if isinstance(order, AnswerVote) else set()
-        assert told == {each and vote.should_commit for each in self.decisions}
-        assert told or isinstance(order, RefuseWorker)
+        found = {order.should_commit} if isinstance(order, AnswerVote) else set()
+        assert found == {each and vote.should_commit for each in self.decisions}
+        assert found or isinstance(order, RefuseWorker)
 
     @rule(data=st.data())
     def worker_gives_up(self, data: st.DataObject) -> None:
@@ -159,12 +152,12 @@ class Barriers(RuleBasedStateMachine):
         caller = data.draw(st.sampled_from(waiting))
         if caller in held:
             del self.held[held[caller]]
-            assert self.group.withdrawn(caller) == ()
+            assert self.group.call_withdrawn(caller) == ()
             return
         is_asking = caller in self.asking
         self.over |= not is_asking
         del (self.asking if is_asking else self.voting)[caller]
-        self.carry_out(self.group.withdrawn(caller))
+        self.check_orders(self.group.call_withdrawn(caller))
         assert not (self.asking if is_asking else self.voting), "it releases the others"
 
     @rule(late=st.booleans(), max_step=st.integers(1, 2))
@@ -172,7 +165,7 @@ class Barriers(RuleBasedStateMachine):
         number = self.last_round - late
         seen = quorum(number, member("a", max_step))
         waiting = dict(self.asking)
-        orders = self.group.quorum_formed(number, seen, "a")
+        orders = self.group.lighthouse_answered(number, seen)
         if self.question is None or late:
             assert orders == ()
             return
@@ -181,7 +174,7 @@ class Barriers(RuleBasedStateMachine):
         if len(steps) > 1 and max(steps) > max_step:
             assert not answers, "nobody can say which worker is right"
             self.question = None
-            self.carry_out(orders)
+            self.check_orders(orders)
             assert not self.asking, "every rank gets the error"
             return
         assert len(answers) == len(orders)
@@ -191,13 +184,13 @@ class Barriers(RuleBasedStateMachine):
         assert {each.caller: each.request for each in answers} == waiting
         self.question = None
         self.votes, self.decisions, self.over = {}, set(), False
-        self.carry_out(orders)
+        self.check_orders(orders)
         assert not self.asking, "all ranks get one answer"
 
     @rule(late=st.booleans())
     def lighthouse_fails(self, late: bool) -> None:
         error = QuorumFailed("no route")
-        orders = self.group.quorum_failed(self.last_round - late, error)
+        orders = self.group.lighthouse_answered(self.last_round - late, error)
         if self.question is None or late:
             assert orders == ()
             return
@@ -205,43 +198,43 @@ class Barriers(RuleBasedStateMachine):
             assert isinstance(order, RefuseWorker)
             assert isinstance(order.error, GroupLeft) if self.is_draining else order.error is error
         self.question = None
-        self.carry_out(orders)
+        self.check_orders(orders)
         assert not self.asking, "all ranks get one error"
 
     @rule()
     def an_operator_drains_while_they_wait(self) -> None:
         if self.question is not None:  # else the workers that ask drain it
             self.is_draining = True
-            self.carry_out(self.group.drain("maintenance"))
+            self.check_orders(self.group.drain("maintenance"))
 
     @rule(rank=ranks, worker_id=workers)
     def worker_attaches(self, rank: int, worker_id: str) -> None:
         try:
-            self.group.attached(rank, worker_id)
+            self.group.worker_attached(rank, worker_id)
         except RequestRefused:
             assert rank >= self.group.world_size or not self.group.belongs_to(rank, worker_id)
             return
-        self.lines[rank] = worker_id
+        self.streams[rank] = worker_id
 
     @rule(data=st.data())
     def worker_dies(self, data: st.DataObject) -> None:
-        if not self.lines:
+        if not self.streams:
             return
-        rank = data.draw(st.sampled_from(sorted(self.lines)))
+        rank = data.draw(st.sampled_from(sorted(self.streams)))
         self.over = True
-        orders = self.group.detached(rank, self.lines.pop(rank), "killed")
+        orders = self.group.worker_detached(rank, self.streams.pop(rank), "killed")
         (leaves,) = [at for at, each in enumerate(orders) if isinstance(each, Leave)]
-        self.carry_out(orders[: leaves + 1])
+        self.check_orders(orders[: leaves + 1])
         assert not self.asking, "its death releases the others"
         assert not self.voting, "its death releases the others"
         assert self.question is None
         self.is_new = True
-        self.is_draining &= bool(self.lines)  # those who come next begin anew
+        self.is_draining &= bool(self.streams)  # those who come next begin anew
         self.succeeds(rank, orders[leaves + 1 :])
 
-    def carry_out(self, orders: tuple[Order, ...]) -> None:
+    def check_orders(self, orders: tuple[BarrierOrder, ...]) -> None:
         for order in orders:
-            if isinstance(order, AskLighthouse):
+            if isinstance(order, GroupRequest):
                 self.check_question(order)
             elif isinstance(order, StopAsking):
                 assert self.question is not None
@@ -252,13 +245,13 @@ class Barriers(RuleBasedStateMachine):
                     assert self.is_draining
                     assert not (self.voting or self.votes) or self.over, "it finishes its step"
                 else:
-                    assert order == orders[-1], "it leaves after everyone has been told"
+                    assert order == orders[-1], "it leaves after everyone has an answer"
             elif isinstance(order, AwaitOwner):
-                assert order.group_rank not in self.lines
+                assert order.group_rank not in self.streams
                 self.suspects.append(order)
             else:
-                assert order.caller not in self.told, "nobody is answered twice"
-                self.told.add(order.caller)
+                assert order.caller not in self.answered, "nobody is answered twice"
+                self.answered.add(order.caller)
                 held = [rank for rank, (each, _) in self.held.items() if each == order.caller]
                 if held:
                     assert isinstance(order, RefuseWorker)
@@ -271,7 +264,7 @@ class Barriers(RuleBasedStateMachine):
                 else:
                     del self.voting[order.caller]
 
-    def check_question(self, question: AskLighthouse) -> None:
+    def check_question(self, question: GroupRequest) -> None:
         assert self.question is None, "one question at a time"
         assert not self.is_draining, "it takes part in no quorum any more"
         assert question.round == self.last_round + 1
@@ -327,18 +320,18 @@ class Lockstep(RuleBasedStateMachine):
         self.is_asked = False
 
     @initialize(world_size=st.integers(2, 3))
-    def begin(self, world_size: int) -> None:
-        self.group = Group(world_size)
+    def begin_group(self, world_size: int) -> None:
+        self.group = TimelessGroup(world_size)
         self.step = [1] * world_size  # of each worker's program
         self.waits = [0] * world_size  # the caller that waits for the quorum
         self.is_in_collective = [False] * world_size
         self.loses_answer = [False] * world_size
         for rank in range(world_size):
-            self.group.attached(rank, f"w{rank}")
+            self.group.worker_attached(rank, f"w{rank}")
 
     @rule(rank=st.integers(0, 2))
     def worker_asks(self, rank: int) -> None:
-        """Also once more, if the answer was lost."""
+        """The worker asks, again if the answer was lost."""
         if rank >= len(self.step) or self.waits[rank] or self.is_in_collective[rank]:
             return
         self.caller += 1
@@ -346,7 +339,7 @@ class Lockstep(RuleBasedStateMachine):
         request = WorkerRequest(
             group_rank=rank, step=5, worker_id=f"w{rank}", question=self.step[rank]
         )
-        self.carry_out(self.group.quorum_requested(request, self.caller))
+        self.check_orders(self.group.quorum_requested(request, self.caller))
 
     @rule(rank=st.integers(0, 2))
     def next_answer_gets_lost(self, rank: int) -> None:
@@ -359,22 +352,24 @@ class Lockstep(RuleBasedStateMachine):
             return
         caller, self.waits[rank] = self.waits[rank], 0
         self.is_in_collective[rank] = True
-        self.carry_out(self.group.withdrawn(caller))
+        self.check_orders(self.group.call_withdrawn(caller))
 
     @rule(rank=st.integers(0, 2))
     def line_breaks_and_is_opened_again(self, rank: int) -> None:
         if rank < len(self.step):
-            self.carry_out(self.group.detached(rank, f"w{rank}", "no sign of life"))
-            self.group.attached(rank, f"w{rank}")
+            self.check_orders(self.group.worker_detached(rank, f"w{rank}", "no sign of life"))
+            self.group.worker_attached(rank, f"w{rank}")
 
     @rule(fails=st.booleans())
     def lighthouse_answers(self, fails: bool) -> None:
         if self.is_asked:
             self.is_asked = False
-            self.carry_out(
-                self.group.quorum_failed(self.number, QuorumFailed("no route"))
+            self.check_orders(
+                self.group.lighthouse_answered(self.number, QuorumFailed("no route"))
                 if fails
-                else self.group.quorum_formed(self.number, quorum(self.number, member("a", 5)), "a")
+                else self.group.lighthouse_answered(
+                    self.number, quorum(self.number, member("a", 5)), "a"
+                )
             )
 
     @rule()
@@ -383,9 +378,9 @@ class Lockstep(RuleBasedStateMachine):
             self.is_in_collective = [False] * len(self.step)
             self.step = [step + 1 for step in self.step]
 
-    def carry_out(self, orders: tuple[Order, ...]) -> None:
+    def check_orders(self, orders: tuple[BarrierOrder, ...]) -> None:
         for order in orders:
-            if isinstance(order, AskLighthouse):
+            if isinstance(order, GroupRequest):
                 self.is_asked, self.number = True, order.round
             elif isinstance(order, StopAsking):
                 self.is_asked = False

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import pytest
 
 from torchft_svc.core.quorum.lighthouse.membership import GATHER_S
-from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
 from torchft_svc.core.quorum.manager.lighthouse_link import (
     DISTRUST_PAUSE_S,
     LEAVE_TIMEOUT_S,
@@ -40,7 +39,14 @@ from torchft_svc.core.quorum.manager.link_types import (
 )
 from torchft_svc.core.quorum.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum, Resumed
+from torchft_svc.core.quorum.types import (
+    NO_QUORUM,
+    GroupRequest,
+    LastQuorum,
+    Member,
+    Quorum,
+    Resumed,
+)
 from torchft_svc.core.route import LOOK_BACK_S, MAX_PAUSE_S, MIN_PAUSE_S
 from torchft_svc.errors import (
     DeadlineExceeded,
@@ -61,7 +67,7 @@ CONFIG = LinkConfig(
     quorum_retries=0,
     min_replicas=0,
 )
-ASK = AskLighthouse(
+ASK = GroupRequest(
     round=7, step=3, shrink_only=False, commit_failures=0, new_incarnation=False, has_history=True
 )
 NEWCOMER = dataclasses.replace(ASK, has_history=False)
@@ -121,7 +127,7 @@ class Link:
         self.open()
         return self
 
-    def ask(self, ask: AskLighthouse = ASK, timeout_s: float = 60.0) -> list[Order]:
+    def ask(self, ask: GroupRequest = ASK, timeout_s: float = 60.0) -> list[Order]:
         return self(lambda machine: machine.ask(ask, timeout_s, self.now))
 
     def close(self, number: int = 1, error: TorchFTError = REFUSED) -> list[Order]:
@@ -677,7 +683,7 @@ def test_a_newcomer_looks_at_all_others() -> None:
 # -- a lighthouse that was restarted ---------------------------------------------------------------
 
 
-def returned(link: Link, ask: AskLighthouse, timeout_s: float = 60.0) -> list[Order]:
+def returned(link: Link, ask: GroupRequest, timeout_s: float = 60.0) -> list[Order]:
     """It asks while no lighthouse can be reached, and is connected later; the orders of then."""
     link(lambda machine: machine.start(link.now))
     link.close()

@@ -307,7 +307,7 @@ def test_e7_one_of_several_workers_does_not_know_what_its_group_has_reached(
     round_ = training(worker(group_world_size=group_world_size), STEADY)
     round_.record_wishes(0.0)
     round_.begin_vote(101.0, 60.0)
-    round_.apply_decision(Decide(True, fate=Fate.GOES_ON))
+    round_.apply_decision(Decide(True, fate=Fate.CONTINUES))
     round_.step.end_update()
     round_.begin_step(RoundRequest(timeout_s=60.0), 100.0)
     resumed = round_.membership_to_resume()

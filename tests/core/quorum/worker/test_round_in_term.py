@@ -49,7 +49,7 @@ def end_step(
         round_.record_wishes(wishes)
     output = round_.begin_vote(at, 10.0)
     if isinstance(output, AskDecision):
-        fate = decided or (Fate.GOES_ON if round_.wish is Wish.NONE else Fate.ENDS)
+        fate = decided or (Fate.CONTINUES if round_.wish is Wish.NONE else Fate.ENDS)
         output = round_.vote_decided(round_.ballot().should_commit, fate)
     round_.apply_decision(output)
     if output.committed:
@@ -255,7 +255,7 @@ def test_one_of_several_that_has_lost_an_update_is_in_the_step_of_the_others() -
     round_.record_wishes(0.0)
     assert round_.report().went_on_to == 0, "it has asked"
     round_.begin_vote(100.0, 10.0)
-    round_.apply_decision(Decide(True, fate=Fate.GOES_ON))
+    round_.apply_decision(Decide(True, fate=Fate.CONTINUES))
     round_.step.lose_update()
     assert (round_.step.state.step, round_.report().went_on_to) == (3, 4)
     round_.begin_step(REQUEST, 100.0)
@@ -325,7 +325,7 @@ def test_a_late_vote_commits_nothing_that_the_others_have_given_up(why: str) -> 
 def test_other_news_change_nothing_in_a_step_whose_sums_are_complete(why: str) -> None:
     round_ = long_step()
     OTHER_NEWS[why](round_)
-    assert round_.begin_vote(100.0, 10.0) == Decide(True, fate=Fate.GOES_ON)
+    assert round_.begin_vote(100.0, 10.0) == Decide(True, fate=Fate.CONTINUES)
 
 
 @pytest.mark.parametrize("why", NEWS)
@@ -333,7 +333,7 @@ def test_in_a_short_step_no_news_are_awaited_before_the_vote(why: str) -> None:
     round_ = long_step(lasts_s=0.9 * NEWS_AFTER_S)
     assert not round_.needs_news(100.0)
     NEWS[why](round_)
-    assert round_.begin_vote(100.0, 10.0) == Decide(True, fate=Fate.GOES_ON)
+    assert round_.begin_vote(100.0, 10.0) == Decide(True, fate=Fate.CONTINUES)
 
 
 def test_only_a_worker_that_decides_alone_in_a_quorum_needs_news() -> None:
@@ -368,7 +368,7 @@ def test_news_about_another_quorum_is_no_wish() -> None:
     assert not round_.wants_question
 
 
-@pytest.mark.parametrize(("others", "fate"), [(0.0, Fate.BREAKS_OFF), (0.5, Fate.ENDS)])
+@pytest.mark.parametrize(("others", "fate"), [(0.0, Fate.ABORTED), (0.5, Fate.ENDS)])
 def test_a_wish_that_not_all_have_seen_is_not_agreed_on(others: float, fate: Fate) -> None:
     round_ = in_term()
     round_.begin_step(REQUEST, 100.0)

@@ -15,7 +15,6 @@ from typing import Literal
 
 from torchft_svc.core.limits import one_line
 from torchft_svc.core.quorum.assignment import check_answer
-from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
 from torchft_svc.core.quorum.manager.link_types import (
     AnswerAsker,
     Close,
@@ -33,7 +32,14 @@ from torchft_svc.core.quorum.manager.link_types import (
 )
 from torchft_svc.core.quorum.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum, Resumed
+from torchft_svc.core.quorum.types import (
+    NO_QUORUM,
+    GroupRequest,
+    LastQuorum,
+    Member,
+    Quorum,
+    Resumed,
+)
 from torchft_svc.core.route import LOOK_BACK_S, MIN_PAUSE_S, Backoff, Route
 from torchft_svc.errors import (
     DeadlineExceeded,
@@ -122,7 +128,7 @@ class LinkMachine:
     def start(self, now: float) -> None:
         self._connect(now)
 
-    def ask(self, ask: AskLighthouse, timeout_s: float, now: float) -> None:
+    def ask(self, ask: GroupRequest, timeout_s: float, now: float) -> None:
         """The group asks for a quorum with it as a member; replaces the question before.
 
         `AnswerAsker` tells the outcome: `PeerError` if there is none within ``timeout_s``, or no

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Literal
 
-from torchft_svc.core.quorum.manager.group_orders import AskLighthouse
 from torchft_svc.core.quorum.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import Member, Quorum, Resumed
+from torchft_svc.core.quorum.types import GroupRequest, Member, Quorum, Resumed
 from torchft_svc.core.route import LOOK_BACK_S, Backoff
 from torchft_svc.errors import NotLeader, TorchFTError, Unauthorized
 
@@ -110,7 +109,7 @@ class LinkConnection:
 
 @dataclass(slots=True)
 class LinkQuestion:
-    ask: AskLighthouse
+    ask: GroupRequest
     deadline: float
     timeout_s: float  # when it was asked last
     retries_left: int

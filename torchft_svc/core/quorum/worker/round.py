@@ -149,7 +149,7 @@ class Decide:
 
     committed: bool
     error: TorchFTError | None = None
-    fate: Fate = Fate.BREAKS_OFF
+    fate: Fate = Fate.ABORTED
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class Round:
         self._leaves_for: str | None = None  # the drain reason in the last question
         self._retries = CallRetry(0.0, 0.0)
         self._vote = False
-        self._fate = Fate.BREAKS_OFF  # of the last step
+        self._fate = Fate.ABORTED  # of the last step
         self._step_due = 0  # after the last one, if that was committed
         self._agreed = False  # all members of the last quorum ask before this step
         self._wishes: float | None = None  # their sum in this step
@@ -244,14 +244,14 @@ class Round:
         """
         why_not = self._why_not_kept(request, broken)
         is_alone = self._rules.group_world_size == 1
-        keeps_quorum = self._fate is Fate.GOES_ON and not (is_alone and why_not)
+        keeps_quorum = self._fate is Fate.CONTINUES and not (is_alone and why_not)
         waits_for_heal = not keeps_quorum and self.will_wait_for_heal(request.allow_heal)
         if keeps_quorum:
             self.step.start_in_term()
         else:
             self.step.start()
         self._agreed = self._fate is Fate.ENDS
-        self._fate, self._wishes, self._is_sum_shared = Fate.BREAKS_OFF, None, True
+        self._fate, self._wishes, self._is_sum_shared = Fate.ABORTED, None, True
         self._request, self.waits_for_heal = request, waits_for_heal
         self.keeps_quorum = keeps_quorum
         self.error = self._leaves_for = None
@@ -319,7 +319,7 @@ class Round:
         no: the others would wait for it in a collective of the group, and it for them in the next
         quorum.
         """
-        if self._fate is not Fate.GOES_ON:
+        if self._fate is not Fate.CONTINUES:
             return None
         quorum, state = self.quorum, self.step.state
         assert quorum is not None
@@ -745,7 +745,7 @@ class Round:
 
     @property
     def _went_on_to(self) -> int:
-        if self._fate is Fate.GOES_ON:  # between two steps
+        if self._fate is Fate.CONTINUES:  # between two steps
             return self._step_due
         in_step = self.step.state.phase in (Phase.TRAINING, Phase.VOTING)
         return self._number if self.keeps_quorum and in_step else 0
