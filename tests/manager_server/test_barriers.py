@@ -107,7 +107,7 @@ def test_nobody_is_answered_before_all_have_asked(
     assert "group rank 1 of 2 workers has not asked" in reason
 
 
-def test_the_group_commits_only_if_all_say_yes(workers: Workers) -> None:
+def test_the_group_commits_only_if_all_vote_yes(workers: Workers) -> None:
     workers.ask_all(step=0)
     assert workers.vote_all(0, True, True) == [True, True]
     workers.ask_all(step=1)
@@ -174,7 +174,7 @@ def test_a_rank_outside_the_group_is_refused(workers: Workers, rank: int) -> Non
         assert str(caught.value) == sentence
 
 
-def test_two_workers_with_one_number_are_told_so(workers: Workers) -> None:
+def test_two_workers_with_one_number_are_refused(workers: Workers) -> None:
     with line_to(workers.address) as line:
         first = line.ask_manager(rank=0, worker_id="one")
         line.flush()
@@ -220,8 +220,8 @@ def test_checkpoint_addresses_are_those_of_the_ranks(workers: Workers) -> None:
 def test_not_only_the_last_arriving_ranks_failures_and_wishes_are_forwarded(
     order: tuple[int, int],
 ) -> None:
-    """Seen by another group of the quorum: the largest count, and shrink_only if any says so."""
-    told: tuple[dict[str, Any], ...] = ({"commit_failures": 3, "shrink_only": True}, {})
+    """Another group of the quorum sees the largest count, and shrink_only if any worker asks so."""
+    fields: tuple[dict[str, Any], ...] = ({"commit_failures": 3, "shrink_only": True}, {})
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
         start_manager(lighthouse.address(), world_size=2) as manager,
@@ -231,7 +231,7 @@ def test_not_only_the_last_arriving_ranks_failures_and_wishes_are_forwarded(
         quorum = peer.quorum("zzz:1")
         asked = []
         for rank in order:
-            asked.append(line.ask_manager(rank=rank, worker_id=f"w{rank}", **told[rank]))
+            asked.append(line.ask_manager(rank=rank, worker_id=f"w{rank}", **fields[rank]))
             line.flush()
         assert [each.result().commit_failures for each in asked] == [3, 3]
         group = quorum.result().quorum.participants[0]
@@ -272,8 +272,8 @@ def test_two_groups_of_two_workers_train_together() -> None:
     assert [result.heal for result in results] == [False, False, True, True]
 
 
-def test_i3_a_group_that_could_not_heal_is_told_to_heal_again() -> None:
-    """It is as far as the others, and both have discarded the step of that heal."""
+def test_i3_a_group_that_could_not_heal_has_to_heal_again() -> None:
+    """The group is as far as the others, and both have discarded the step of that heal."""
     heals = []
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as lighthouse,
@@ -294,7 +294,7 @@ def test_i3_a_group_that_could_not_heal_is_told_to_heal_again() -> None:
     assert heals == [True, True, False]
 
 
-def test_i3_a_new_manager_tells_the_last_quorum_of_its_workers() -> None:
+def test_i3_a_new_manager_reports_the_last_quorum_of_its_workers() -> None:
     """Each group has trained alone, one after the other, and each manager is new: they are at one
     step with different states, and only the later one goes on."""
     with LighthouseServer("127.0.0.1:0", min_replicas=1, join_timeout_ms=10_000) as lighthouse:
@@ -321,7 +321,7 @@ def test_i3_a_new_manager_tells_the_last_quorum_of_its_workers() -> None:
 
 
 def ask_alone(client: ManagerClient, step: int) -> QuorumResult:
-    """As the only worker of its group, and again if its manager is another one by now."""
+    """Ask as the only worker of its group, and again if its manager is another one by now."""
 
     def ask() -> QuorumResult | None:
         try:
@@ -335,21 +335,21 @@ def ask_alone(client: ManagerClient, step: int) -> QuorumResult:
 
 
 @pytest.mark.usefixtures("early_news")
-def test_the_first_worker_that_waits_hears_why() -> None:
-    """Of its peers while they have not asked, then what the lighthouse says."""
-    told: list[queue.SimpleQueue[str]] = [queue.SimpleQueue(), queue.SimpleQueue()]
+def test_the_first_worker_that_waits_receives_the_reason() -> None:
+    """The worker receives which peers have not asked, then the reason of the lighthouse."""
+    reasons_of: list[queue.SimpleQueue[str]] = [queue.SimpleQueue(), queue.SimpleQueue()]
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2) as lighthouse,
         start_manager(lighthouse.address(), world_size=2) as manager,
         contextlib.closing(Workers(manager.address())) as workers,
     ):
         for rank, client in enumerate(workers.clients):
-            attach(client, rank, on_no_quorum=told[rank].put)
+            attach(client, rank, on_no_quorum=reasons_of[rank].put)
         asked = [workers.ask(1, timeout=timedelta(seconds=30))]
         missing = "group rank 0 of 2 workers has not asked for a quorum"
-        assert told[1].get(timeout=LONG.seconds) == missing
+        assert reasons_of[1].get(timeout=LONG.seconds) == missing
         asked.append(workers.ask(0, timeout=timedelta(seconds=30)))
-        reasons = iter(lambda: told[0].get(timeout=LONG.seconds), None)
+        reasons = iter(lambda: reasons_of[0].get(timeout=LONG.seconds), None)
         assert next(filter(None, reasons)) == "1 of at least 2 groups ask (--min-replicas)"
         workers.close()
         for each in asked:

@@ -51,8 +51,8 @@ def early() -> Iterator[int]:
     start_manager_early()
     (pid,) = eventually(sidecars)  # its command line is another one until it runs its program
     yield pid
-    taken = EARLY.take(OTHER, {})  # if it still waits, it is ended
-    assert taken is None
+    unusable = EARLY.use_process(OTHER, {})  # if it still waits, it is ended
+    assert unusable is None
     assert not is_alive(pid)
 
 
@@ -130,7 +130,7 @@ def test_a_forked_child_does_not_use_it(early: int) -> None:
     reading, writing = os.pipe()
     forked = os.fork()
     if forked == 0:
-        os.write(writing, repr(EARLY.take(PLAIN, {})).encode())
+        os.write(writing, repr(EARLY.use_process(PLAIN, {})).encode())
         os._exit(0)
     os.waitpid(forked, 0)
     assert os.read(reading, 100) == b"None"

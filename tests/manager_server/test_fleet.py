@@ -53,7 +53,7 @@ def test_fifty_sessions_are_back_soon_after_their_lighthouse() -> None:
             links = [LighthouseLink(config(address, i), tasks, dice[i]) for i in range(len(dice))]
             with await asyncio.to_thread(lighthouse_process, bind=address):
                 for link in links:
-                    link.on_news = link.on_outcome = lambda *told: None
+                    link.on_news = link.on_outcome = lambda *what: None
                     link.beat = Beat
                     link.start()
                 await all_connected(links)

@@ -17,7 +17,7 @@ GARBAGE = b"\xff" * 9
 
 
 class Sessions(grpc.GenericRpcHandler):  # type: ignore[misc]
-    """All that there is of a lighthouse."""
+    """The methods of a lighthouse that a manager calls."""
 
     def __init__(self) -> None:
         self.goes_on = threading.Event()
@@ -72,13 +72,13 @@ def test_it_is_asked_again(first: tuple[bytes, ...]) -> None:
 
 
 def check_failure(line: Line) -> None:
-    """The worker is told what is wrong, not left waiting."""
+    """The worker receives the reason instead of waiting."""
     _, reason = failure(line.ask_manager(worker_id="w", timeout_s=20))
     assert "lighthouse" in reason
 
 
 @pytest.mark.processes
-def test_who_asks_before_the_lighthouse_refuses_the_group_is_told_at_once() -> None:
+def test_who_asks_before_the_lighthouse_refuses_the_group_is_refused_at_once() -> None:
     distrustful = Distrustful()
     with (
         grpc_server(distrustful, distrustful.goes_on.set) as address,

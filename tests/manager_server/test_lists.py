@@ -125,7 +125,7 @@ def test_a_group_goes_back_when_the_first_lighthouse_has_room_for_it_and_not_bef
 
 @contextlib.contextmanager
 def undecided(asked: queue.SimpleQueue[float]) -> Iterator[str]:
-    """A lighthouse that takes nobody, and when it is asked for room says nothing."""
+    """A lighthouse that accepts no group, and does not answer when it is asked for room."""
     over = threading.Event()
 
     def has_room(*_: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Tests that an owner notices a manager that does not move, and takes no other one for that."""
+"""Tests that an owner notices a manager that does not move, and suspects no other one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 def looks(reading: int, happens: Callable[[int], float] = lambda number: 0.0) -> tuple[bool, int]:
     """Whether it was silence, and after how many looks.
 
-    ``happens`` before each of them; it tells for how long the owner is stopped.
+    ``happens`` before each of them; it returns for how long the owner is stopped.
     """
     at, num = 0.0, -2  # it reads the clock twice before
 

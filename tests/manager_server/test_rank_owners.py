@@ -1,4 +1,4 @@
-"""Strangers at a manager's port who say that they are one of its workers: they are refused, and the
+"""Strangers at a manager's port who claim to be one of its workers: they are refused, and the
 worker itself notices nothing."""
 
 from __future__ import annotations
@@ -55,10 +55,10 @@ def stranger(manager: Process) -> Iterator[Line]:
 
 
 def open_line(line: Line, worker_id: str) -> Any:
-    """The news that a worker is told over a line of its own, open until it is cancelled."""
+    """The news that a worker receives over a stream of its own, open until it is cancelled."""
     ended = threading.Event()
 
-    def said() -> Iterator[pb.AttachRequest]:
+    def messages() -> Iterator[pb.AttachRequest]:
         yield pb.AttachRequest(hello={"rank": 0, "worker_id": worker_id})
         ended.wait()
 
@@ -66,7 +66,7 @@ def open_line(line: Line, worker_id: str) -> Any:
         "/torchft.ManagerService/Attach",
         request_serializer=pb.AttachRequest.SerializeToString,
         response_deserializer=pb.AttachNews.FromString,
-    )(said())
+    )(messages())
     news.add_callback(ended.set)
     return news
 
@@ -118,8 +118,8 @@ def test_a_worker_does_not_notice_a_stranger_with_its_rank(
         assert client._checkpoint_metadata(0, LONG) == "here"
 
 
-def test_nor_does_one_that_does_not_tell_who_it_is(manager: Process, stranger: Line) -> None:
-    """As the public release's workers."""
+def test_nor_does_one_without_a_worker_id(manager: Process, stranger: Line) -> None:
+    """The public release's workers have no id."""
     with line_to(manager.address) as line:
         for step in range(3):
             asked = line.ask_manager(rank=0, step=step)
@@ -132,7 +132,7 @@ def test_nor_does_one_that_does_not_tell_who_it_is(manager: Process, stranger: L
 
 
 def test_a_stranger_does_not_shorten_the_patience_of_its_group() -> None:
-    """Its question is held, and its deadline counts for nobody else."""
+    """The stranger's request is held, and its deadline counts for nobody else."""
     with (
         lighthouse_process("--min-replicas=2") as lighthouse,
         manager_process(lighthouse.address) as manager,
@@ -157,7 +157,7 @@ def test_a_stranger_does_not_shorten_the_patience_of_its_group() -> None:
 def test_the_next_process_takes_over_when_the_line_of_the_one_before_breaks(
     manager: Process, asks_first: bool
 ) -> None:
-    """Also if it is there before the manager has noticed."""
+    """The next process may be there before the manager has noticed."""
     with contextlib.ExitStack() as stack:
         before, after = (stack.enter_context(line_to(manager.address)) for _ in range(2))
         news = open_line(before, "before")

@@ -83,7 +83,7 @@ def owner(lighthouse: str, *words: str) -> Iterator[Owner]:
 def test_a_manager_dies_with_its_parent_even_if_a_forked_child_lives_on(
     lighthouse: Process, words: tuple[str, ...]
 ) -> None:
-    """And the lighthouse knows at once: another group's quorum does not wait for it."""
+    """The lighthouse knows at once: another group's quorum does not wait for it."""
     with owner(lighthouse.address, *words) as owned, line_to(lighthouse.address) as line:
         with line_to(owned.manager_address) as worker:
             line.beat("zzz:1")
@@ -113,9 +113,9 @@ def test_kill_ends_a_manager_of_its_own_with_status_1(lighthouse: Process) -> No
         with ManagerClient(manager.address, LONG) as client:
             client.kill("line one\nline two" + "x" * 5000)
         assert manager.wait() == 1
-        (told,) = [line for line in manager.errors().splitlines() if "killed by request" in line]
-        assert "line one?line two" in told
-        assert len(told) < 1200
+        (logged,) = [line for line in manager.errors().splitlines() if "killed by request" in line]
+        assert "line one?line two" in logged
+        assert len(logged) < 1200
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -164,7 +164,7 @@ def test_a_child_is_closed_twice_and_leaves_no_process(lighthouse: Process) -> N
     assert not is_alive(manager.pid)
 
 
-def test_a_child_that_cannot_start_says_why(
+def test_a_child_that_cannot_start_writes_the_reason(
     lighthouse: Process, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(Unreachable) as caught:
@@ -174,8 +174,8 @@ def test_a_child_that_cannot_start_says_why(
         f"torchft_svc.errors.AddressError: address '{lighthouse.address}': cannot be bound: "
         "Address already in use"
     )
-    said = capfd.readouterr().err
-    assert said == (
+    written = capfd.readouterr().err
+    assert written == (
         f"Error: address '{lighthouse.address}': cannot be bound: Address already in use\n"
     )
 
@@ -239,9 +239,9 @@ def test_the_command_reads_the_papers_variable(
 
 
 def test_the_help_of_the_command_names_every_flag() -> None:
-    told = command("manager_server", "--help").stdout
+    shown = command("manager_server", "--help").stdout
     for flag in ("--lighthouse", "--replica-name", "--group-world-size", "--store-address"):
-        assert flag in told
+        assert flag in shown
 
 
 @pytest.mark.parametrize(

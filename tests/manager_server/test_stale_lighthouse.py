@@ -1,4 +1,4 @@
-"""A lighthouse that goes back on what it said: ids of quorums, the interval of heartbeats."""
+"""A lighthouse that takes back what it sent: ids of quorums, the interval of heartbeats."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_i1_a_manager_refuses_an_older_quorum_and_asks_again() -> None:
 def test_a_worker_does_not_end_with_an_id_that_no_lighthouse_has_issued(
     wrong: int, has_sessions: bool
 ) -> None:
-    """Its manager, and each lighthouse, would refuse the next question, which reports the id."""
+    """The manager, and each lighthouse, would refuse the next question, which reports the id."""
     with (
         scripted(7, wrong, 8, has_sessions=has_sessions) as odd,
         manager_process(odd) as manager,
@@ -135,7 +135,7 @@ def test_a_quorum_that_has_a_member_twice() -> None:
 
 
 @pytest.mark.processes
-def test_i1_a_manager_with_retries_does_not_tell_its_workers_of_an_older_quorum() -> None:
+def test_i1_a_manager_with_retries_does_not_send_its_workers_an_older_quorum() -> None:
     with (
         scripted(7, 6, 8, has_sessions=True) as stale,
         manager_process(stale, "--quorum-retries=1") as manager,
@@ -181,7 +181,7 @@ class Slowing(Scripted):
 
 
 @pytest.mark.processes
-def test_a_manager_beats_less_often_as_soon_as_it_is_told_to() -> None:
+def test_a_manager_beats_less_often_as_soon_as_it_has_to() -> None:
     slowing = Slowing([], has_sessions=True)
     with serving(slowing) as address, manager_process(address):
         eventually(lambda: slowing.num_beats > 0)

@@ -20,7 +20,7 @@ from torchft_svc.manager_server.parent_watch import STOP_SIGNAL
 
 log = logging.getLogger(__name__)
 
-# `STOP_SIGNAL` makes the manager leave the lighthouse; it has this long before it is killed.
+# How long a manager has to leave the lighthouse after `STOP_SIGNAL` before it is killed.
 STOP_TIMEOUT_S = 1.5
 _READY = "manager listening on "
 
@@ -37,20 +37,20 @@ class ManagerProcess:
         self.address = ""
         self._bind = config.bind
         security, settings = config.security, _settings(config)
-        sidecar = waiting.take(security, settings) or Sidecar.start(security, settings)
+        sidecar = waiting.use_process(security, settings) or Sidecar.start(security, settings)
         self._process, self._signs = sidecar.process, sidecar.signs
 
     @classmethod
     def start(
         cls, config: ManagerConfig, timeout_s: float = 30.0, waiting: WaitingManager = EARLY
     ) -> ManagerProcess:
-        """One that serves; see `await_ready`."""
+        """Start a manager, and wait until it serves, see `await_ready`."""
         child = cls(config, waiting)
         child.await_ready(timeout_s)
         return child
 
     def await_ready(self, timeout_s: float) -> None:
-        """Wait until it serves; if it does not, it is ended.
+        """Wait until the manager serves; if it does not, it is ended.
 
         Raises:
             Unreachable: the child ended; with the last line of its error.
@@ -70,12 +70,14 @@ class ManagerProcess:
         """The exit status, or None while it runs."""
         return self._process.poll()
 
-    def wait(self, look: Callable[[], None]) -> int:
-        """The exit status, once it has ended; one that gives no sign of life is killed. ``look`` is
-        called about once in a second meanwhile."""
+    def wait(self, on_poll: Callable[[], None]) -> int:
+        """Wait for the end of the process, and return its exit status.
+
+        A process that gives no sign of life is killed. ``on_poll`` is called about once a second.
+        """
 
         def has_ended() -> bool:
-            look()
+            on_poll()
             return self.poll() is not None
 
         if self._signs.await_silence(has_ended):
@@ -84,7 +86,7 @@ class ManagerProcess:
         return self._process.wait()
 
     def stop(self) -> None:
-        """Let it leave the lighthouse, and wait for its end; may be called twice."""
+        """Let the manager leave the lighthouse, and wait for its end; may be called twice."""
         with contextlib.suppress(ProcessLookupError):
             self._process.send_signal(STOP_SIGNAL)
         try:
@@ -94,7 +96,7 @@ class ManagerProcess:
             self._process.wait()
 
     def close(self) -> None:
-        """Stop it, and release everything; not while another thread waits for its end."""
+        """Stop the manager, and release everything; not while another thread is in `wait`."""
         self.stop()
         self._signs.close()
         assert self._process.stdout is not None
@@ -108,17 +110,17 @@ class ManagerProcess:
 
 
 def _settings(config: ManagerConfig) -> dict[str, object]:
-    # What it says at "info", the trainer says as well.
+    # What it logs at "info", the trainer logs as well.
     log_level = Environment().log_level
     if log_level in (None, "info"):
         log_level = "warning"
-    told = {
+    fields = {
         field.name: getattr(config, field.name)
         for field in dataclasses.fields(config)
         if field.name not in ("security", "resumed", "owner_pid")
     }
     resumed = dataclasses.asdict(config.resumed) if config.resumed else None
-    return {**told, "resumed": resumed, "log_level": str(log_level)}
+    return {**fields, "resumed": resumed, "log_level": str(log_level)}
 
 
 def _read_address(process: subprocess.Popen[bytes], bind: str, timeout_s: float) -> str:

@@ -19,15 +19,17 @@ MAX_QUORUM_RETRIES = 1000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerConfig:
-    """Addresses are ``host:port``, durations seconds. ``lighthouse_address`` may be several of
-    them with commas between.
+    """Settings of a manager: addresses are ``host:port``, durations seconds.
+
+    ``lighthouse_address`` may be several addresses with commas between.
 
     ``advertise_host`` is the host under which other groups reach this manager (None: the one that
     the route to the lighthouse leaves from). ``connect_timeout_s`` is how long a lighthouse may be
-    unreachable before those who wait are told, ``quorum_retries`` how often a failed quorum is
-    asked for again before they are. ``min_replicas`` is the fewest groups that the job trains with
-    (0: the lighthouse knows; else the largest that its groups tell counts). ``owner_pid`` is the
-    process to die with. ``resumed`` is the incarnation that it continues (None: a new one).
+    unreachable before workers that wait receive an error, ``quorum_retries`` how often a failed
+    quorum is requested again before they do. ``min_replicas`` is the fewest groups that the job
+    trains with (0: the lighthouse knows; else the largest that its groups report counts).
+    ``owner_pid`` is the process to die with. ``resumed`` is the incarnation that it continues
+    (None: a new one).
     """
 
     lighthouse_address: str
@@ -81,7 +83,7 @@ class ManagerConfig:
 
     @property
     def lighthouses(self) -> tuple[str, ...]:
-        """In the order in which they are tried."""
+        """Addresses of the lighthouses, in the order in which they are tried."""
         return split_addresses(self.lighthouse_address)
 
 

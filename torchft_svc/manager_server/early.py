@@ -31,14 +31,14 @@ class Sidecar:
 
     @classmethod
     def start(cls, security: Security, settings: Mapping[str, object] | None) -> Sidecar:
-        """``settings``: see `SIDECAR`; None: `give` passes them on later."""
-        told = json.dumps({"owner_pid": os.getpid(), **(settings or {})})
+        """Start the process; ``settings``: see `SIDECAR`; None: they come with `send_settings`."""
+        argument = json.dumps({"owner_pid": os.getpid(), **(settings or {})})
         reading, writing = os.pipe()
         with contextlib.ExitStack() as undo:
             signs = undo.enter_context(contextlib.closing(LivenessPipe(reading)))
             try:
                 process = subprocess.Popen(
-                    module_command(SIDECAR, 1, told, str(writing)),
+                    module_command(SIDECAR, 1, argument, str(writing)),
                     stdin=subprocess.PIPE if settings is None else subprocess.DEVNULL,
                     stdout=subprocess.PIPE,
                     pass_fds=(writing,),
@@ -50,8 +50,8 @@ class Sidecar:
             undo.pop_all()
         return cls(process, signs)
 
-    def give(self, settings: Mapping[str, object]) -> bool:
-        """Pass on the settings that it waits for; False: it has ended."""
+    def send_settings(self, settings: Mapping[str, object]) -> bool:
+        """Send the settings that the process waits for; False: it has ended."""
         assert self.process.stdin is not None
         try:
             with self.process.stdin as pipe:
@@ -60,8 +60,8 @@ class Sidecar:
             return False
         return True
 
-    def drop(self) -> None:
-        """End it, whatever it does."""
+    def kill(self) -> None:
+        """Kill the process, whatever it does."""
         self.process.kill()
         self.process.wait()
         self.signs.close()
@@ -88,44 +88,44 @@ class WaitingManager:
         self._waiting: _Waiting | None = None
 
     def start(self, security: Security) -> None:
-        """Start one, unless there is one."""
+        """Start a process that waits, unless there is one."""
         with self._lock:
             if self._waiting is None or self._waiting.owner_pid != os.getpid():
                 self._waiting = _Waiting(Sidecar.start(security, None), security, os.getpid())
 
     @property
     def is_there(self) -> bool:
-        """Whether one waits; one that has ended is dropped."""
+        """Whether a process waits; one that has ended is removed."""
         with self._lock:
             waiting = self._waiting
         if waiting is None or waiting.owner_pid != os.getpid():
             return False
         if waiting.sidecar.process.poll() is None:
             return True
-        self.drop()
+        self.kill_process()
         return False
 
-    def drop(self) -> None:
-        """End it, if there is one."""
+    def kill_process(self) -> None:
+        """Kill the process that waits, if there is one."""
         with self._lock:
             waiting, self._waiting = self._waiting, None
         if waiting is not None and waiting.owner_pid == os.getpid():
-            waiting.sidecar.drop()
+            waiting.sidecar.kill()
 
-    def take(self, security: Security, settings: Mapping[str, object]) -> Sidecar | None:
-        """The process that waits, with ``settings`` now; None: there is none that could be used."""
+    def use_process(self, security: Security, settings: Mapping[str, object]) -> Sidecar | None:
+        """Send ``settings`` to the process that waits, and return it; None: none can be used."""
         with self._lock:
             waiting, self._waiting = self._waiting, None
         if waiting is None or waiting.owner_pid != os.getpid():
             return None
-        if waiting.security == security and waiting.sidecar.give(settings):
+        if waiting.security == security and waiting.sidecar.send_settings(settings):
             return waiting.sidecar
         log.debug("the manager that waits cannot be used, another one is started")
-        waiting.sidecar.drop()
+        waiting.sidecar.kill()
         return None
 
 
-# Of this process, as its child is.
+# The manager that this process has started early.
 EARLY = WaitingManager()
 
 

@@ -16,17 +16,18 @@ from collections.abc import Callable
 from torchft_svc.core.pausable_clock import PausableClock
 
 SIGN_INTERVAL_S = 1.0
-# A manager is never busy for a second. Longer than the heartbeat timeout (5 s by default): the
-# others have gone on without its group, and another manager costs them nothing. Shorter than it
-# takes a worker to notice the silence itself (twice `KEEPALIVE_MS`), and then to give up
-# (`MANAGER_PATIENCE_S`): one that has voted yes, and does not learn the decision, has to end.
+# How long a manager may be silent, which is never busy for a second. Longer than the heartbeat
+# timeout (5 s by default): the others have gone on without its group, and another manager costs
+# them nothing. Shorter than it takes a worker to notice the silence itself (twice `KEEPALIVE_MS`),
+# and then to give up (`MANAGER_PATIENCE_S`): one that has voted yes, and does not receive the
+# decision, has to end.
 SILENCE_S = 8.0
 _LOOK_S = 1.0
 _MANY = 4096
 
 
 async def write_signs(descriptor: int) -> None:
-    """Write to the pipe until cancelled; a parent that does not read misses nothing."""
+    """Write signs of life to the pipe until cancelled; a parent need not read them."""
     os.set_blocking(descriptor, False)
     while True:
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
@@ -35,7 +36,7 @@ async def write_signs(descriptor: int) -> None:
 
 
 class LivenessPipe:
-    """The end of the parent: ``descriptor`` of the pipe, which this closes; for one thread.
+    """The parent's end of the pipe, with this ``descriptor``, which it closes; for one thread.
 
     The time in which the parent itself was stopped, or a library kept its interpreter lock, is
     not counted as silence. ``clock`` is monotonic seconds.
@@ -46,26 +47,26 @@ class LivenessPipe:
         self._clock = clock
 
     def await_silence(self, has_ended: Callable[[], bool]) -> bool:
-        """True after `SILENCE_S` without a sign; False when the other end is closed.
+        """Wait; returns True after `SILENCE_S` without a sign, False when the other end is closed.
 
         A child that was forked at the wrong moment may hold that open, so ``has_ended`` is asked,
         too.
         """
         clock = PausableClock(_LOOK_S, self._clock())
-        heard_at = clock.now(self._clock())
+        signed_at = clock.now(self._clock())
         while not has_ended():
             is_ready = self._is_ready()
             now = clock.now(self._clock())
             if is_ready:
                 if not self._pipe.read(_MANY):
                     return False
-                heard_at = now
-            elif now - heard_at >= SILENCE_S:
+                signed_at = now
+            elif now - signed_at >= SILENCE_S:
                 return True
         return False
 
     def close(self) -> None:
-        """May be called twice."""
+        """Close the pipe; may be called twice."""
         self._pipe.close()
 
     def _is_ready(self) -> bool:

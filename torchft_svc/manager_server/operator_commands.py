@@ -1,4 +1,4 @@
-"""What an operator may ask of a manager: `torchft-manager drain`."""
+"""The command of operators for a manager: `torchft-manager drain`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def drain(manager: HostPort, reason: str, security: Security) -> None:
     """Let the group finish its step, leave, and end."""
     request = pb.DrainRequest(reason=reason)
     ask("manager", str(manager), security, DEFAULT_JOB, request, pb.DrainResponse)
-    click.echo("the group was told to finish its step and end")
+    click.echo("the group has the order to finish its step and end")
 
 
 OPERATOR_COMMANDS = (drain,)

@@ -1,4 +1,4 @@
-"""Runs a manager as a process of its own, until it is told to stop, or its owner ends."""
+"""Runs a manager as a process of its own, until it has to stop, or its owner ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchft_svc.rpc.running import run
 def run_as_process(
     config: ManagerConfig, log_level: str, liveness_descriptor: int | None = None
 ) -> None:
-    """Serve, then exit. ``liveness_descriptor``: see `write_signs` (None: nobody reads them)."""
+    """Serve, then exit; ``liveness_descriptor``: see `write_signs` (None: nobody reads them)."""
     run(
         lambda stop: _serve(config, stop, liveness_descriptor),
         log_level,

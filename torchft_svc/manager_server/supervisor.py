@@ -19,16 +19,18 @@ from torchft_svc.manager_server.early import WaitingManager
 
 log = logging.getLogger(__name__)
 
-# A manager that dies more often than that does not die by accident, and another would not help.
+# How many managers are started within how long: one that dies more often does not die by accident,
+# and another would not help.
 MAX_STARTS = 5
 STARTS_WINDOW_S = 60.0
 TOO_MANY_STARTS = (
     f"{MAX_STARTS} others were started within {STARTS_WINDOW_S:g} s and have ended: no further one "
     "is started; see their output on stderr"
 )
-# Between two attempts in a row; the first one is made at once.
+# How long to wait between two attempts in a row; the first one is made at once.
 FIRST_PAUSE_S = 0.1
-# A process that has done its imports serves within some hundredths of a second, if it runs at all.
+# How long a process that has done its imports may need to serve: if it runs at all, it needs some
+# hundredths of a second.
 PREPARED_TIMEOUT_S = 2.0
 
 
@@ -38,7 +40,7 @@ class ManagerSupervisor:
 
     The first one is started at once, and supervised from `await_ready` on. ``on_move`` receives the
     address of each further one, and ``on_over`` why there will be no other, both on the thread of
-    this, before `find` tells it.
+    this, before `find` returns or raises it.
 
     In a term, a group of several workers needs its manager in each step, and is given up by the
     others sooner than a process does its imports: so the next one has done them before (rule M3).
@@ -63,7 +65,7 @@ class ManagerSupervisor:
         self._child = ManagerProcess(config)
         self._address = ""
         self._why_over = ""
-        self._thread = threading.Thread(target=self._keep, name="torchft-manager", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name="torchft-manager", daemon=True)
 
     def await_ready(self) -> str:
         """Wait until the first one serves; its address.
@@ -77,7 +79,7 @@ class ManagerSupervisor:
         return self._address
 
     def find(self) -> str:
-        """Where the manager is, or was (empty: there is none yet).
+        """The address of the manager, or of the last one (empty: there is none yet).
 
         Raises:
             GivenUp: there will be no other.
@@ -88,11 +90,12 @@ class ManagerSupervisor:
 
     @property
     def pid(self) -> int:
-        """Of the present one."""
+        """The process id of the present manager."""
         return self._child.pid
 
     def resume_with(self, resumed: Callable[[], Resumed | None]) -> None:
-        """``resumed`` tells which incarnation the next manager continues, on the thread of this."""
+        """Let the next manager continue the incarnation that ``resumed`` returns, on the thread of
+        this."""
         self._resumed = resumed
 
     def close(self) -> None:
@@ -105,9 +108,9 @@ class ManagerSupervisor:
         self._child.stop()
         if self._thread is not threading.current_thread():
             self._thread.join(STOP_TIMEOUT_S)
-        self._next.drop()
+        self._next.kill_process()
 
-    def _keep(self) -> None:
+    def _supervise(self) -> None:
         ends: collections.deque[float] = collections.deque(maxlen=MAX_STARTS)
         while True:
             status = self._child.wait(self._prepare_next)
@@ -122,7 +125,7 @@ class ManagerSupervisor:
                 return
 
     def _start_another(self, ends: collections.deque[float]) -> bool:
-        """Whether there is another one, or none is needed any more."""
+        """Start another manager; returns False if too many were started."""
         pause_s = 0.0
         while not self._closing.wait(pause_s):
             now = time.monotonic()
@@ -138,12 +141,12 @@ class ManagerSupervisor:
                 log.error("no other manager: %s", error)
                 pause_s = max(FIRST_PAUSE_S, 2 * pause_s)
                 continue
-            self._take(child)
+            self._replace_child(child)
             return True
         return True
 
     def _prepare_next(self) -> None:
-        """Start a process that waits, once the group is in a term."""
+        """Start a process that waits for its settings, once the group is in a term."""
         is_needed = self._config.group_world_size > 1 and not self._closing.is_set()
         now = time.monotonic()
         if not is_needed or now < self._next_at or self._resumed() is None or self._next.is_there:
@@ -154,7 +157,7 @@ class ManagerSupervisor:
         except OSError as error:
             log.info("another manager would have to do its imports first: %s", error)
 
-    def _take(self, child: ManagerProcess) -> None:
+    def _replace_child(self, child: ManagerProcess) -> None:
         with self._lock:
             self._child = child
             is_late = self._closing.is_set()
