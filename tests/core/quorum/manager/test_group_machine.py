@@ -13,6 +13,7 @@ from support.core.scenes import member, quorum
 from torchft_svc.core.quorum.assignment import assign
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, RefuseWorker
 from torchft_svc.core.quorum.manager.group import AnswerWorker, StopAsking
+from torchft_svc.core.quorum.manager.lives import GroupLives
 from torchft_svc.core.quorum.session_messages import Leave
 from torchft_svc.core.quorum.types import GroupRequest, Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed, RequestRefused
@@ -41,7 +42,9 @@ class Barriers(RuleBasedStateMachine):
         self.over = False  # the commit barrier, because somebody asked again or was lost
         self.streams: dict[int, str] = {}
         self.known: dict[int, str] = {}  # the worker that was last met at each rank
+        self.lives = GroupLives()
         self.is_draining = False
+        self.is_all_gone = False  # since the drain: who comes then, and is not known, begins anew
         self.is_new = False  # whether another one has been met since the last question
 
     @initialize(world_size=st.integers(1, 3))
@@ -60,6 +63,8 @@ class Barriers(RuleBasedStateMachine):
         self.caller += 1
         request = WorkerRequest(group_rank=rank, step=step, **fields)
         is_own = self.group.belongs_to(rank, request.worker_id)
+        if rank < self.group.world_size:
+            self.lives.record_arrival(rank, request.worker_id)
         try:
             orders = self.group.quorum_requested(request, self.caller)
         except RequestRefused:
@@ -82,6 +87,7 @@ class Barriers(RuleBasedStateMachine):
         self.is_draining = is_told or (self.is_draining and not is_new)
         self.asking[caller] = request
         self.known[rank] = request.worker_id
+        self.lives.admit_worker(rank, request.worker_id)
 
     def succeeds(self, rank: int, orders: tuple[BarrierOrder, ...]) -> None:
         """Whose question is held, now that the rank belongs to nobody else."""
@@ -99,8 +105,11 @@ class Barriers(RuleBasedStateMachine):
         orders = self.group.owner_was_silent(suspect.group_rank, suspect.number)
         if suspect.group_rank in self.streams:
             assert orders == (), "its stream shows when it is dead"
-        elif orders:
+        held = self.held.get(suspect.group_rank)
+        if held and self.group.belongs_to(suspect.group_rank, held[1].worker_id):
             self.succeeds(suspect.group_rank, orders)
+        else:
+            assert orders == (), "the owner lives, or nobody waits for its rank"
 
     @rule(
         rank=ranks,
@@ -204,16 +213,21 @@ class Barriers(RuleBasedStateMachine):
     @rule()
     def an_operator_drains_while_they_wait(self) -> None:
         if self.question is not None:  # else the workers that ask drain it
-            self.is_draining = True
+            self.is_draining, self.is_all_gone = True, False
             self.check_orders(self.group.drain("maintenance"))
 
     @rule(rank=ranks, worker_id=workers)
     def worker_attaches(self, rank: int, worker_id: str) -> None:
+        if rank < self.group.world_size:
+            self.lives.record_arrival(rank, worker_id)
         try:
             self.group.worker_attached(rank, worker_id)
         except RequestRefused:
             assert rank >= self.group.world_size or not self.group.belongs_to(rank, worker_id)
             return
+        if self.is_all_gone and not self.streams and not self.lives.is_known(rank, worker_id):
+            self.is_draining = False
+        self.lives.admit_worker(rank, worker_id)
         self.streams[rank] = worker_id
 
     @rule(data=st.data())
@@ -222,14 +236,18 @@ class Barriers(RuleBasedStateMachine):
             return
         rank = data.draw(st.sampled_from(sorted(self.streams)))
         self.over = True
-        orders = self.group.worker_detached(rank, self.streams.pop(rank), "killed")
-        (leaves,) = [at for at, each in enumerate(orders) if isinstance(each, Leave)]
+        worker_id = self.streams.pop(rank)
+        waiting = [each.group_rank for each in self.asking.values()]
+        is_awaited = self.lives.is_awaited(rank, worker_id, waiting)
+        self.known.setdefault(rank, worker_id)
+        self.is_all_gone = not self.streams
+        orders = self.group.worker_detached(rank, worker_id, "killed")
+        leaves = next(at for at, each in enumerate(orders) if isinstance(each, Leave))
         self.check_orders(orders[: leaves + 1])
-        assert not self.asking, "its death releases the others"
+        assert not (self.asking and is_awaited), "its death releases those of its life"
         assert not self.voting, "its death releases the others"
         assert self.question is None
         self.is_new = True
-        self.is_draining &= bool(self.streams)  # those who come next begin anew
         self.succeeds(rank, orders[leaves + 1 :])
 
     def check_orders(self, orders: tuple[BarrierOrder, ...]) -> None:
@@ -269,6 +287,7 @@ class Barriers(RuleBasedStateMachine):
         assert not self.is_draining, "it takes part in no quorum any more"
         assert question.round == self.last_round + 1
         self.question, self.last_round = question, question.round
+        self.lives.join_workers({each.group_rank: each.worker_id for each in self.asking.values()})
         assert question.new_incarnation == self.is_new
         self.is_new = False
         asking = list(self.asking.values())
