@@ -83,7 +83,7 @@ from torchft_svc.rpc.security import Security
     type=int,
     envvar="TORCHFT_MIN_REPLICAS",
     default=0,
-    show_default="as the lighthouse says",
+    show_default="the lighthouse's setting",
     help="Smallest number of groups that the job trains with; the largest of its groups' values "
     "counts.",
 )

@@ -24,7 +24,6 @@ from torchft_svc.core.quorum.session_messages import (
     Kill,
     Leave,
     Lost,
-    NewcomerWaits,
 )
 from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.errors import TorchFTError
@@ -35,10 +34,9 @@ from torchft_svc.rpc.codec import (
     decision_to_wire,
     difference_from_wire,
     report_from_wire,
-    term_ends_from_wire,
     worker_answer,
 )
-from torchft_svc.rpc.codec_session import session_news_to_wire
+from torchft_svc.rpc.codec_session import session_news_from_wire, session_news_to_wire
 from torchft_svc.rpc.outbox import Outbox
 
 log = logging.getLogger(__name__)
@@ -176,8 +174,8 @@ class ManagerDriver(GroupShell):
 
     def receive_message(self, message: pb.SessionNews) -> None:
         """Act on news from the lighthouse, and forward them to the workers."""
-        news = _news_from_wire(message)
-        if news is not None:
+        news = session_news_from_wire(message)
+        if isinstance(news, LighthouseNews):  # others are for the link alone
             self.receive_news(news, message.SerializeToString())
 
     def receive_news(self, news: LighthouseNews, encoded: bytes | None = None) -> None:
@@ -258,24 +256,6 @@ def _set_answer(future: asyncio.Future[bytes], answer: Answer) -> None:
             future.set_result(decision_to_wire(answer).SerializeToString())
         case AnswerWorker():
             future.set_result(worker_answer(answer))
-
-
-def _news_from_wire(message: pb.SessionNews) -> LighthouseNews | None:
-    """The news that concern workers; None: they are for the link alone."""
-    match message.WhichOneof("kind"):
-        case "kill":
-            return Kill(message.kill.reason)
-        case "drain":
-            return Drain(message.drain.reason)
-        case "lost":
-            lost = message.lost
-            return Lost(lost.replica_id, lost.reason, lost.quorum_id)
-        case "waiting":
-            return NewcomerWaits(message.waiting.replica_id)
-        case "term_ends":
-            return term_ends_from_wire(message.term_ends)
-        case _:
-            return None
 
 
 def _news_to_wire(news: SentNews) -> bytes:

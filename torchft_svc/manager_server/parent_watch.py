@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 
 from torchft_svc.host.process_end import POLL_S, ProcessEnd
 
-# By which a parent ends its manager: nobody else sends this one.
+# The signal by which a parent ends its manager: nobody else sends this one.
 STOP_SIGNAL = signal.SIGUSR1
-# A parent that is to be killed has so long to end by the news of it, and as long after SIGTERM: it
+# How long a parent that is to be killed has to end by the news of it, and again after SIGTERM: it
 # writes its flight record and its stacks first, for up to a second each. It may be unable to: no
 # thread of it runs while a call into a library holds the interpreter's lock.
 PARENT_GRACE_S = 2.5
@@ -45,7 +45,7 @@ def watch_parent(pid: int, on_death: Callable[[], None]) -> Iterator[None]:
 
 
 async def end_parent(pid: int, ended: asyncio.Event) -> None:
-    """SIGTERM, then SIGKILL, each unless ``ended`` is set soon after what came before."""
+    """Send SIGTERM, then SIGKILL, each unless ``ended`` is set soon after what came before."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(ended.wait(), PARENT_GRACE_S)

@@ -14,16 +14,19 @@ from typing import Any
 
 from torchft_svc.host.process_end import ProcessEnd
 
-# How often a process that waits for its settings looks whether its trainer lives, at least. The end
-# of the pipe does not always tell: forked children of the trainer hold it open.
+# How often a process that waits for its settings checks at least that its trainer lives. The end of
+# the pipe does not always show that: forked children of the trainer hold it open.
 _LOOK_S = 1.0
 
 
-def main(told: str, liveness_descriptor: str) -> None:
-    """``told``: as JSON, the fields of a `ManagerConfig` and ``log_level``, but not the security,
-    which is not for a command line: it is that of the environment. If it contains nothing but
-    ``owner_pid``, the rest is the first line of standard input (`start_manager_early`)."""
-    settings = json.loads(told)
+def main(fields: str, liveness_descriptor: str) -> None:
+    """Run a manager with these ``fields`` of a `ManagerConfig` and ``log_level``, as JSON.
+
+    The security is not among them, because it is not for a command line: it is that of the
+    environment. If there is nothing but ``owner_pid``, the rest is the first line of standard input
+    (`start_manager_early`).
+    """
+    settings = json.loads(fields)
     is_early = settings.keys() == {"owner_pid"}
     if is_early:
         for number in (signal.SIGTERM, signal.SIGINT):  # as later, see `run` and rule M12
@@ -47,7 +50,7 @@ def main(told: str, liveness_descriptor: str) -> None:
 
 
 def _settings_of(owner_pid: int) -> dict[str, Any]:
-    """What process ``owner_pid`` writes to standard input; exits if it ends without that."""
+    """Read what process ``owner_pid`` writes to standard input; exit if it ends without that."""
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(sys.stdin, selectors.EVENT_READ)
@@ -60,8 +63,8 @@ def _settings_of(owner_pid: int) -> dict[str, Any]:
     line = sys.stdin.readline()
     if not line.endswith("\n"):
         sys.exit()
-    told: dict[str, Any] = json.loads(line)
-    return told
+    settings: dict[str, Any] = json.loads(line)
+    return settings
 
 
 if __name__ == "__main__":

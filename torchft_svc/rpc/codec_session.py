@@ -155,3 +155,11 @@ def session_news_to_wire(news: News) -> bytes:
         return pb.SessionNews(refusal=refusal).SerializeToString()
     encoded: bytes = _NEWS.to_wire(news).SerializeToString()
     return encoded
+
+
+def session_news_from_wire(message: pb.SessionNews) -> News | None:
+    """The news in ``message``; None: it has none, but the outcome of a question."""
+    if message.WhichOneof("kind") in ("quorum", "refusal", None):
+        return None
+    news: News = _NEWS.from_wire(message)
+    return news
