@@ -14,8 +14,8 @@ from torchft_svc.core.quorum.manager.group import (
     AskLighthouse,
     EndGroup,
     Group,
+    NotifyWorkers,
     Orders,
-    SendNews,
     StopAsking,
 )
 from torchft_svc.core.quorum.session_messages import Drain, Leave
@@ -137,7 +137,7 @@ class TimelessGroup:
             match order:
                 case AskLighthouse():
                     found.append(order.request)
-                case SendNews() | EndGroup():
+                case NotifyWorkers() | EndGroup():
                     pass
                 case _:
                     found.append(order)

@@ -22,9 +22,9 @@ from torchft_svc.core.quorum.manager.group import (
     Group,
     LighthouseNews,
     ManagerOver,
+    NotifyWorkers,
     Orders,
     OwnGroupLost,
-    SendNews,
     StopAsking,
 )
 from torchft_svc.core.quorum.session_messages import Beat, Drain, Kill, Leave, Lost, NoQuorumYet
@@ -187,7 +187,7 @@ def test_a_pause_of_the_process_lasts_no_time() -> None:
 def test_news_go_to_those_that_are_attached() -> None:
     loss = Lost("b:1", "killed", 9)
     assert called(2).receive(loss) == ()
-    assert called(2, attached=2).receive(loss) == (SendNews((0, 1), loss),)
+    assert called(2, attached=2).receive(loss) == (NotifyWorkers((0, 1), loss),)
 
 
 TO_END, IS_OVER = TermEnds(9, None, "it moves"), TermEnds(9, 4, "b asks")
@@ -264,7 +264,7 @@ def test_a_worker_that_is_gone_makes_the_group_leave_and_the_others_receive_news
     made = called(2, attached=2)
     send, leave = made.worker_detached(1, "w1", "it died", 101.0)
     reason = "group rank 1 is gone: it died"
-    assert send == SendNews((0,), OwnGroupLost(reason))
+    assert send == NotifyWorkers((0,), OwnGroupLost(reason))
     assert leave == Leave(reason)
 
 
@@ -272,20 +272,20 @@ def test_a_worker_that_was_considered_gone_receives_the_news_that_its_group_has_
     made = called(1, attached=1)
     made.worker_detached(0, "w0", "it does not answer", 101.0)
     lost = OwnGroupLost("group rank 0 is gone: it does not answer")
-    assert SendNews((0,), lost) in made.worker_attached(0, "w0")
+    assert NotifyWorkers((0,), lost) in made.worker_attached(0, "w0")
 
 
 def test_an_order_that_comes_between_two_lives_is_for_the_next_one() -> None:
     made = called(1, attached=1)
     made.worker_detached(0, "w0", "it died", 101.0)
     made.receive(Drain("SIGTERM"))
-    assert made.worker_attached(0, "next") == (SendNews((0,), Drain("SIGTERM")),)
+    assert made.worker_attached(0, "next") == (NotifyWorkers((0,), Drain("SIGTERM")),)
 
 
 def test_an_order_to_end_reaches_workers_that_attach_later_until_all_are_gone() -> None:
     made = called(2, attached=1)
-    assert made.receive(Drain("SIGTERM")) == (SendNews((0,), Drain("SIGTERM")),)
-    assert made.worker_attached(1, "w1") == (SendNews((1,), Drain("SIGTERM")),)
+    assert made.receive(Drain("SIGTERM")) == (NotifyWorkers((0,), Drain("SIGTERM")),)
+    assert made.worker_attached(1, "w1") == (NotifyWorkers((1,), Drain("SIGTERM")),)
     made.worker_detached(0, "w0", "it has shut down", 102.0, ends=True)
     made.worker_detached(1, "w1", "it has shut down", 102.0, ends=True)
     assert made.worker_attached(0, "next") == ()
@@ -293,12 +293,12 @@ def test_an_order_to_end_reaches_workers_that_attach_later_until_all_are_gone() 
 
 def test_a_group_that_is_killed_ends_once_and_leaves_with_the_reason() -> None:
     made = called(1, attached=1)
-    assert made.receive(Kill("by hand")) == (SendNews((0,), Kill("by hand")), EndGroup())
-    assert made.receive(Kill("again")) == (SendNews((0,), Kill("again")),)
+    assert made.receive(Kill("by hand")) == (NotifyWorkers((0,), Kill("by hand")), EndGroup())
+    assert made.receive(Kill("again")) == (NotifyWorkers((0,), Kill("again")),)
     assert made.kill_reason == "killed: by hand"
     orders = made.worker_detached(0, "w0", "it died", 101.0)
     assert orders == (Leave("killed: by hand", ends=True),)
-    assert made.worker_attached(0, "w1") == (SendNews((0,), Kill("again")),), (
+    assert made.worker_attached(0, "w1") == (NotifyWorkers((0,), Kill("again")),), (
         "it has to end as well"
     )
 
@@ -306,10 +306,10 @@ def test_a_group_that_is_killed_ends_once_and_leaves_with_the_reason() -> None:
 def test_a_manager_that_ends_reports_whether_its_owner_meant_to() -> None:
     made = called(2, attached=2)
     over = "the process of group rank 0, which had started it,"
-    assert made.manager_stops() == (SendNews((0, 1), ManagerOver(f"{over} stops or is dead")),)
+    assert made.manager_stops() == (NotifyWorkers((0, 1), ManagerOver(f"{over} stops or is dead")),)
     assert made.is_over
     made.worker_detached(0, "w0", "it has shut down", 101.0, ends=True)
-    assert made.manager_stops() == (SendNews((1,), ManagerOver(f"{over} has shut down")),)
+    assert made.manager_stops() == (NotifyWorkers((1,), ManagerOver(f"{over} has shut down")),)
 
 
 def test_the_first_worker_that_waits_receives_the_reason() -> None:
@@ -321,9 +321,9 @@ def test_the_first_worker_that_waits_receives_the_reason() -> None:
     times = [100.0 + 0.4 * each for each in range(1, 6)]
     orders = [made.explain_wait("", at) for at in times][-1]
     missing = "group rank 0 of 2 workers has not asked for a quorum"
-    assert orders == (SendNews((1,), NoQuorumYet(missing)),)
+    assert orders == (NotifyWorkers((1,), NoQuorumYet(missing)),)
     made.ask(asks(0), 60.0, 102.1)
-    assert made.explain_wait("b is slow", 102.2) == (SendNews((0,), NoQuorumYet("b is slow")),)
+    assert made.explain_wait("b is slow", 102.2) == (NotifyWorkers((0,), NoQuorumYet("b is slow")),)
 
 
 def test_a_refused_attachment_changes_nothing() -> None:
@@ -342,12 +342,12 @@ def test_a_worker_whose_answer_was_lost_does_not_go_on_after_its_group_has_left(
     why = "group rank 0 is gone: its stream broke"
     ends = TermEnds(QUORUM.quorum_id, QUORUM.max_step + 1, why)
     assert made.worker_attached(0, "w0") == (
-        SendNews((0,), OwnGroupLost(why)),
-        SendNews((0,), ends),
+        NotifyWorkers((0,), OwnGroupLost(why)),
+        NotifyWorkers((0,), ends),
     )
     _, again = made.ask(asks(0, question=3), 10.0, 103.0)
     assert [type(each) for each in again] == [AnswerWorker]
-    assert made.worker_attached(0, "w0") == (SendNews((0,), ends),)
+    assert made.worker_attached(0, "w0") == (NotifyWorkers((0,), ends),)
     made.ask(asks(0, question=4), 10.0, 104.0)
     assert made.worker_attached(0, "w0") == (), "until the group asks"
 
@@ -395,7 +395,7 @@ def test_e3_what_is_denied_before_the_votes_are_released_is_not_committed() -> N
     made.link_changed(100.2, is_open=True)
     orders = made.receive(Lost("a:1", "it was silent", 9), "a:1")
     assert orders == (
-        SendNews((0, 1), Lost("a:1", "it was silent", 9)),
+        NotifyWorkers((0, 1), Lost("a:1", "it was silent", 9)),
         *(AnswerVote(each, False) for each in callers),
     )
 

@@ -135,7 +135,7 @@ class AnswerWorker:
 
 
 @dataclass(frozen=True, slots=True)
-class SendNews:
+class NotifyWorkers:
     """Send ``news`` to the attached workers with these group ranks."""
 
     group_ranks: tuple[int, ...]
@@ -148,7 +148,7 @@ class EndGroup:
 
 
 Answer = AnswerWorker | AnswerVote | RefuseWorker
-Order = AskLighthouse | StopAsking | Leave | Answer | SendNews | EndGroup
+Order = AskLighthouse | StopAsking | Leave | Answer | NotifyWorkers | EndGroup
 Orders = tuple[Order, ...]
 
 
@@ -341,11 +341,11 @@ class Group:
         self._suspects.pop(group_rank, None)
         self._lives.admit_worker(group_rank, worker_id)
         if self._last_command is not None:
-            self._orders.append(SendNews((group_rank,), self._last_command))
+            self._orders.append(NotifyWorkers((group_rank,), self._last_command))
         gone_id, lost = self._gone.pop(group_rank, ("", None))
         if lost is not None and gone_id == worker_id:
-            self._orders.append(SendNews((group_rank,), lost))
-        self._orders += [SendNews((group_rank,), news) for news in self._pending.values()]
+            self._orders.append(NotifyWorkers((group_rank,), lost))
+        self._orders += [NotifyWorkers((group_rank,), news) for news in self._pending.values()]
         return self._take_orders()
 
     def worker_detached(
@@ -801,7 +801,7 @@ class Group:
     def _send_news(self, news: WorkerNews) -> None:
         """Send it to every attached worker."""
         if self._attached:
-            self._orders.append(SendNews(tuple(sorted(self._attached)), news))
+            self._orders.append(NotifyWorkers(tuple(sorted(self._attached)), news))
 
     def _send_command(self, news: WorkerNews) -> None:
         self._last_command = news
@@ -867,7 +867,7 @@ class Group:
         if self._clock.now(now) - self._asked_at < EXPLAIN_AFTER_S or first is None:
             return ()
         reason = lighthouse_reason if self._asking else self.why()
-        return (SendNews((first,), NoQuorumYet(reason)),)
+        return (NotifyWorkers((first,), NoQuorumYet(reason)),)
 
     # -- queries ---------------------------------------------------------------------------------
 

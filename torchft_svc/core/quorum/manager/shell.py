@@ -16,10 +16,10 @@ from torchft_svc.core.quorum.manager.group import (
     Group,
     LighthouseNews,
     ManagerOver,
+    NotifyWorkers,
     Order,
     Orders,
     OwnGroupLost,
-    SendNews,
     StopAsking,
 )
 from torchft_svc.core.quorum.session_messages import Leave, Lost, NoQuorumYet
@@ -30,7 +30,7 @@ from torchft_svc.errors import TorchFTError
 SentNews = LighthouseNews | NoQuorumYet | ManagerOver | bytes
 
 
-class Membership(Protocol):
+class GroupIdentity(Protocol):
     """What the link knows: this incarnation of the group, and the last quorum that it was in."""
 
     @property
@@ -48,12 +48,12 @@ class GroupShell(abc.ABC):
     def __init__(
         self,
         group: Group,
-        membership: Membership,
+        identity: GroupIdentity,
         clock: Callable[[], float],
         call_later: CallLater,
     ) -> None:
         self.group = group
-        self._membership = membership
+        self._identity = identity
         self._now = clock
         self._callers = itertools.count()
         self._timer = DeadlineTimer(call_later, self._tick)
@@ -67,12 +67,12 @@ class GroupShell(abc.ABC):
 
     def receive_news(self, news: LighthouseNews, encoded: bytes | None = None) -> None:
         """News of the lighthouse, or a command; workers receive them as ``encoded``."""
-        me = self._membership
+        me = self._identity
         self._execute(self.group.news_received(news, me.replica_id, me.seen_quorum_id, encoded))
 
     def receive_outcome(self, round_: int, outcome: Quorum | TorchFTError) -> None:
         """The lighthouse has answered the request of ``round_``, or cannot be asked."""
-        replica_id = self._membership.replica_id
+        replica_id = self._identity.replica_id
         self._execute(self.group.lighthouse_answered(round_, outcome, replica_id, self._now()))
 
     def change_link(self, is_open: bool) -> None:
@@ -101,10 +101,10 @@ class GroupShell(abc.ABC):
                 self._leave_lighthouse(order)
             case AnswerWorker() | AnswerVote() | RefuseWorker():
                 self._answer_call(order)
-            case SendNews():
+            case NotifyWorkers():
                 news = order.news
                 if isinstance(news, OwnGroupLost):
-                    me = self._membership
+                    me = self._identity
                     news = Lost(me.replica_id, news.reason, me.seen_quorum_id)
                 self._send_news(order.group_ranks, news)
             case EndGroup():
