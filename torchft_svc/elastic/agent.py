@@ -50,7 +50,7 @@ from torchft_svc.rpc.security import PLAIN
 
 log = logging.getLogger(__name__)
 
-# A lost node is told within milliseconds, a process that is killed with it ends at once, and
+# A lost node is reported within milliseconds, a process that is killed with it ends at once, and
 # exceptions of others take some time to end theirs.
 CONSEQUENCE_S = 1.0
 # torch's: between the signal that ends workers and SIGKILL.
@@ -88,7 +88,7 @@ class ElasticAgent(LocalElasticAgent):
             spec, logs_specs, start_method, exit_barrier_timeout, log_line_prefix_template, **more
         )
         self._settings = settings
-        self.has_left = False  # the others were told how this node ends
+        self.has_left = False  # it has reported how this node ends
         self._waits_since: float | None = time.monotonic()  # for a world
 
     def _invoke_run(self, role: str = DEFAULT_ROLE) -> RunResult:
@@ -102,13 +102,13 @@ class ElasticAgent(LocalElasticAgent):
             raise RendezvousGracefulExitError(str(error)) from None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """As torch's; workers that fail because their world has broken use up no restart."""
+        """Monitor as torch does; failures because the world has broken use up no restart."""
         result: RunResult = super()._monitor_workers(worker_group)
         handler = worker_group.spec.rdzv_handler
         if not isinstance(handler, LighthouseRendezvous) or not result.is_failed():
             return result
         if not (_may_be_a_consequence(result) and handler.wait_for_change(CONSEQUENCE_S)):
-            handler.note_failure()
+            handler.record_failure()
             return result
         log.info("workers have failed because their world has broken")
         return RunResult(state=WorkerState.HEALTHY)  # torch looks for changes then
@@ -116,7 +116,7 @@ class ElasticAgent(LocalElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = KILL_AFTER_S, **more: Any
     ) -> None:
-        """As torch's; what Python programs have started gets SIGKILL when they have ended.
+        """End as torch does; what Python programs have started gets SIGKILL when they have ended.
 
         torch signals their sessions: without the workers of its DataLoader, a program cannot finish
         its step.
@@ -138,7 +138,7 @@ class ElasticAgent(LocalElasticAgent):
         super()._shutdown(death_sig, **more)
 
     def _exit_barrier(self) -> None:
-        """As torch's; a lighthouse knows which of the others still live."""
+        """Wait as torch does; a lighthouse knows which of the others still live."""
         handler = self._worker_group.spec.rdzv_handler
         if not isinstance(handler, LighthouseRendezvous):
             super()._exit_barrier()  # type: ignore[no-untyped-call]
@@ -152,7 +152,7 @@ class ElasticAgent(LocalElasticAgent):
             self._in_exit_barrier = False
 
     def run_soft(self, strategy: SoftRestartPolicyStrategy) -> RunResult:
-        """Our loop, which tells workers of their next world, and waits for events.
+        """Run our loop, which sends workers their next world, and waits for events.
 
         Raises:
             SignalException, RendezvousError: see `AgentDriver.run`.
@@ -199,13 +199,13 @@ class ElasticAgent(LocalElasticAgent):
         return isinstance(self._worker_group.spec.rdzv_handler, LighthouseRendezvous)
 
     def _rendezvous_config(self) -> RendezvousConfig:
-        """Of this node; what only other back ends know is for them alone."""
+        """The configuration of this node; options of other back ends are left out."""
         parameters, spec = self._settings.parameters, self._worker_group.spec
-        told = parameters.config if self._has_lighthouse else {}
+        options = parameters.config if self._has_lighthouse else {}
         host = parameters.local_addr
         if not self._has_lighthouse:
             if "join_timeout" in parameters.config:
-                told = {"join_timeout": parameters.config["join_timeout"]}
+                options = {"join_timeout": parameters.config["join_timeout"]}
             at, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=1)
             host = host or advertised_host(HostPort(at, port or 1))
         return rendezvous_config(
@@ -214,24 +214,24 @@ class ElasticAgent(LocalElasticAgent):
             min_nodes=parameters.min_nodes,
             max_nodes=parameters.max_nodes,
             local_addr=host,
-            options={**told, "num_workers": spec.local_world_size, "role": spec.role},
+            options={**options, "num_workers": spec.local_world_size, "role": spec.role},
             is_soft=True,
         )
 
     def _meet(
         self, config: RendezvousConfig, open_things: contextlib.ExitStack
     ) -> Callable[[Callable[[News], None]], Meeting]:
-        def meet(hear: Callable[[News], None]) -> Meeting:
+        def meet(on_news: Callable[[News], None]) -> Meeting:
             spec = self._worker_group.spec
             if not self._has_lighthouse:
                 self._warn_of_last_call()
-                return PolledMeeting(spec.rdzv_handler, config.node, spec.monitor_interval, hear)
+                return PolledMeeting(spec.rdzv_handler, config.node, spec.monitor_interval, on_news)
             endpoint, security = config.endpoint, None
             if not endpoint:
                 own = open_things.enter_context(own_lighthouse())
                 endpoint, security = own.address(), PLAIN
             return RendezvousLink(
-                endpoint, config.run_id, config.node, config.settings, hear, security
+                endpoint, config.run_id, config.node, config.settings, on_news, security
             )
 
         return meet
@@ -307,7 +307,7 @@ class ElasticAgent(LocalElasticAgent):
         self._put_metrics()
 
     def _set_world(self, world: World, ids: dict[int, Any]) -> None:
-        """Describe the present world as torch does, whose events and results tell of it."""
+        """Describe the present world as torch does, for its events and results."""
         group: Any = self._worker_group
         ranks = world.ranks(self._machine.config.node.node_id)
         group.workers = []

@@ -80,7 +80,7 @@ class Channel(Protocol):
         """
 
     def fileno(self) -> int | None:
-        """Becomes readable when there may be a message; None: only `receive` can tell."""
+        """Descriptor that is readable when there may be a message; None: call `receive` to know."""
 
     def close(self) -> None:
         """May be called twice, and while another thread receives."""

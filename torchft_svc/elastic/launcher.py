@@ -63,7 +63,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# How a process is told that a terminal is none of its business. SIGTERM always ends the launcher.
+# A process that is to outlive its terminal has these ignored. SIGTERM always ends the launcher.
 _MAY_BE_IGNORED = signal.SIGHUP, signal.SIGINT, signal.SIGQUIT
 
 
@@ -200,7 +200,7 @@ def _seeing_ends_of_children() -> Iterator[None]:
 
 
 def _chosen_signals(names: str) -> str:
-    """Those of ``names`` that end the launcher: not those that were ignored when it was started.
+    """The signals of ``names`` that end the launcher: not those that were ignored at its start.
 
     ``nohup`` ignores SIGHUP, and a shell without job control SIGINT and SIGQUIT of what it starts
     in the background.
@@ -305,7 +305,7 @@ def _rendezvous_parameters(config: LaunchConfig) -> RendezvousParameters:
 
 
 def _lighthouse_options(config: LaunchConfig) -> dict[str, Any]:
-    """Of this node, and those of the run that are not the usual ones."""
+    """Options of this node, and those of the run that are not the usual ones."""
     of_run = {
         "max_run_failures": (config.max_run_failures, None),
         "max_node_failures": (config.max_node_failures, None),
@@ -396,7 +396,7 @@ def _policy(text: str) -> RestartPolicy:
 
 @dataclass
 class _NamedSpec(WorkerSpec):
-    """With the ``name`` of the user's function or program, which ours goes before."""
+    """A spec that reports the ``name`` of the user's program instead of our wrapper's."""
 
     name: str = ""
 
@@ -405,7 +405,7 @@ class _NamedSpec(WorkerSpec):
 
 
 def _static_address(parameters: RendezvousParameters) -> tuple[str | None, int | None]:
-    """Of the store, where the user has given it."""
+    """Address of the store, where the user has given it."""
     if parameters.backend != "static":
         return None, None
     endpoint = parameters.endpoint.strip()
@@ -431,7 +431,7 @@ def _newer(config: LaunchConfig) -> dict[str, Any]:
 
 
 def _parameters(kind: type) -> Iterable[str]:
-    """Of its constructor."""
+    """Arguments of its constructor."""
     return inspect.signature(kind.__init__).parameters  # type: ignore[misc]
 
 

@@ -50,7 +50,7 @@ def get_args_parser() -> ArgumentParser:
     parser.usage = "torchft-run [options] script [arguments]; --help lists the options"
     for name in ("rdzv_backend", "node_rank"):
         if not env.is_set(f"PET_{name.upper()}"):
-            parser.set_defaults(**{name: None})  # to be told from a default that is given
+            parser.set_defaults(**{name: None})  # to distinguish it from a default that is given
     _add_restart_arguments(parser)
     _add_failure_arguments(parser)
     return parser
@@ -62,7 +62,7 @@ def _add_restart_arguments(parser: ArgumentParser) -> None:
         group,
         "--restart-policy",
         "What happens to the workers that survive a change: they are restarted (hard, the "
-        "default), or told their new world. With soft, a failed worker's node starts its workers "
+        "default), or sent their new world. With soft, a failed worker's node starts its workers "
         "again; with soft-no-replace it does not, with soft-replace only that worker.",
         default=RestartPolicy.HARD.value,
         metavar="{" + ",".join(_POLICIES) + "}",
@@ -165,45 +165,45 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
     Raises:
         ConfigError: a value that cannot work.
     """
-    told = get_args_parser().parse_args(args)
-    if told.restart_policy not in _POLICIES:
-        raise ConfigError("--restart-policy", told.restart_policy, f"use one of {_either()}")
-    if told.exit_barrier not in EXIT_BARRIERS:
-        raise ConfigError("--exit-barrier", told.exit_barrier, "use alive or all")
-    _check_nodes(told.nnodes)
-    _check_numbers(told)
-    for flag, streams in (("--redirects", told.redirects), ("--tee", told.tee)):
+    parsed = get_args_parser().parse_args(args)
+    if parsed.restart_policy not in _POLICIES:
+        raise ConfigError("--restart-policy", parsed.restart_policy, f"use one of {_either()}")
+    if parsed.exit_barrier not in EXIT_BARRIERS:
+        raise ConfigError("--exit-barrier", parsed.exit_barrier, "use alive or all")
+    _check_nodes(parsed.nnodes)
+    _check_numbers(parsed)
+    for flag, streams in (("--redirects", parsed.redirects), ("--tee", parsed.tee)):
         try:
             Std.from_str(streams)
         except ValueError:
             raise ConfigError(flag, streams, "use 0 to 3, or 0:1,1:3 for some ranks") from None
-    _check_script(told)
-    numa_binding = getattr(told, "numa_binding", None)  # torch has it since 2.9
+    _check_script(parsed)
+    numa_binding = getattr(parsed, "numa_binding", None)  # torch has it since 2.9
     if numa_binding is not None and not torch.cuda.is_available():
         raise ConfigError(
             "--numa-binding",
             numa_binding,
             "it binds workers to the processors near GPUs, and torch finds none: leave it out",
         )
-    return told
+    return parsed
 
 
-def _check_numbers(told: Namespace) -> None:
+def _check_numbers(parsed: Namespace) -> None:
     for name in ("soft_ready_timeout", "stopped_worker_timeout", "exit_barrier_timeout"):
-        value = getattr(told, name)
+        value = getattr(parsed, name)
         if not (math.isfinite(value) and value >= 0):
             raise ConfigError(_flag(name), value, "use a finite number of seconds, 0 or more")
     for name in ("monitor_interval", "failure_window"):
-        if not (math.isfinite(getattr(told, name)) and getattr(told, name) > 0):
-            raise ConfigError(_flag(name), getattr(told, name), "use more than 0 seconds")
-    if told.max_restarts < 0:
-        raise ConfigError("--max-restarts", told.max_restarts, "use 0 or more")
+        if not (math.isfinite(getattr(parsed, name)) and getattr(parsed, name) > 0):
+            raise ConfigError(_flag(name), getattr(parsed, name), "use more than 0 seconds")
+    if parsed.max_restarts < 0:
+        raise ConfigError("--max-restarts", parsed.max_restarts, "use 0 or more")
     for name in ("max_soft_failures", "max_run_failures", "max_node_failures"):
-        limit = getattr(told, name)
+        limit = getattr(parsed, name)
         if limit is not None and not 0 <= limit <= MAX_FAILURES:
             raise ConfigError(_flag(name), limit, f"use 0 to {MAX_FAILURES}")
-    if told.nproc_per_node.lstrip("+-").isdigit() and int(told.nproc_per_node) < 1:
-        raise ConfigError("--nproc-per-node", told.nproc_per_node, "use 1 or more")
+    if parsed.nproc_per_node.lstrip("+-").isdigit() and int(parsed.nproc_per_node) < 1:
+        raise ConfigError("--nproc-per-node", parsed.nproc_per_node, "use 1 or more")
 
 
 def _flag(name: str) -> str:
@@ -258,9 +258,9 @@ def run(args: Namespace) -> None:
 def main(args: Sequence[str] | None = None) -> None:
     """The command. Failed workers and signals end it as they end torchrun."""
     try:
-        told = parse_args(args)
+        parsed = parse_args(args)
         with _logging_to_stderr():
-            run(told)
+            run(parsed)
     except UsageError as error:
         _end(error, 2)
     except (PeerError, RendezvousError, DistError) as error:
@@ -303,12 +303,12 @@ def _end(error: Exception, status: int) -> None:
 
 
 def _choose_backend(args: Namespace, policy: RestartPolicy) -> None:
-    """As torchrun chooses; soft policies take a lighthouse unless the user names another."""
+    """Choose as torchrun does; soft policies use a lighthouse unless the user names another."""
     if args.standalone:
         args.rdzv_backend = BACKEND if policy.is_soft else "c10d"
         args.rdzv_endpoint = "" if policy.is_soft else "localhost:0"
         if policy.is_soft and torchrun.parse_min_max_nnodes(args.nnodes)[0] == 1:
-            args.nnodes = "1"  # its own lighthouse is told to nobody
+            args.nnodes = "1"  # no other node knows its own lighthouse
         args.rdzv_id = str(uuid.uuid4())
     elif args.rdzv_backend is None and policy.is_soft:
         args.rdzv_backend = BACKEND

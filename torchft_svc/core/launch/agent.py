@@ -148,7 +148,7 @@ class Outcome(Enum):
     RENDEZVOUS_FAILED = "there was no world in time"
     RUN_CLOSED = "the run was closed"
     DRAINED = "an operator wants it to end"
-    STOPPED = "it was told to end"
+    STOPPED = "it received a signal"
 
 
 @dataclass(frozen=True, slots=True)

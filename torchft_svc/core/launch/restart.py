@@ -38,7 +38,7 @@ class Reaction(Enum):
 
     PAUSE = "broadcast PAUSE"
     USE_RESTART = "use up a restart"
-    LEAVE_WORLD = "tell the others, for whom it is a scale down"
+    LEAVE_WORLD = "leave the world, which is a scale down for the others"
     STOP_WORKERS = "terminate the local workers"
     START_WORKERS = "start the local workers"
     REPLACE_WORKERS = "start the failed workers anew"

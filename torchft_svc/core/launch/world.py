@@ -1,6 +1,6 @@
 """The worlds of a launched run: which nodes work together, with which ranks, from a round on.
 
-Plain values that agents and the lighthouse tell one another; `rendezvous` decides about them.
+Plain values that agents and the lighthouse exchange: `agent` and `launched_run` decide about them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torchft_svc.errors import RequestRefused
 MAX_NODES = 10_000
 MAX_WORKERS_PER_NODE = 1024
 _MAX_PORT = 65535
-# Failures count for so long, unless the user says otherwise, and so many at most.
+# How long failures count by default, and how many may be allowed at most.
 FAILURE_WINDOW_S = 600.0
 MAX_FAILURES = 10_000
 
@@ -112,7 +112,7 @@ class World:
         return sum(node.num_workers for node in self.nodes)
 
     def ranks(self, node_id: str) -> LocalRanks:
-        """Those of the workers of this node, in the order of node ranks, all roles together."""
+        """The ranks of a node's workers, in the order of node ranks, all roles together."""
         node_rank = self.node_ids.index(node_id)
         node, before = self.nodes[node_rank], self.nodes[:node_rank]
         return LocalRanks(
@@ -127,14 +127,14 @@ class World:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSettings:
-    """What all agents of a run must tell alike.
+    """The settings of a run, which are the same for all of its agents.
 
     ``join_timeout_s``: how long fewer than ``min_nodes`` are waited for, and how long a node waits
     for a free place. ``join_window_s``: those that come within this time of the first one join
     together. ``max_run_failures``, ``max_node_failures``: with more failures within
     ``failure_window_s`` the run is closed, or that node excluded (None: never).
     ``waits_for_lost``: the run ends when all nodes have finished, also those that are lost.
-    ``is_soft``: workers that live are told their next world; else all are restarted.
+    ``is_soft``: workers that live receive their next world; else all are restarted.
     """
 
     min_nodes: int
@@ -148,7 +148,7 @@ class RunSettings:
     is_soft: bool = False
 
     def beside(self, others: RunSettings) -> str:
-        """Those in which they differ from ``others``, in words."""
+        """The settings that differ from ``others``, in words."""
         names = (field.name for field in fields(self))
         return ", ".join(
             f"{name}={getattr(self, name)}"
@@ -185,17 +185,17 @@ class AgentStatus(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentState:
-    """What an agent tells again and again: the newest replaces the one before.
+    """The state of an agent, sent again and again: the newest replaces the one before.
 
-    ``round``: of the newest world that the agent was told (0: none yet), whether or not its workers
-    are in it: a node of world 5 that tells another status than `WORKING` with round 4 has not heard
-    of that world yet, with round 5 it has left it. ``reached``: all its workers have said that they
-    are there; of `READY`, that these workers were in a world before. ``store_port``: of a store
-    that no world uses (0: none yet). ``can_warm_up``: its workers may be started before they have a
-    world. ``num_failures``: how often its workers have failed. ``trained_since``,
+    ``round``: of the newest world that the agent has received (0: none yet), also if its workers
+    are not in it: a node of world 5 that reports another status than `WORKING` with round 4 has not
+    received that world yet, with round 5 it has left it. ``reached``: all its workers have reported
+    that they are there; of `READY`, that these workers were in a world before. ``store_port``: of a
+    store that no world uses (0: none yet). ``can_warm_up``: its workers may be started before they
+    have a world. ``num_failures``: how often its workers have failed. ``trained_since``,
     ``trained_until``: rounds of the first and the last world that all its nodes have reached, with
     the workers that this node has now (0: none). ``paused``: of `WORKING`, that its workers wait
-    for another world, because the lighthouse has said that theirs is broken.
+    for another world, because the lighthouse has reported theirs as broken.
     """
 
     status: AgentStatus
@@ -225,8 +225,10 @@ class AgentState:
 
 @dataclass(frozen=True, slots=True)
 class AgentHello:
-    """The first message. ``world``: the newest that it was told, for a lighthouse that is new;
-    None: it is in none."""
+    """The first message of a stream.
+
+    ``world``: the newest that the agent has received, for a new lighthouse; None: it is in none.
+    """
 
     node: Node
     settings: RunSettings
@@ -251,7 +253,7 @@ class AgentLeave:
 class RunMove:
     """All agents of the run go back to the lighthouse at ``address``, as it stands in their list.
 
-    The agent that has found it says so, and its lighthouse then tells all of them.
+    The agent that has found it sends this, and its lighthouse sends it to all of them.
     """
 
     address: str
@@ -269,7 +271,7 @@ AgentMessage = AgentState | AgentLeave | RunMove
 
 @dataclass(frozen=True, slots=True)
 class AgentWelcome:
-    """The first news: how often the agent should tell its state at the least."""
+    """The first news: how often the agent should send its state at the least."""
 
     beat_interval_s: float
 
@@ -299,7 +301,7 @@ class WorldPaused:
 class RunWaiting:
     """There is no world with this node yet, for ``reason`` (for people).
 
-    ``num_failures``: how often its workers have failed, as far as the lighthouse has heard.
+    ``num_failures``: how often its workers have failed, as far as the lighthouse knows.
     """
 
     reason: str

@@ -1,4 +1,4 @@
-"""What an agent tells a lighthouse of its node and its run, from torchrun's arguments."""
+"""The node and the settings that an agent sends a lighthouse, from torchrun's arguments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ EXIT_BARRIERS = ("alive", "all")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RendezvousConfig:
-    """Of one agent. ``endpoint``: lighthouses, with commas between; empty: one of its own.
+    """The rendezvous of one agent.
+
+    ``endpoint``: lighthouses, with commas between; empty: one of its own.
 
     ``connect_timeout_s``: how long no lighthouse may be found at the start.
     """
@@ -54,7 +56,7 @@ def rendezvous_config(
     options: Mapping[str, Any] | None = None,
     is_soft: bool = False,
 ) -> RendezvousConfig:
-    """From what `RendezvousParameters` holds; ``options`` are the keys of ``--rdzv-conf``.
+    """Make it of what `RendezvousParameters` holds; ``options``: the keys of ``--rdzv-conf``.
 
     ``join_timeout``: seconds for which fewer than ``min_nodes`` are waited for, and a free place.
     ``last_call_timeout``: those that come within so many seconds of the first one join together.
@@ -92,8 +94,8 @@ def rendezvous_config(
         rank=_number(options, "rank"),
     )
     _check("rdzv_id", run_id, lambda: check_name("it", run_id))
-    told = [f"nnodes={min_nodes}:{max_nodes}", *(f"{key}={options[key]}" for key in options)]
-    _check("the run's settings", ",".join(told), settings.check)
+    shown = [f"nnodes={min_nodes}:{max_nodes}", *(f"{key}={options[key]}" for key in options)]
+    _check("the run's settings", ",".join(shown), settings.check)
     _check("node", node.node_id, node.check)
     if is_own and max_nodes > 1:
         reason = f"up to {max_nodes} nodes have to meet: name host:port of a lighthouse"
@@ -108,7 +110,7 @@ def rendezvous_config(
 
 
 def new_node_id() -> str:
-    """A name that no other agent has, nor a later one of this node."""
+    """Return a name that no other agent has, nor a later one of this node."""
     host = "".join(char for char in socket.gethostname() if char.isprintable())
     return f"{host[:_SHOWN_HOST_LENGTH]}-{os.getpid()}-{uuid.uuid4().hex[:12]}"
 

@@ -50,12 +50,12 @@ log = logging.getLogger(__name__)
 
 # The lighthouse ends a wait that is too long, and says why; this is for one that is away.
 _GRACE_S = 10.0
-# A wait that was told nothing looks so often whether it has lasted too long.
+# How often a wait without news checks whether it has lasted too long.
 _LOOK_S = 0.5
 
 
 def rendezvous_at_lighthouse(params: RendezvousParameters) -> LighthouseRendezvous:
-    """From torchrun's arguments, as `rendezvous_config` explains them.
+    """Make a rendezvous of torchrun's arguments, as `rendezvous_config` explains them.
 
     Raises:
         ConfigError, AddressError: an argument that cannot work.
@@ -88,10 +88,10 @@ class LighthouseRendezvous(RendezvousHandler):
         self._link: RendezvousLink | None = None
         self._stores: AgentStores | None = None
         self._state = AgentState(status=AgentStatus.JOINING)
-        self._taken: World | None = None  # the world that this agent's workers are in, or were
+        self._joined: World | None = None  # the world that this agent's workers are in, or were
         self._num_rendezvous = self._num_failures = 0
         self._has_news = threading.Condition()
-        self._told = _Told()
+        self._latest = _LatestNews()
 
     # -- torch's interface -----------------------------------------------------------------------
 
@@ -111,15 +111,15 @@ class LighthouseRendezvous(RendezvousHandler):
     def is_closed(self) -> bool:
         """See base class."""
         with self._has_news:
-            return self._told.closed is not None
+            return self._latest.closed is not None
 
     def num_nodes_waiting(self) -> int:
         """At least 1 where the workers have to leave their world: nodes have come or are lost, or
         the run is closed."""
         with self._has_news:
             newer = self._newer_world()
-            if newer is not None and self._taken is not None:
-                return max(1, len(newer.nodes) - len(self._taken.nodes))
+            if newer is not None and self._joined is not None:
+                return max(1, len(newer.nodes) - len(self._joined.nodes))
             return int(self._has_changed())
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -144,8 +144,8 @@ class LighthouseRendezvous(RendezvousHandler):
         self._record(text, NodeState.SUCCEEDED, info.rank)
         return info
 
-    def note_failure(self) -> None:
-        """This node's workers have failed: the lighthouse counts that (rules L34 and L35)."""
+    def record_failure(self) -> None:
+        """Count a failure of this node's workers, for the lighthouse (rules L34 and L35)."""
         self._num_failures += 1
 
     def wait_for_change(self, timeout_s: float) -> bool:
@@ -155,9 +155,9 @@ class LighthouseRendezvous(RendezvousHandler):
 
     def wait_for_others(self, timeout_s: float) -> bool:
         """This node's workers have finished; whether those of all others that live do, in time."""
-        self._tell(AgentStatus.FINISHED)
+        self._send_state(AgentStatus.FINISHED)
         with self._has_news:
-            return self._has_news.wait_for(lambda: self._told.closed is not None, timeout_s)
+            return self._has_news.wait_for(lambda: self._latest.closed is not None, timeout_s)
 
     def set_closed(self) -> None:
         """See base class."""
@@ -186,49 +186,51 @@ class LighthouseRendezvous(RendezvousHandler):
         self._num_rendezvous += 1
         began_at = time.monotonic()
         while True:
-            self._taken = world = self._next_world(began_at)
+            self._joined = world = self._next_world(began_at)
             try:
-                return self._take(world)
+                return self._join_world(world)
             except WorldChanged:
                 log.info("round %d was over before this node had joined it", world.round)
 
     def _next_world(self, began_at: float) -> World:
-        told, is_asking = self._told, False
+        latest, is_asking = self._latest, False
         with self._has_news:
-            told.is_outside = told.is_in_world = False
+            latest.is_outside = latest.is_in_world = False
         while True:
             with self._has_news:
                 self._raise_why_not(time.monotonic() - began_at)
                 world = self._newer_world()
                 if world is not None:
-                    told.is_in_world = True
+                    latest.is_in_world = True
                     return world
-                needs_store, told.needs_store = told.needs_store, False
+                needs_store, latest.needs_store = latest.needs_store, False
                 if is_asking and not needs_store:
                     self._has_news.wait(_LOOK_S)
                     continue
             if needs_store:
                 self._opened_stores().renew()
-            self._tell(AgentStatus.JOINING)
+            self._send_state(AgentStatus.JOINING)
             is_asking = True
 
-    def _take(self, world: World) -> RendezvousInfo:
+    def _join_world(self, world: World) -> RendezvousInfo:
         stores = self._opened_stores()
         rank = world.node_ids.index(self._node_id)
-        watch = Watch(self._has_changed, self.is_closed, lambda: self._tell(AgentStatus.FINISHED))
+        watch = Watch(
+            self._has_changed, self.is_closed, lambda: self._send_state(AgentStatus.FINISHED)
+        )
         store = stores.join(world, self._node_id, watch)
-        self._tell(AgentStatus.WORKING)
+        self._send_state(AgentStatus.WORKING)
         if self.use_agent_store:
             master = RendezvousStoreInfo(world.master_addr, world.master_port)
         else:
             master = RendezvousStoreInfo.build(rank, store, self._config.node.host)
         return RendezvousInfo(store, rank, len(world.nodes), master)
 
-    def _tell(self, status: AgentStatus) -> None:
+    def _send_state(self, status: AgentStatus) -> None:
         """All workers of this node are in the world that was taken, unless they have ended."""
         state = AgentState(
             status=status,
-            round=0 if self._taken is None else self._taken.round,
+            round=0 if self._joined is None else self._joined.round,
             reached=status is not AgentStatus.JOINING,
             store_port=self._opened_stores().spare_port,
             num_restarts=max(0, self._num_rendezvous - 1),
@@ -238,24 +240,24 @@ class LighthouseRendezvous(RendezvousHandler):
 
     def _raise_why_not(self, waited_s: float) -> None:
         """Raise if there will be no world, after ``waited_s`` seconds; called with the lock."""
-        told, timeout_s = self._told, self._config.settings.join_timeout_s
-        if told.closed is not None:
-            if told.closed.drained:
-                raise NodeDrained(told.closed.reason)
-            reason = f"run {self.get_run_id()!r} is over: {told.closed.reason}"
+        latest, timeout_s = self._latest, self._config.settings.join_timeout_s
+        if latest.closed is not None:
+            if latest.closed.drained:
+                raise NodeDrained(latest.closed.reason)
+            reason = f"run {self.get_run_id()!r} is over: {latest.closed.reason}"
             # What has ended because of the timeout, the lighthouse closes for all who waited.
-            is_late = told.closed.failed and waited_s >= timeout_s
+            is_late = latest.closed.failed and waited_s >= timeout_s
             raise (RendezvousTimeoutError if is_late else RendezvousClosedError)(reason)
-        if told.trouble is not None:
-            error = told.trouble.error
-            if told.trouble.is_final and isinstance(error, Unauthorized):
+        if latest.trouble is not None:
+            error = latest.trouble.error
+            if latest.trouble.is_final and isinstance(error, Unauthorized):
                 raise RendezvousConnectionError(str(error))
-            if told.trouble.is_final:
+            if latest.trouble.is_final:
                 raise RendezvousStateError(f"the lighthouse refuses this node: {error}")
-            if not told.was_welcome and waited_s > self._config.connect_timeout_s:
+            if not latest.was_welcome and waited_s > self._config.connect_timeout_s:
                 raise RendezvousConnectionError(f"{error} (for {waited_s:.0f} s)")
         if waited_s > timeout_s + _GRACE_S:
-            why = told.why if told.trouble is None else str(told.trouble.error)
+            why = latest.why if latest.trouble is None else str(latest.trouble.error)
             raise RendezvousTimeoutError(f"no world with this node for {waited_s:.0f} s: {why}")
 
     # -- the link and the stores -----------------------------------------------------------------
@@ -274,15 +276,15 @@ class LighthouseRendezvous(RendezvousHandler):
                 self._own_lighthouse = own_lighthouse()
                 endpoint, security = self._own_lighthouse.address(), PLAIN
             self._link = RendezvousLink(
-                endpoint, config.run_id, config.node, config.settings, self._hear, security
+                endpoint, config.run_id, config.node, config.settings, self._receive_news, security
             )
             atexit.register(self._leave_at_exit)
         return self._link
 
     def _leave(self, leave: AgentLeave) -> None:
         with self._has_news:
-            if self._told.closed is None and leave.closes:
-                self._told.closed = RunClosed(leave.reason, failed=leave.failed)
+            if self._latest.closed is None and leave.closes:
+                self._latest.closed = RunClosed(leave.reason, failed=leave.failed)
         if self._link is not None:
             atexit.unregister(self._leave_at_exit)
             self._link.send_leave(leave)
@@ -291,20 +293,20 @@ class LighthouseRendezvous(RendezvousHandler):
         """A signal ends this agent: the scheduler may start it again, and the others go on."""
         self._leave(AgentLeave("its agent has ended"))
 
-    def _hear(self, news: LinkNews) -> None:
+    def _receive_news(self, news: LinkNews) -> None:
         with self._has_news:
-            self._told.hear(news)
+            self._latest.record_news(news)
             self._has_news.notify_all()
 
     def _newer_world(self) -> World | None:
-        world, taken = self._told.world, self._taken
+        world, taken = self._latest.world, self._joined
         return world if world is not None and world.round > (taken.round if taken else 0) else None
 
     def _has_changed(self) -> bool:
         """Whether the world that was taken last is over."""
-        told = self._told
-        is_refused = told.trouble is not None and told.trouble.is_final
-        is_over = told.closed is not None or told.is_outside or is_refused
+        latest = self._latest
+        is_refused = latest.trouble is not None and latest.trouble.is_final
+        is_over = latest.closed is not None or latest.is_outside or is_refused
         return is_over or self._newer_world() is not None
 
     def _record(
@@ -323,8 +325,8 @@ class LighthouseRendezvous(RendezvousHandler):
 
 
 @dataclass(slots=True)
-class _Told:
-    """What was heard last of a lighthouse."""
+class _LatestNews:
+    """The last news of a lighthouse."""
 
     world: World | None = None
     is_outside: bool = False  # the world that was taken is broken, or goes on without this node
@@ -332,11 +334,11 @@ class _Told:
     trouble: LinkTrouble | None = None  # the lighthouse is away
     was_welcome: bool = False
     is_in_world: bool = False  # and waits for no other one
-    is_back: bool = False  # connected again, and has not heard since that it is outside
-    needs_store: bool = False  # a world of which this agent has not heard may have used its spare
-    why: str = "no lighthouse was heard yet"
+    is_back: bool = False  # connected again, and has not received since that it is outside
+    needs_store: bool = False  # a world that this agent has not received may have used its spare
+    why: str = "no lighthouse has answered yet"
 
-    def hear(self, news: LinkNews) -> None:
+    def record_news(self, news: LinkNews) -> None:
         if isinstance(news, World):
             self.world, self.is_outside = news, False
         elif isinstance(news, WorldPaused | RunWaiting):

@@ -1,6 +1,6 @@
 """Soft policies on torchrun's own back ends, which have to be asked what has changed.
 
-They tell that nodes wait to join, not that one is lost; a new world begins when all nodes of the
+They report that nodes wait to join, not that one is lost; a new world begins when all nodes of the
 one before have asked for it. So an agent of a world asks again and again whether somebody waits,
 and asks for another world when its workers have left theirs.
 """
@@ -35,7 +35,7 @@ from torchft_svc.core.launch.world import (
 
 log = logging.getLogger(__name__)
 
-# The others of a world that has just begun tell of themselves by then; else it is given up.
+# How long the nodes of a world that has just begun may take to describe themselves.
 NODES_TIMEOUT_S = 30.0
 # A rendezvous under way cannot be ended; a process that exits does not wait for it.
 CLOSE_TIMEOUT_S = 2.0
@@ -64,12 +64,12 @@ class PolledMeeting:
         handler: RendezvousHandler,
         node: Node,
         interval_s: float,
-        hear: Callable[[PolledNews], None],
+        on_news: Callable[[PolledNews], None],
     ) -> None:
         self._handler = handler
         self._node = node
         self._interval_s = interval_s
-        self._hear = hear
+        self._on_news = on_news
         self._has_changed = threading.Condition()
         self._state: AgentState | None = None
         self._is_closed = False
@@ -99,19 +99,19 @@ class PolledMeeting:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
-        self._tell(AgentWelcome(self._interval_s))
+        self._send_news(AgentWelcome(self._interval_s))
         try:
             while (state := self._next_state()) is not None:
                 self._act(state)
         except RendezvousClosedError as error:
             reason = str(error) or "a node has finished, or failed too often"  # c10d does not say
-            self._tell(RunClosed(f"the rendezvous was closed: {reason}", failed=True))
+            self._send_news(RunClosed(f"the rendezvous was closed: {reason}", failed=True))
         except (RendezvousError, DistError) as error:
-            self._tell(MeetingFailed(error))
+            self._send_news(MeetingFailed(error))
         except Exception as error:
             if not is_error_of_etcd(error):
                 log.exception("the rendezvous failed")
-            self._tell(MeetingFailed(error))
+            self._send_news(MeetingFailed(error))
 
     def _next_state(self) -> AgentState | None:
         """The newest one, every now and then; None: the end."""
@@ -132,22 +132,22 @@ class PolledMeeting:
             is_asked = self._asked_for_next == state.round
             if not is_asked and self._handler.num_nodes_waiting() > 0:
                 self._asked_for_next = state.round
-                self._tell(WorldOver())
+                self._send_news(WorldOver())
         elif state.status is AgentStatus.FINISHED and self._store is not None:
             self._end_with_all()
 
     def _meet(self, state: AgentState) -> None:
-        told = self._handler.next_rendezvous()
-        self._store, self._num_nodes = told.store, told.world_size
+        joined = self._handler.next_rendezvous()
+        self._store, self._num_nodes = joined.store, joined.world_size
         me = {**dataclasses.asdict(self._node), "port": state.store_port, "round": state.round}
-        told.store.set(f"{_NODE}/{told.rank}", json.dumps(me))
-        keys = [f"{_NODE}/{rank}" for rank in range(told.world_size)]
+        joined.store.set(f"{_NODE}/{joined.rank}", json.dumps(me))
+        keys = [f"{_NODE}/{rank}" for rank in range(joined.world_size)]
         try:
-            told.store.wait(keys, timedelta(seconds=NODES_TIMEOUT_S))
+            joined.store.wait(keys, timedelta(seconds=NODES_TIMEOUT_S))
         except DistError as error:
             log.warning("a node of the new world is gone, ask for another one: %s", error)
             return
-        nodes = [json.loads(told.store.get(key)) for key in keys]
+        nodes = [json.loads(joined.store.get(key)) for key in keys]
         port, round_ = nodes[0]["port"], max(node["round"] for node in nodes) + 1
         fields = {field.name for field in dataclasses.fields(Node)}
         world = World(
@@ -155,10 +155,10 @@ class PolledMeeting:
             tuple(Node(**{name: node[name] for name in fields}) for node in nodes),
             port,
         )
-        with self._has_changed:  # what was told before this world is not asked for twice
+        with self._has_changed:  # a state from before this world asks for no other one
             if self._state is state:
                 self._state = None
-        self._tell(world)
+        self._send_news(world)
 
     def _end_with_all(self) -> None:
         """All nodes of the world have finished: the run is over. So it is without the store, whose
@@ -170,7 +170,7 @@ class PolledMeeting:
         except Exception as error:  # noqa: BLE001 - whatever it is, its workers have finished
             log.warning("cannot wait for the other nodes any longer: %s", error)
             reason = "the store of the run is gone"
-        self._tell(RunClosed(reason, failed=False))
+        self._send_news(RunClosed(reason, failed=False))
 
     def _wait_for_all(self) -> bool:
         """Whether they have finished, and this is not closed."""
@@ -182,13 +182,13 @@ class PolledMeeting:
             finished = int(self._store.add(_FINISHED, 0))
         return True
 
-    def _tell(self, news: PolledNews) -> None:
+    def _send_news(self, news: PolledNews) -> None:
         with self._has_changed:
             is_closed = self._is_closed
         if not is_closed:
-            self._hear(news)
+            self._on_news(news)
 
 
 def is_error_of_etcd(error: BaseException) -> bool:
-    """Of the package that torch's back ends for etcd use, which need not be installed."""
+    """Whether it is of the package that torch's back ends for etcd use, if that is installed."""
     return type(error).__module__.partition(".")[0] == "etcd"

@@ -26,7 +26,7 @@ NOTICE_S = 30.0
 # As long as torch's own stores wait.
 STORE_TIMEOUT_S = 300.0
 
-# The keys over which torch's agents tell one another of their workers, and of their end.
+# The keys over which torch's agents exchange the numbers of their workers, and report their end.
 _ROLE_INFO = "torchelastic/role_info/"
 _ASSIGNED_RANKS = "torchelastic/assigned_ranks/"
 _TERMINAL_STATE = "torchelastic/agent/terminal_state"
@@ -69,7 +69,7 @@ class WorldStore(TCPStore):
         self._role_info = {"role": "default", "local_world_size": 1}
 
     def set(self, key: str, value: str) -> None:
-        """As of `TCPStore`."""
+        """Set as `TCPStore` does, also if the first node is gone."""
         if not key.startswith(_ROLE_INFO):
             super().set(key, value)
             return
@@ -81,17 +81,19 @@ class WorldStore(TCPStore):
                 raise
 
     def add(self, key: str, amount: int) -> int:
-        """As of `TCPStore`."""
+        """Add as `TCPStore` does, also if the first node is gone."""
         if not key.startswith(_TERMINAL_STATE):
             return super().add(key, amount)
         self.watch.on_finish()
         try:
             return super().add(key, amount)
-        except DistNetworkError:  # the first node is gone: the lighthouse tells when all have ended
+        except (
+            DistNetworkError
+        ):  # the first node is gone: the lighthouse reports when all have ended
             return 0
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """As of `TCPStore`; for the end of the others, see above."""
+        """Wait as `TCPStore` does; for the end of the others, see above."""
         timeout = timeout or self.timeout  # type: ignore[attr-defined]  # the stubs lack it
         if not keys[0].startswith(_TERMINAL_STATE):
             super().wait(keys, timeout)
@@ -112,7 +114,7 @@ class WorldStore(TCPStore):
                 raise DistStoreError("the other nodes have not finished in time")
 
     def get(self, key: str) -> bytes:
-        """As of `TCPStore`; see above for the ranks that rank 0 assigns.
+        """Get as `TCPStore` does; see above for the ranks that rank 0 assigns.
 
         Raises:
             WorldChanged: another key is missing, and the world has changed.
@@ -125,7 +127,7 @@ class WorldStore(TCPStore):
         raise WorldChanged
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
-        """As of `TCPStore`; see above for what the nodes tell of their workers."""
+        """Get as `TCPStore` does; see above for the numbers of workers."""
         return [
             super(WorldStore, self).get(key) if self._has(key) else self._made_up(key)
             for key in keys
@@ -180,12 +182,12 @@ class AgentStores:
 
     @property
     def spare_port(self) -> int:
-        """Of the store that no world uses, to be told to the lighthouse."""
+        """Port of the store that no world uses, for the lighthouse."""
         with self._lock:
             return int(self._spare.port)
 
     def renew(self) -> None:
-        """Open another spare one: a world of which nobody has heard may use the present one."""
+        """Open another spare store: a world that was not received may use the present one."""
         self._host(self.spare_port)
 
     def join(self, world: World, node_id: str, watch: Watch) -> WorldStore:
