@@ -55,21 +55,21 @@ def test_the_way_through_a_list(addresses: str, story: list[tuple[str, str]]) ->
         goes_on = True
         kind, _, name = event.partition(" ")
         if kind == "works":
-            route.worked()
+            route.record_answer()
         elif kind == "back":
-            route.go_back(name)
+            route.return_to(name)
         else:
-            goes_on = route.go_on(name)
+            goes_on = route.choose_next(name)
         assert route.current + ("" if goes_on else " pause") == expected, number
 
 
 def test_whoever_is_not_at_the_first_looks_back_at_those_before() -> None:
     route = Route(["a", "b", "c"])
     assert route.preferred == ()
-    route.go_on()
-    route.go_on()
+    route.choose_next()
+    route.choose_next()
     assert route.preferred == ("a", "b")
-    route.go_on("the leader, by another name")
+    route.choose_next("the leader, by another name")
     assert route.preferred == ()
 
 
@@ -78,7 +78,7 @@ def pauses(backoff: Backoff, num: int) -> list[float]:
     found = []
     for _ in range(num):
         found.append(backoff.pause_s())
-        backoff.tried(failed=True)
+        backoff.record_attempt(failed=True)
     return found
 
 
@@ -86,7 +86,7 @@ def test_pauses_double_up_to_the_longest_and_begin_again() -> None:
     longest, shortest = Backoff(lambda: 1.0), Backoff(lambda: 0.0)
     assert pauses(longest, 8) == [0.02, 0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5]
     assert pauses(shortest, 7) == [0.01, 0.02, 0.04, 0.08, 0.16, 0.25, 0.25]
-    longest.tried(failed=False)
+    longest.record_attempt(failed=False)
     assert longest.pause_s() == 0.02
 
 
@@ -106,7 +106,7 @@ def test_a_fleet_that_lost_its_lighthouse_in_one_moment_comes_back_spread() -> N
             )
             at += pause_s
             attempts[int(at / BIN_S)] += 1
-            backoff.tried(failed=True)
+            backoff.record_attempt(failed=True)
     later = [attempts[number] for number in range(int(1 / BIN_S), int(OUTAGE_S / BIN_S))]
     assert sum(later) == pytest.approx(
         (OUTAGE_S - 1) * NUM_MANAGERS / (0.75 * MAX_PAUSE_S), rel=0.05

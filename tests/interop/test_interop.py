@@ -20,7 +20,7 @@ import pytest
 from support.running import END_S, SCRIPTS, environment, lighthouse_process
 
 from torchft_svc.coordination import ManagerClient, ManagerServer
-from torchft_svc.rpc.probing import would_take_blocking
+from torchft_svc.rpc.probing import accepts_client_blocking
 from torchft_svc.rpc.security import PLAIN
 
 pytestmark = [pytest.mark.peer, pytest.mark.processes]
@@ -162,7 +162,7 @@ def test_our_manager_trains_against_the_public_releases_lighthouse() -> None:
         contextlib.ExitStack() as stack,
     ):
         address = f"http://127.0.0.1:{lighthouse.line()}"
-        assert would_take_blocking(address, "job", PLAIN, LONG.total_seconds())
+        assert accepts_client_blocking(address, "job", PLAIN, LONG.total_seconds())
         killed, survivor = [
             stack.enter_context(
                 script(sys.executable, "interop_trainer.py", "ours", address, name, "1000000")

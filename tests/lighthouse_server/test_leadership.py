@@ -150,16 +150,16 @@ def test_a_launched_run_goes_on_in_its_world_at_the_next_leader(etcd: str) -> No
     with pair(etcd, LEASE_S) as (first, second):
         both = f"{second.address},{first.address}"
         with Agent(both, "a") as a, Agent(both, "b") as b, Agent(both, "c") as c:
-            a.tell(AgentStatus.JOINING)
-            b.tell(AgentStatus.JOINING)
+            a.report(AgentStatus.JOINING)
+            b.report(AgentStatus.JOINING)
             world = a.work()
             assert b.work() == world
             first.kill()
-            c.tell(AgentStatus.JOINING)
+            c.report(AgentStatus.JOINING)
             joined = c.work()
             assert joined.node_ids == (*world.node_ids, "c")
             a.work(world.round)
-            assert [each for each in a.heard if isinstance(each, World)] == [world, joined]
+            assert [each for each in a.received if isinstance(each, World)] == [world, joined]
 
 
 def test_a_dead_etcd_in_the_list_is_passed_over_and_a_frozen_one_holds_up_no_end(

@@ -123,9 +123,9 @@ def test_status_shows_launched_runs(lighthouse: Process) -> None:
         Agent(lighthouse.address, "node-a", run="launched", max_nodes=1) as a,
         Agent(lighthouse.address, "node-b", run="launched", max_nodes=1) as b,
     ):
-        a.tell(AgentStatus.JOINING)
+        a.report(AgentStatus.JOINING)
         a.work()
-        b.tell(AgentStatus.JOINING)
+        b.report(AgentStatus.JOINING)
         b.await_news(RunWaiting)
         status, text = order("status", where, "--job-id=launched")
         assert status == 0

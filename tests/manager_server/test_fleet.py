@@ -11,7 +11,7 @@ from support.bounds import check
 from support.running import eventually, lighthouse_process, steady_address
 
 from tools.chaos.bounds import LIGHTHOUSE_BACK_S
-from torchft_svc.core.quorum.manager.link_types import LinkState
+from torchft_svc.core.link import LinkState
 from torchft_svc.core.quorum.session_messages import Beat, Leave
 from torchft_svc.core.route import MAX_PAUSE_S, MIN_PAUSE_S
 from torchft_svc.host.tasks import Tasks

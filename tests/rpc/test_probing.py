@@ -1,4 +1,4 @@
-"""Tests who would take a group: asked of servers that answer in every way there is."""
+"""Tests which lighthouse would accept a client: servers that answer in every way there is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import grpc
 import pytest
 from support.running import grpc_server
 
-from torchft_svc.rpc.probing import would_take, would_take_blocking
+from torchft_svc.rpc.probing import accepts_client, accepts_client_blocking
 from torchft_svc.rpc.security import PLAIN
 
 LONG_S = 20.0
@@ -37,7 +37,7 @@ def answering(**answers: grpc.StatusCode) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("answers", "takes"),
+    ("answers", "accepts"),
     [
         ({"HasRoom": Code.OK}, True),
         ({"HasRoom": Code.INVALID_ARGUMENT}, False),  # it has no room
@@ -48,7 +48,9 @@ def answering(**answers: grpc.StatusCode) -> Iterator[str]:
         ({}, False),  # something else that speaks gRPC, or a proxy with nobody behind it
     ],
 )
-def test_who_would_take_a_group(answers: dict[str, grpc.StatusCode], takes: bool) -> None:
+def test_which_lighthouse_accepts_a_client(
+    answers: dict[str, grpc.StatusCode], accepts: bool
+) -> None:
     with answering(**answers) as address:
-        assert would_take_blocking(address, "job", PLAIN, LONG_S) is takes
-        assert asyncio.run(would_take(address, "job", PLAIN, LONG_S)) is takes
+        assert accepts_client_blocking(address, "job", PLAIN, LONG_S) is accepts
+        assert asyncio.run(accepts_client(address, "job", PLAIN, LONG_S)) is accepts

@@ -1,4 +1,4 @@
-"""Agents of a launched run without workers: they tell a state, and remember what they hear."""
+"""Agents of a launched run without workers: they report a state, and record what they receive."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torchft_svc.coordination import LighthouseServer
+from torchft_svc.core.launch.agent_link import LinkNews
 from torchft_svc.core.launch.world import (
     AgentLeave,
     AgentState,
@@ -19,7 +20,7 @@ from torchft_svc.core.launch.world import (
     World,
 )
 from torchft_svc.core.quorum.types import DEFAULT_JOB
-from torchft_svc.elastic.rendezvous.link import LinkNews, RendezvousLink
+from torchft_svc.elastic.rendezvous.link import RendezvousLink
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import Security
@@ -36,13 +37,13 @@ def lighthouse(bind: str = "127.0.0.1:0", heartbeat_timeout_ms: int = 5000) -> I
 
 
 def runs_at(address: str) -> Sequence[pb.RunStatus]:
-    """What the lighthouse there says of its runs."""
+    """Return the runs of the lighthouse there."""
     request, answer = pb.LighthouseStatusRequest(), pb.LighthouseStatusResponse
     return ask("lighthouse", address, Security(), DEFAULT_JOB, request, answer).runs
 
 
 class Agent:
-    """One node of run ``run``; leaving the block closes its link without a word."""
+    """One node of run ``run``; leaving the block closes its link, and sends nothing."""
 
     def __init__(
         self,
@@ -66,17 +67,17 @@ class Agent:
             join_window_s=join_window_s,
         )
         self.name = name
-        self.heard: list[LinkNews] = []
-        self._has_heard = threading.Condition()
-        self.link = RendezvousLink(address, run, node, settings, self._hear, security)
+        self.received: list[LinkNews] = []
+        self._has_received = threading.Condition()
+        self.link = RendezvousLink(address, run, node, settings, self._receive, security)
 
-    def _hear(self, news: LinkNews) -> None:
-        with self._has_heard:
-            self.heard.append(news)
-            self._has_heard.notify_all()
+    def _receive(self, news: LinkNews) -> None:
+        with self._has_received:
+            self.received.append(news)
+            self._has_received.notify_all()
 
-    def tell(self, status: AgentStatus, world: World | None = None) -> None:
-        """``world``: the one that it is in, and has reached."""
+    def report(self, status: AgentStatus, world: World | None = None) -> None:
+        """Report ``status``; ``world``: the one that it is in, and has reached."""
         state = AgentState(
             status=status,
             round=0 if world is None else world.round,
@@ -86,21 +87,21 @@ class Agent:
         self.link.send_state(state)
 
     def await_news(self, kind: type[Any], holds: Callable[[Any], bool] = lambda _: True) -> Any:
-        """The first news of this kind for which ``holds``, of all that was heard so far or soon."""
+        """The first news of this kind for which ``holds``, of all that has come or comes soon."""
         deadline = time.monotonic() + WAIT_S
-        with self._has_heard:
+        with self._has_received:
             while True:
-                for news in self.heard:
+                for news in self.received:
                     if isinstance(news, kind) and holds(news):
                         return news
                 left_s = deadline - time.monotonic()
-                assert left_s > 0, f"{self.name} heard {self.heard}, no such {kind.__name__}"
-                self._has_heard.wait(left_s)
+                assert left_s > 0, f"{self.name} received {self.received}, no such {kind.__name__}"
+                self._has_received.wait(left_s)
 
     def work(self, after: int = 0) -> World:
-        """Wait for a world later than round ``after``, and say that it is reached."""
+        """Wait for a world later than round ``after``, and report that it is reached."""
         world: World = self.await_news(World, lambda world: world.round > after)
-        self.tell(AgentStatus.WORKING, world)
+        self.report(AgentStatus.WORKING, world)
         return world
 
     def leave(self, **kind: Any) -> None:

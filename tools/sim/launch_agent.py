@@ -6,9 +6,10 @@ import itertools
 import math
 from collections.abc import Callable
 
+from tools.sim.agent_link_actor import AgentLinkActor
 from tools.sim.launch_checks import LaunchChecks, NodeLedger
 from tools.sim.launch_lighthouse import LaunchLighthouse
-from tools.sim.network import MAX_SERVER_KEEPALIVE_S, Network, Reason, Stream, StreamEnd
+from tools.sim.network import Network
 from tools.sim.trace import Trace
 from tools.sim.world import Event, Process, VirtualWorld
 from torchft_svc.core.launch.agent import (
@@ -24,25 +25,12 @@ from torchft_svc.core.launch.agent import (
     StopWorkers,
     WorkerState,
 )
-from torchft_svc.core.launch.world import (
-    AgentLeave,
-    AgentMessage,
-    AgentState,
-    AgentWelcome,
-    RunClosed,
-    RunMove,
-    World,
-    WorldNews,
-)
-from torchft_svc.core.quorum.manager.lighthouse_link import WELCOME_TIMEOUT_S
-from torchft_svc.core.route import LOOK_BACK_S, Backoff, Route
-from torchft_svc.errors import NotLeader, RequestRefused
+from torchft_svc.core.launch.agent_link import LinkNews, LinkTrouble
+from torchft_svc.core.launch.world import AgentLeave, AgentState, World
 
 # The longest that a worker takes to look at its events, and to end.
 MAX_STEP_S, MAX_STOP_S = 0.5, 1.0
 NOTICE_S = 0.01  # how long an agent takes to notice that a worker has died
-# As the real channels to a list of lighthouses: asked after 2 s, and waited for as long.
-MAX_IMPATIENT_KEEPALIVE_S = 4.0
 STORE_S = 0.05  # the longest that a store takes to open
 
 
@@ -67,24 +55,15 @@ class LaunchAgent:
         self.ended: End | None = None
         self.wants_next_start_to_fail = False
         self._universe = universe
-        self._network = network
-        self._lighthouses = lighthouses
         self._checks = checks
         self._trace = trace
-        self._route = Route(tuple(lighthouses))
-        self._backoff = Backoff(self.process.chance.random)
-        self._stream: Stream | None = None
-        self._end: StreamEnd | None = None
-        self._beat_s = 0.0
-        self._move: RunMove | None = None
-        self._has_left = False
+        self._link = AgentLinkActor(self.process, config, network, lighthouses, self._receive)
         self._ports = itertools.count(1000)
         self._queue = OrderQueue(self)
         self._timer: Event | None = None
         self._timer_at = math.inf
         checks.record_start(self.ledger)
         self.feed(self.machine.started)
-        self._connect()
 
     @property
     def is_up(self) -> bool:
@@ -129,7 +108,7 @@ class LaunchAgent:
         self._feed_after(delay_s, lambda now: self.machine.store_opened(port, now))
 
     def send_state(self, state: AgentState) -> None:
-        self._send(state)
+        self._link.feed(lambda link, now: link.report_state(state, now))
 
     def start_workers(self, order: StartWorkers) -> None:
         self._record(order)
@@ -154,16 +133,14 @@ class LaunchAgent:
 
     def send_leave(self, leave: AgentLeave) -> None:
         self._record(leave)
-        self._has_left |= self._stream is not None
-        self._send(leave)
+        self._link.leave(leave)
 
     def finish(self, end: End) -> None:
         self._record(end)
         self.ended = end
         self._checks.check_end(self.ledger, end)
         self.workers.die()
-        if self._stream is not None and self._end is not None and self._end.is_open:
-            self._stream.cancel()
+        self._link.finish()
 
     def _record(self, done: Order | AgentLeave) -> None:
         self._trace.record(self.node_id, shown(done))
@@ -203,101 +180,19 @@ class LaunchAgent:
 
     # -- the link --------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
-        if not self.is_up:
+    def _receive(self, news: LinkNews) -> None:
+        if self.ended is not None:
             return
-        end: StreamEnd = StreamEnd(
-            self.process, self._receive, lambda reason: self._reconnect(end, reason)
-        )
-        lighthouse = self._lighthouses[self._route.current]
-        self._end, self._beat_s = end, 0.0
-        self._stream = self._network.connect(end, lighthouse.accept)
-        if self._stream is not None:
-            self._stream.to_server(self.machine.hello())
-            self.process.after(WELCOME_TIMEOUT_S, self._check_welcome, end)
-
-    def _check_welcome(self, end: StreamEnd) -> None:
-        if end is self._end and not self._beat_s:
-            self._drop_stream(end)
+        if not isinstance(news, LinkTrouble):
+            self._checks.check_news(self.ledger, news)
+            self.feed(lambda now: self.machine.news_received(news, now))
+        elif news.is_final:
+            self._trace.record(self.node_id, f"is refused: {news.error}")
+            self.stop()
 
     def await_frozen(self, lighthouse: LaunchLighthouse) -> None:
         """Let the keepalive end a stream to ``lighthouse``, which stands still from now on."""
-        end = self._end
-        if end is None or self._lighthouses[self._route.current] is not lighthouse:
-            return
-        is_only_one = len(self._lighthouses) == 1
-        longest_s = MAX_SERVER_KEEPALIVE_S if is_only_one else MAX_IMPATIENT_KEEPALIVE_S
-        delay_s = self.process.chance.uniform(longest_s / 2, longest_s)
-        self.process.after(delay_s, self._check_answer, end, lighthouse, self._universe.now)
-
-    def _check_answer(self, end: StreamEnd, lighthouse: LaunchLighthouse, since: float) -> None:
-        process = lighthouse.process
-        if end is self._end and process.is_frozen and process.thawed_at < since:
-            self._drop_stream(end)
-
-    def _drop_stream(self, end: StreamEnd) -> None:
-        if self._stream is not None and end.is_open:
-            self._stream.cancel()
-            self._reconnect(end, "it does not answer")
-
-    def _reconnect(self, end: StreamEnd, reason: Reason) -> None:
-        if end is not self._end:
-            return
-        self._stream = self._end = None
-        if not self.is_up or self._has_left:
-            return
-        if isinstance(reason, RequestRefused):
-            self._trace.record(self.node_id, f"is refused: {reason}")
-            self.stop()
-            return
-        if self._move is not None:
-            self._route.go_back(self._move.address)
-            self._move = None
-            self._connect()
-            return
-        leader = reason.leader if isinstance(reason, NotLeader) else ""
-        if not self._route.go_on(leader):
-            self._backoff.tried(failed=True)
-        self.process.after(self._backoff.pause_s(), self._connect)
-
-    def _receive(self, news: WorldNews) -> None:
-        if isinstance(news, AgentWelcome):
-            self._route.worked()
-            self._backoff.tried(failed=False)
-            self._beat_s = news.beat_interval_s
-            self.process.after(self._beat_s, self._beat, self._end)
-            self._plan_look_back(self._end)
-        if isinstance(news, RunMove):
-            self._move = news
-        elif self.ended is None:
-            self._has_left |= isinstance(news, RunClosed)  # it does not connect again
-            self._checks.check_news(self.ledger, news)
-            self.feed(lambda now: self.machine.news_received(news, now))
-
-    def _beat(self, end: StreamEnd) -> None:
-        if end is self._end and self.is_up:
-            self._send(self.machine.state)
-            self.process.after(self._beat_s, self._beat, end)
-
-    def _plan_look_back(self, end: StreamEnd | None) -> None:
-        if self._route.preferred:
-            delay_s = LOOK_BACK_S * self.process.chance.uniform(0.5, 1.0)
-            self.process.after(delay_s, self.look_back, end)
-
-    def look_back(self, end: StreamEnd) -> None:
-        """Move the run to an earlier lighthouse of the list, if one accepts it (rule L21)."""
-        if end is not self._end or not self.is_up:
-            return
-        is_cut = self._network.is_cut(self.process.name)
-        for address in self._route.preferred:
-            if self._lighthouses[address].accepts_agents() and not is_cut:
-                self._send(RunMove(address))
-                return
-        self._plan_look_back(end)
-
-    def _send(self, message: AgentMessage) -> None:
-        if self._stream is not None and self._beat_s:
-            self._stream.to_server(message)
+        self._link.await_frozen(lighthouse)
 
 
 class Workers:

@@ -17,6 +17,7 @@ from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import NotLeader, RequestRefused
 
 RUN = "run"
+IN_GOOD_ORDER = "it has left"  # why a stream ended, if the lighthouse has no error
 
 
 class LaunchLighthouse:
@@ -77,7 +78,7 @@ class LaunchLighthouse:
                 0.0, self.feed, lambda now: () if self.leads else self.core.lead_ended(over, now)
             )
 
-    def accepts_agents(self) -> bool:
+    def accepts_clients(self) -> bool:
         """Whether it accepts agents, if it is asked now."""
         return self.leads and not (self.process.is_dead or self.process.is_frozen)
 
@@ -120,7 +121,7 @@ class LaunchLighthouse:
         elif isinstance(order, EndStream):
             connection = self._connections.pop(order.stream, None)
             if connection is not None:
-                connection.finish(order.error or "it has left")
+                connection.finish(order.error or IN_GOOD_ORDER)
         else:
             self._trace.record(self.name, shown(order))
             rounds = [each.round for each in self._connections.values()]

@@ -156,13 +156,13 @@ class LighthouseActor:
     def is_away_for(self, seconds: float) -> None:
         self.up_since = max(self.up_since, self._world.now + seconds)
 
-    def accepts_groups(self) -> bool:
-        """Whether it serves groups; it refuses them if another lighthouse leads."""
+    def accepts_clients(self) -> bool:
+        """Whether it accepts groups; it refuses them if another lighthouse leads."""
         return self._elected() in ("", self.name) and self.leads and not self.process.is_dead
 
     def refusal(self) -> NotLeader | None:
         """The answer to all that groups ask while it does not lead."""
-        return None if self.accepts_groups() else NotLeader(self._elected())
+        return None if self.accepts_clients() else NotLeader(self._elected())
 
     def accept(self, stream: Stream) -> StreamEnd | None:
         """The server's end of a new stream, if somebody listens."""

@@ -202,7 +202,7 @@ class Splits:
 
     def _serves(self, host: str) -> bool:
         at = self._among.hosts[host]
-        return at.is_up and at.accepts_groups()
+        return at.is_up and at.accepts_clients()
 
     def _is_old(self, received: _Received) -> bool:
         return self._world.now - received.at > KNOWN_AFTER_S

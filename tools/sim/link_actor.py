@@ -1,4 +1,4 @@
-"""A manager's link to its lighthouses in a simulated world: a driver of `LinkMachine`."""
+"""A manager's link to its lighthouses in a simulated world: a driver of `ManagerLink`."""
 
 from __future__ import annotations
 
@@ -6,23 +6,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tools.sim.lighthouse_actor import Introduction, LighthouseActor, QuorumAnswer
+from tools.sim.lighthouse_actor import Introduction, QuorumAnswer
 from tools.sim.lighthouses import Lighthouses
-from tools.sim.network import Network, Stream, StreamEnd
+from tools.sim.network import Network, Stream
+from tools.sim.simulated_link import SimulatedLink
 from tools.sim.world import Process
-from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
-from torchft_svc.core.quorum.manager.link_types import (
-    BEAT_TIMEOUT_S,
+from torchft_svc.core.link import BEAT_TIMEOUT_S, ConfirmLeft, Connect, LinkState, SendBeat
+from torchft_svc.core.quorum.manager.lighthouse_link import (
     AnswerAsker,
-    Close,
-    ConfirmLeft,
-    Connect,
-    LinkConfig,
-    LinkState,
-    Log,
-    Order,
-    Probe,
-    SendBeat,
+    ManagerLink,
+    ManagerLinkConfig,
+    OwnOrder,
 )
 from torchft_svc.core.quorum.session_messages import (
     Beat,
@@ -39,11 +33,10 @@ from torchft_svc.core.quorum.session_messages import (
 )
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import GroupRequest, Quorum
-from torchft_svc.core.timer import DeadlineTimer
-from torchft_svc.errors import TorchFTError, Unreachable
+from torchft_svc.errors import TorchFTError
 
 Outcome = Quorum | TorchFTError
-Input = Callable[[LinkMachine, float], object]
+Input = Callable[[ManagerLink, float], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,14 +52,14 @@ class LinkSite:
 
 
 @dataclass(slots=True)
-class _Contact:
-    stream: Stream
-    hello: Hello
+class _Calls:
+    """The beats over one connection, where they are calls."""
+
     num_beats: int = 0
-    num_answered: int = 0  # of the beats that are calls
+    num_answered: int = 0
 
 
-class LinkActor:
+class LinkActor(SimulatedLink[ManagerLink]):
     """One life of a manager's link.
 
     ``on_news`` receives losses and commands, ``on_outcome`` the outcome of each question, by round.
@@ -76,85 +69,68 @@ class LinkActor:
         self,
         process: Process,
         site: LinkSite,
-        config: LinkConfig,
+        config: ManagerLinkConfig,
         on_news: Callable[[Lost | Kill | Drain | NewcomerWaits | TermEnds], None],
         on_outcome: Callable[[int, Outcome], None],
         make_beat: Callable[[], Beat],
         reached: Callable[[], int],
     ) -> None:
-        self._process = process
-        self._network = site.network
         self._site = site
         self._on_news = on_news
         self._on_outcome = on_outcome
         self._make_beat = make_beat
         self._num_incarnations = 0
-        self._contacts: dict[int, _Contact] = {}
-        self._number = 0  # of the connection that messages go over
-        self._timer = DeadlineTimer(process.after, lambda: self._tell(LinkMachine.tick))
-        self._host = ""  # that it is connected to
+        self._calls = _Calls()
         self._is_newcomer = True  # as of its last question
         self.loses: Callable[[object], bool] | None = None  # whether what comes is lost
         self.on_change: Callable[[bool], None] = lambda is_open: None
-        draw = process.chance.random
-        self.machine = LinkMachine(config, self._new_replica_id, draw, reached, process.name)
+        new_id = partial(self._new_replica_id, process.name)
+        machine = ManagerLink(config, new_id, process.chance.random, reached, process.name)
+        super().__init__(process, site.network, site.lighthouses.hosts, machine)
         if config.resumed is None:
             self.begin()
 
     def begin(self) -> None:
         """Begin to prove that the group is alive, unless it has begun."""
         if not self._number:
-            self._tell(lambda machine, now: machine.start(now))
+            self.feed(lambda machine, now: machine.start(now))
 
-    def _new_replica_id(self) -> str:
+    def _new_replica_id(self, process_name: str) -> str:
         self._num_incarnations += 1
-        return f"{self._site.name}:{self._process.name}.{self._num_incarnations}"
+        return f"{self._site.name}:{process_name}.{self._num_incarnations}"
 
     def ask(self, ask: GroupRequest, timeout_s: float) -> None:
-        """``on_outcome`` hears of the outcome, after this has returned."""
-        self._tell_soon(lambda machine, now: machine.ask(ask, timeout_s, now))
+        """Ask for a quorum; ``on_outcome`` gets the outcome, after this has returned."""
+        self._feed_soon(lambda machine, now: machine.ask_quorum(ask, timeout_s, now))
 
     def withdraw(self, round_: int) -> None:
-        self._tell_soon(lambda machine, now: machine.withdraw(round_, now))
+        self._feed_soon(lambda machine, now: machine.withdraw_round(round_, now))
 
     def leave(self, leave: Leave) -> None:
-        self._tell(lambda machine, now: machine.leave(leave, now))
+        self.feed(lambda machine, now: machine.leave(leave, now))
 
     # -- the machine's shell ---------------------------------------------------------------------
 
-    def _tell_soon(self, tell: Input) -> None:
-        self._process.after(0.0, self._tell, tell)
+    def _feed_soon(self, input_: Callable[[ManagerLink, float], object]) -> None:
+        self._process.after(0.0, self.feed, input_)
 
-    def _tell(self, tell: Input) -> None:
-        now, before = self._process.world.now, self.machine.state
-        tell(self.machine, now)
+    def _state_changed(self, before: LinkState) -> None:
         is_open = self.machine.state.session_change(before)
         if is_open is not None:
             self.on_change(is_open)
-        for order in self.machine.take_orders():
-            self._carry_out(order)
-        self._timer.set(self.machine.next_deadline(now), now)
 
-    def _carry_out(self, order: Order) -> None:
-        if isinstance(order, Connect):
-            self._connect(order)
-        elif isinstance(order, Close):
-            contact = self._contacts.pop(order.connection, None)
-            if contact is not None:
-                contact.stream.cancel()
-        elif isinstance(order, Probe):
-            self._probe(order)
-        elif isinstance(order, AnswerAsker):
+    def _execute_own(self, order: SendBeat | ConfirmLeft | OwnOrder) -> None:
+        if isinstance(order, AnswerAsker):
             self._answer(order)
         elif isinstance(order, TermEnds):
             self._process.after(0.0, self._on_news, order)
         elif isinstance(order, SendBeat):
-            self._beat(self._contacts[self._number])
-        elif not isinstance(order, ConfirmLeft | Log):
+            self._send_beat()
+        elif not isinstance(order, ConfirmLeft):
             if isinstance(order, Question):
                 member = order.member
                 self._is_newcomer = not (member.has_history or member.last_num_groups)
-            self._contacts[self._number].stream.to_server(order)
+            self.send(order)
 
     def _answer(self, order: AnswerAsker) -> None:
         site = self._site
@@ -165,87 +141,52 @@ class LinkActor:
         self._on_outcome(order.round, order.outcome)
 
     def _connect(self, order: Connect) -> None:
-        self._number = number = order.connection
-        self._site.on_hello(order.hello)
-        self._host = order.address
-        end = StreamEnd(self._process, partial(self._receive, number), partial(self._ended, order))
-        stream = self._network.connect(end, self._site.lighthouses.hosts[order.address].accept)
-        if stream is None:
-            return
-        self._contacts[number] = _Contact(stream, order.hello)
-        if self._site.has_sessions:
-            stream.to_server(Introduction(self._site.job, order.hello, has_session=True))
-        else:
-            refuse: Input = lambda machine, now: machine.not_supported(number, now)  # noqa: E731
-            self._process.after(2 * self._network.latency(self._process), self._tell, refuse)
+        self._site.on_hello(self.machine.hello())
+        super()._connect(order)
 
-    def _beat(self, contact: _Contact) -> None:
-        contact.num_beats += 1
+    def _introduce(self, connection: Connect, stream: Stream) -> None:
+        self._calls = _Calls()
+        number = connection.connection
         if self._site.has_sessions:
-            contact.stream.to_server(self._make_beat())
-            return
-        number = self._number
-        if contact.num_beats == 1:  # the lighthouse does not know it before; answers with a welcome
-            introduction = Introduction(self._site.job, contact.hello, has_session=False)
-            contact.stream.to_server(introduction)
+            hello = self.machine.hello()
+            stream.to_server(Introduction(self._site.job, hello, has_session=True))
         else:
-            contact.stream.to_server(Beat())
+            way_s = 2 * self._network.latency(self._process)
+            refuse: Input = lambda machine, now: machine.not_supported(number, now)  # noqa: E731
+            self._process.after(way_s, self.feed, refuse)
+
+    def _send_beat(self) -> None:
+        calls, number = self._calls, self._number
+        calls.num_beats += 1
+        if self._site.has_sessions:
+            self.send(self._make_beat())
+            return
+        if calls.num_beats == 1:  # the lighthouse does not know it before; answers with a welcome
+            self.send(Introduction(self._site.job, self.machine.hello(), has_session=False))
+        else:
+            self.send(Beat())
             if not self._network.is_cut(self._process.name):
                 back_s = 2 * self._network.latency(self._process)
                 self._process.after(back_s, self._receive, number, Welcome(0.0))
-        args = number, contact, contact.num_beats
-        self._process.after(BEAT_TIMEOUT_S, self._look_at_beat, *args)
+        self._process.after(BEAT_TIMEOUT_S, self._end_beat, number, calls, calls.num_beats)
 
-    def _look_at_beat(self, number: int, contact: _Contact, beat: int) -> None:
-        if contact.num_answered < beat:
-            contact.num_answered = beat
-            self._tell(lambda machine, now: machine.beat_was_late(number, now))
-
-    def _probe(self, order: Probe) -> None:
-        """A lighthouse that is frozen, or cut off from this group, does not answer."""
-        answers: dict[str, bool] = {}
-
-        def answer(address: str, is_taken: bool) -> None:
-            if address in answers:
-                return
-            answers[address] = is_taken
-            if len(answers) == len(order.addresses):
-                takers = [each for each, takes in answers.items() if takes]
-                self._tell(lambda machine, now: machine.probed(order.connection, takers, now))
-
-        def ask(address: str, host: LighthouseActor) -> None:
-            back_s = self._network.latency(self._process)
-            self._process.after(back_s, answer, address, host.accepts_groups())
-
-        for address in order.addresses:
-            host = self._site.lighthouses.hosts[address]
-            way_s = self._network.latency(self._process)
-            self._process.after(order.timeout_s, answer, address, False)
-            if self._network.is_cut(self._process.name):
-                continue
-            if host.process.is_dead:
-                self._process.after(way_s, answer, address, False)
-            else:
-                host.process.after(way_s, ask, address, host)
+    def _end_beat(self, number: int, calls: _Calls, beat: int) -> None:
+        """A call has timed out, unless it was answered."""
+        if calls.num_answered < beat:
+            calls.num_answered = beat
+            self.feed(lambda machine, now: machine.beat_was_late(number, now))
 
     def _receive(self, number: int, news: News | QuorumAnswer) -> None:
-        contact = self._contacts.get(number)
-        if contact is None or (self.loses is not None and self.loses(news)):
+        if number not in self._streams or (self.loses is not None and self.loses(news)):
             return
         if isinstance(news, Welcome):
-            contact.num_answered = contact.num_beats
-            self._tell(lambda machine, now: machine.welcomed(number, news.min_interval_s, now))
+            self._calls.num_answered = self._calls.num_beats
+            self.feed(lambda machine, now: machine.welcomed(number, news.min_interval_s, now))
         elif isinstance(news, QuorumAnswer):
-            self._tell(lambda machine, now: machine.answered(number, *news, now))
+            self.feed(lambda machine, now: machine.answered(number, *news, now))
         elif isinstance(news, Refusal):
-            self._tell(lambda machine, now: machine.answered(number, news.number, news.error, now))
-        elif isinstance(news, Lost | Kill | Drain | NewcomerWaits | TermEnds) and self.machine.news(
-            number
-        ):
+            self.feed(lambda machine, now: machine.answered(number, news.number, news.error, now))
+        elif isinstance(
+            news, Lost | Kill | Drain | NewcomerWaits | TermEnds
+        ) and self.machine.accepts_news(number):
             self._on_news(news)
-
-    def _ended(self, order: Connect, reason: str | TorchFTError) -> None:
-        error = reason
-        if isinstance(error, str):
-            error = Unreachable("lighthouse", order.address, error)
-        self._tell(lambda machine, now: machine.closed(order.connection, error, now))

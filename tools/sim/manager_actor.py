@@ -12,7 +12,7 @@ from tools.sim.world import Process
 from torchft_svc.core.quorum.activity import PhaseReport
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, RefuseWorker
 from torchft_svc.core.quorum.manager.group import Answer, AnswerWorker, Group
-from torchft_svc.core.quorum.manager.link_types import LinkConfig
+from torchft_svc.core.quorum.manager.lighthouse_link import ManagerLinkConfig
 from torchft_svc.core.quorum.manager.shell import GroupShell, SentNews
 from torchft_svc.core.quorum.session_messages import Drain, Leave
 from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest
@@ -34,7 +34,7 @@ class ManagerActor(GroupShell):
         self,
         process: Process,
         site: LinkSite,
-        config: LinkConfig,
+        config: ManagerLinkConfig,
         on_killed: Callable[[], None],
         invariants: Invariants,
         trace: Trace,

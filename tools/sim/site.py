@@ -14,7 +14,7 @@ from tools.sim.shared import Shared
 from tools.sim.sums import GroupCollective, State
 from tools.sim.trainer_actor import WorkerActor
 from tools.sim.world import Process, VirtualWorld
-from torchft_svc.core.quorum.manager.link_types import LinkConfig
+from torchft_svc.core.quorum.manager.lighthouse_link import ManagerLinkConfig
 from torchft_svc.core.quorum.session_messages import Hello, Leave
 from torchft_svc.core.quorum.types import Resumed
 
@@ -94,7 +94,7 @@ class Site:
             network=self._shared.network,
             lighthouses=self._lighthouses,
         )
-        config = LinkConfig(
+        config = ManagerLinkConfig(
             lighthouses=tuple(self._lighthouses.hosts),
             store_address=process.name,
             group_world_size=self.group_world_size,

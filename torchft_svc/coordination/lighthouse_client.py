@@ -22,7 +22,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS
 from torchft_svc.rpc.codec import member_to_wire
 from torchft_svc.rpc.codec_status import status_from_wire
-from torchft_svc.rpc.probing import would_take_blocking
+from torchft_svc.rpc.probing import accepts_client_blocking
 from torchft_svc.rpc.security import Security
 
 # A look at the earlier lighthouses of the list is followed by so many times its length without one.
@@ -177,13 +177,13 @@ class LighthouseClient(Client):
     def _worked(self, addr: str) -> None:
         with self._routing:
             if addr == self._route.current:
-                self._route.worked()
+                self._route.record_answer()
 
     def _go_on(self, failed: str, leader: str = "") -> bool:
         with self._routing:
             if failed != self._route.current:
                 return True  # another thread has gone on already
-            goes_on = self._route.go_on(leader)
+            goes_on = self._route.choose_next(leader)
             self._move(self._route.current)
             return goes_on
 
@@ -195,10 +195,10 @@ class LighthouseClient(Client):
                 return
             for address in self._route.preferred:
                 asks = functools.partial(
-                    would_take_blocking, address, self._job_id, self.security, LOOK_BACK_S
+                    accepts_client_blocking, address, self._job_id, self.security, LOOK_BACK_S
                 )
                 if self._caller.call(asks):
-                    self._route.go_back(address)
+                    self._route.return_to(address)
                     self._move(address)
                     break
             # One that is silent must not cost more than a small part of the time.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from torchft_svc.errors import Unreachable
 
 # Pauses between two attempts, in seconds. A short interruption must be over long before the
-# heartbeat timeout (5 s by default) takes a group for dead.
+# heartbeat timeout (5 s by default) counts a group as dead.
 MIN_PAUSE_S, MAX_PAUSE_S = 0.02, 0.5
 # A client that is not at the first lighthouse of its list asks this often whether an earlier one
-# would take it: for so long the groups of a job may be at different ones.
+# would accept it: for this long the groups of a job may be at different ones.
 LOOK_BACK_S = 1.0
 # A restarted manager is back within a second, on a busy machine within a few seconds; after this
 # time the machine of rank 0 is probably gone.
@@ -50,15 +50,16 @@ class Route:
         """Whether the current one is the only one that is known."""
         return self.addresses == (self.current,)
 
-    def worked(self) -> None:
-        """The current one has answered: if it breaks it is tried again first, then the list."""
+    def record_answer(self) -> None:
+        """Record that the current one has answered: if it breaks, it is tried again first, then
+        the list."""
         self._untried = [self.current, *(each for each in self.addresses if each != self.current)]
         self._leaders_tried.clear()
 
-    def go_on(self, leader: str = "") -> bool:
-        """The current one failed, or named the ``leader``: choose the next one.
+    def choose_next(self, leader: str = "") -> bool:
+        """Choose another one, because the current one failed or named the ``leader``.
 
-        False if all have been tried in vain, and it is time for a pause.
+        Return False if all have been tried in vain, and it is time for a pause.
         """
         if leader and leader != self.current and leader not in self._leaders_tried:
             self._leaders_tried.add(leader)  # once: two that name each other are no way out
@@ -71,10 +72,10 @@ class Route:
         self.current = self._untried.pop(0)
         return is_fresh
 
-    def go_back(self, address: str) -> None:
-        """One of `preferred` would take the group."""
+    def return_to(self, address: str) -> None:
+        """Choose one of `preferred`, which would accept the client."""
         self.current = address
-        self.worked()
+        self.record_answer()
 
 
 class Backoff:
@@ -89,8 +90,8 @@ class Backoff:
         self._draw = draw
         self._longest_s = MIN_PAUSE_S
 
-    def tried(self, *, failed: bool) -> None:
-        """After an attempt, or one at each address: the next pause is longer, or short again."""
+    def record_attempt(self, *, failed: bool) -> None:
+        """Record an attempt, or one at each address: the next pause is longer, or short again."""
         self._longest_s = min(2 * self._longest_s, MAX_PAUSE_S) if failed else MIN_PAUSE_S
 
     def pause_s(self) -> float:
@@ -143,12 +144,12 @@ class AttachRetry:
             self._failing_since = now
         failing_since, was_cut = self._failing_since, self._is_cut
         if is_first and now - self._ended_at >= LASTING_S:
-            self._backoff.tried(failed=False)
+            self._backoff.record_attempt(failed=False)
         self._ended_at = now
         is_late = failing_since is not None and now - failing_since >= MANAGER_PATIENCE_S
         self._is_cut |= is_late or is_closed or (is_first and how is AttachEnd.REFUSED)
         pause_s = self._backoff.pause_s()
-        self._backoff.tried(failed=failing_since is not None)
+        self._backoff.record_attempt(failed=failing_since is not None)
         return Reattach(
             pause_s,
             is_broken=is_first or is_closed,

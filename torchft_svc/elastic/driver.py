@@ -41,6 +41,7 @@ from torchft_svc.core.launch.agent import (
     StopWorkers,
     WorkerState,
 )
+from torchft_svc.core.launch.agent_link import LinkNews, LinkTrouble
 from torchft_svc.core.launch.stopped_workers import StoppedWorkers
 from torchft_svc.core.launch.world import (
     AgentLeave,
@@ -54,7 +55,6 @@ from torchft_svc.core.launch.world import (
 )
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.messages import WorkerAck, WorkerMessage, WorkerStarted
-from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble
 from torchft_svc.elastic.rendezvous.polled import MeetingFailed, PolledNews, WorldOver
 from torchft_svc.errors import Unauthorized
 from torchft_svc.host.address import LOOPBACK

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
 
-from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
-from torchft_svc.core.quorum.manager.link_types import Message
-from torchft_svc.core.quorum.session_messages import Beat
-from torchft_svc.errors import TorchFTError
+from torchft_svc.core.quorum.manager.lighthouse_link import ManagerLink
+from torchft_svc.core.quorum.session_messages import Beat, Hello
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.proto import torchft_pb2 as pb
 
@@ -20,31 +17,17 @@ from torchft_svc.proto import torchft_pb2 as pb
 class Contact:
     """One connection: its number, the lighthouse's address as the user wrote it, and the channel.
 
-    ``tell`` passes an input to the machine; ``on_news`` gets the other news of a session, and
-    ``beat`` makes a session's next beat.
+    ``feed`` passes an input to the machine; ``on_news`` gets the other news of a session.
     """
 
     number: int
     address: str
     channel: grpc.aio.Channel
     config: ManagerConfig
-    tell: Callable[[Callable[[LinkMachine, float], object]], None]
+    feed: Callable[[Callable[[ManagerLink, float], object]], None]
+    make_hello: Callable[[], Hello]
+    make_beat: Callable[[], Beat]
     on_news: Callable[[int, pb.SessionNews], None]
-    beat: Callable[[], Beat]
-
-
-class Transport(Protocol):
-    """How messages get to one lighthouse."""
-
-    async def run(self) -> TorchFTError:
-        """Receive until the connection is over, and return why.
-
-        Raises:
-            NotSupported: the lighthouse does not know this way.
-        """
-
-    def send(self, message: Message) -> None:
-        """Send ``message`` soon; what is lost with the connection, `run` returns."""
 
 
 class NotSupported(Exception):

@@ -9,11 +9,11 @@ from typing import Any
 
 import grpc
 
-from torchft_svc.core.quorum.manager.lighthouse_link import LEAVE_TIMEOUT_S
-from torchft_svc.core.quorum.manager.link_types import BEAT_TIMEOUT_S, Message, SendBeat
+from torchft_svc.core.link import BEAT_TIMEOUT_S, LEAVE_TIMEOUT_S, SendBeat
+from torchft_svc.core.quorum.manager.lighthouse_link import Message
 from torchft_svc.core.quorum.session_messages import Leave, Question, Withdrawal
 from torchft_svc.core.quorum.types import Quorum
-from torchft_svc.errors import TorchFTError, Unreachable
+from torchft_svc.errors import TorchFTError
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.transport import Contact
 from torchft_svc.proto import torchft_pb2 as pb
@@ -24,7 +24,7 @@ _SERVICE = "/torchft.LighthouseService/"
 
 
 class UnaryTransport:
-    """See `Transport`; to be used on one event loop."""
+    """A lighthouse by calls (see `Transport`); to be used on one event loop."""
 
     def __init__(self, contact: Contact, replica_id: str) -> None:
         self._contact = contact
@@ -33,15 +33,15 @@ class UnaryTransport:
         self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
         self._calls = Tasks()
         self._question: asyncio.Task[None] | None = None
-        self._over: asyncio.Future[TorchFTError] = asyncio.get_running_loop().create_future()
+        self._over: asyncio.Future[TorchFTError | None] = asyncio.get_running_loop().create_future()
 
-    async def run(self) -> TorchFTError:
-        """See `Transport.run`. A heartbeat that is late breaks nothing."""
+    async def run(self) -> TorchFTError | None:
+        """Receive until a call fails; a heartbeat that is late breaks nothing."""
         async with self._calls:
             return await self._over
 
     def send(self, message: Message) -> None:
-        """See `Transport.send`."""
+        """Call the lighthouse with ``message``, soon."""
         if isinstance(message, SendBeat):
             self._start(self._beat())
         elif isinstance(message, Question):
@@ -64,10 +64,10 @@ class UnaryTransport:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._end(self._to_error(error, "heartbeat", BEAT_TIMEOUT_S))
             else:
-                self._contact.tell(lambda machine, now: machine.beat_was_late(number, now))
+                self._contact.feed(lambda machine, now: machine.beat_was_late(number, now))
         else:
             interval_s = answer.min_interval_ms / 1000
-            self._contact.tell(lambda machine, now: machine.welcomed(number, interval_s, now))
+            self._contact.feed(lambda machine, now: machine.welcomed(number, interval_s, now))
 
     async def _ask(self, message: Question) -> None:
         number, question = self._contact.number, message.number
@@ -80,7 +80,7 @@ class UnaryTransport:
             outcome = self._to_error(error, "quorum", message.timeout_s)
         except TorchFTError as error:
             outcome = error
-        self._contact.tell(lambda machine, now: machine.answered(number, question, outcome, now))
+        self._contact.feed(lambda machine, now: machine.answered(number, question, outcome, now))
 
     async def _leave(self, message: Leave) -> None:
         request = pb.LighthouseLeaveRequest(
@@ -91,7 +91,7 @@ class UnaryTransport:
         )
         with contextlib.suppress(grpc.aio.AioRpcError):  # also: a lighthouse without Leave
             await self._call("Leave", request, LEAVE_TIMEOUT_S)
-        self._end(Unreachable("lighthouse", self._contact.address, "it was left"))
+        self._end(None)
 
     async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
         name = f"Lighthouse{method}"
@@ -102,7 +102,7 @@ class UnaryTransport:
         )
         return await call(request, timeout=timeout_s, metadata=self._metadata)
 
-    def _end(self, why: TorchFTError) -> None:
+    def _end(self, why: TorchFTError | None) -> None:
         if not self._over.done():
             self._over.set_result(why)
 

@@ -1,4 +1,4 @@
-"""The client's end of a stream: why it has ended, although gRPC does not always tell."""
+"""The client's end of a stream: why it has ended, although gRPC does not always know."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torchft_svc.errors import TorchFTError, Unreachable
 from torchft_svc.rpc.status import cause_of, to_distrust, to_not_leader
 from torchft_svc.rpc.tls_reasons import closing_hint
 
-# What gRPC says instead of the reason, if the other side ends a call while it is being written to;
+# What gRPC reports instead of the reason, if the other side ends a call while it is written to;
 # of sessions that a lighthouse refuses at once, that were 5 in 100.
-_UNTOLD = "Internal error from Core"
-# So often a stream is opened to learn the reason.
+_DROPPED = "Internal error from Core"
+# How often a stream is opened to learn the reason.
 MAX_OPENINGS = 4
 
 Stream = Any  # grpc.aio's stream call; its stubs lack reading and writing
@@ -25,7 +25,7 @@ EOF: Any = grpc.aio.EOF  # type: ignore[attr-defined]
 
 
 async def raise_status(stream: Stream) -> None:
-    """The stream has ended: raise why, unless it ended in good order."""
+    """Raise why ``stream``, which has ended, did so, unless it ended in good order."""
     code = await stream.code()
     if code is not grpc.StatusCode.OK:
         details = await stream.details()
@@ -33,13 +33,13 @@ async def raise_status(stream: Stream) -> None:
         raise grpc.aio.AioRpcError(code, *metadata, details=details)  # type: ignore[call-arg]
 
 
-def is_untold(error: grpc.RpcError) -> bool:
-    """Whether gRPC has dropped the reason; the next attempt may tell it."""
-    return error.details() == _UNTOLD
+def is_reason_dropped(error: grpc.RpcError) -> bool:
+    """Whether gRPC has dropped the reason; the next attempt may bring it."""
+    return error.details() == _DROPPED
 
 
 def broken_stream(error: Exception, address: str) -> TorchFTError:
-    """Why the stream to the lighthouse at ``address`` is over, after one of `BROKEN`."""
+    """Return why the stream to the lighthouse at ``address`` is over, after one of `BROKEN`."""
     if isinstance(error, grpc.aio.AioRpcError):
         known = to_not_leader(error) or to_distrust(error, "lighthouse", address)
         if known is not None:
@@ -50,7 +50,7 @@ def broken_stream(error: Exception, address: str) -> TorchFTError:
 def _why(error: Exception) -> str:
     if not isinstance(error, grpc.aio.AioRpcError):
         return str(error)
-    if is_untold(error):
+    if is_reason_dropped(error):
         return "it ended the session"
     details = one_line(error.details() or "")
     return f"{cause_of(error.code(), details)}{closing_hint(details)}"

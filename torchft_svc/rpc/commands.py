@@ -119,10 +119,10 @@ def ask(
             return _ask_one(peer, route.current, security, job, request, answer)
         except NotLeader as error:
             failures.append(f"{route.current}: {error}")
-            goes_on = route.go_on(error.leader)
+            goes_on = route.choose_next(error.leader)
         except (Unreachable, DeadlineExceeded) as error:
             failures.append(str(error))
-            goes_on = route.go_on()
+            goes_on = route.choose_next()
         except TorchFTError as error:
             raise click.ClickException(str(error)) from None
     raise click.ClickException("; ".join(dict.fromkeys(failures)))

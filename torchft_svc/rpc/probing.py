@@ -1,4 +1,4 @@
-"""Asks whether a lighthouse would take a group that is with another one."""
+"""Asks whether a lighthouse would accept a client that is with another one."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from torchft_svc.rpc.channel import open_aio_channel, open_channel
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.security import Security
 
-# Method, request, and what is said by who would. The public release's lighthouse does not know the
-# first question, and refuses the second because nobody asks; what is no lighthouse knows neither.
+# Method, request, and the answer of a lighthouse that would. The public release's lighthouse does
+# not know the first question, and refuses the second because nobody asks; what is no lighthouse
+# knows neither.
 _QUESTIONS: tuple[tuple[str, Any, grpc.StatusCode], ...] = (
     ("HasRoom", pb.LighthouseRoomRequest(), grpc.StatusCode.OK),
     ("Quorum", pb.LighthouseQuorumRequest(), grpc.StatusCode.INVALID_ARGUMENT),
 )
 
 
-async def would_take(address: str, job_id: str, security: Security, timeout_s: float) -> bool:
-    """Whether a lighthouse at ``address`` takes requests, knows the token and has room for a group
-    of this job.
+async def accepts_client(address: str, job_id: str, security: Security, timeout_s: float) -> bool:
+    """Whether a lighthouse at ``address`` accepts requests, knows the token and has room for a
+    group of this job.
 
-    Its health does not tell that: who leaves a lighthouse for one that refuses it trains alone, and
-    would do so again and again.
+    Its health does not show that: a group that leaves a lighthouse for one that refuses it trains
+    alone, and would do so again and again.
     """
     metadata = ((JOB_KEY, job_id), *security.metadata)
     async with open_aio_channel(address, security) as channel:
@@ -40,8 +41,10 @@ async def would_take(address: str, job_id: str, security: Security, timeout_s: f
     return False
 
 
-def would_take_blocking(address: str, job_id: str, security: Security, timeout_s: float) -> bool:
-    """The same, for who is on no event loop."""
+def accepts_client_blocking(
+    address: str, job_id: str, security: Security, timeout_s: float
+) -> bool:
+    """`accepts_client`, for a caller that is on no event loop."""
     metadata = ((JOB_KEY, job_id), *security.metadata)
     with open_channel(address, security) as channel:
         for method, request, welcome in _QUESTIONS:

@@ -13,7 +13,7 @@ import pytest
 from tools.sim.explore import describe
 from tools.sim.fleet import Fleet
 from tools.sim.scenario import Fault, Scenario, draw
-from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
+from torchft_svc.core.quorum.manager.lighthouse_link import ManagerLink
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -73,11 +73,11 @@ NEWCOMER = moving(3, replace(AWAY, seconds=6.0), fault(13.1, "crash", 0, 1.0))
 
 
 def nobody_looks_back(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(LinkMachine, "_has_looked", lambda self, connection, now: True)
+    plant.setattr(ManagerLink, "_has_looked", lambda self, connection, now: True)
 
 
 def newcomers_ask_at_once(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(LinkMachine, "_is_newcomer", lambda self, question: False)
+    plant.setattr(ManagerLink, "_is_newcomer", lambda self, question: False)
 
 
 @pytest.mark.parametrize(

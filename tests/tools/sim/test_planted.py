@@ -21,7 +21,7 @@ from torchft_svc.core.quorum.lighthouse.membership import GroupState, JobView, M
 from torchft_svc.core.quorum.manager import commit_barrier
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, CommitBarrier
 from torchft_svc.core.quorum.manager.group import Group
-from torchft_svc.core.quorum.manager.lighthouse_link import LinkMachine
+from torchft_svc.core.quorum.manager.lighthouse_link import ManagerLink
 from torchft_svc.core.quorum.types import GroupRequest, Member, QuorumConfig
 from torchft_svc.core.quorum.worker import round as core_round
 from torchft_svc.core.quorum.worker import step
@@ -494,7 +494,7 @@ def a_worker_that_is_gone_is_not_missed(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_restarted_group_keeps_its_replica_id(plant: pytest.MonkeyPatch) -> None:
-    real = LinkMachine._begin_incarnation
+    real = ManagerLink._begin_incarnation
 
     def begin(self: Any, replica_id: str) -> None:
         before = getattr(self, "_me", None)
@@ -502,28 +502,28 @@ def a_restarted_group_keeps_its_replica_id(plant: pytest.MonkeyPatch) -> None:
         if before is not None:
             self._me.replica_id = before.replica_id
 
-    plant.setattr(LinkMachine, "_begin_incarnation", begin)
+    plant.setattr(ManagerLink, "_begin_incarnation", begin)
 
 
 def no_beats_are_sent(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(LinkMachine, "_beat", lambda self, connection, now: None)
+    plant.setattr(ManagerLink, "_send_beat", lambda self, connection, now: None)
 
 
 def a_session_that_broke_is_not_opened_again(plant: pytest.MonkeyPatch) -> None:
-    real = LinkMachine._lose
+    real = ManagerLink._lose_connection
 
     def lose(self: Any, error: Any, now: float) -> None:
         real(self, error, now)
-        if self._me.was_open:
-            self._me.retry_at = math.inf
+        if self._attempts.was_open:
+            self._attempts.retry_at = math.inf
 
-    plant.setattr(LinkMachine, "_lose", lose)
+    plant.setattr(ManagerLink, "_lose_connection", lose)
 
 
 def nobody_goes_back_to_an_earlier_lighthouse(plant: pytest.MonkeyPatch) -> None:
-    real = LinkMachine.probed
+    real = ManagerLink.probed
     plant.setattr(
-        LinkMachine, "probed", lambda self, number, takers, now: real(self, number, (), now)
+        ManagerLink, "probed", lambda self, number, takers, now: real(self, number, (), now)
     )
 
 

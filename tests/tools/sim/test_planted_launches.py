@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from support.core.guards import replace_guard
 
-from tools.sim.launch_agent import LaunchAgent
 from tools.sim.launch_fleet import LaunchFleet
 from tools.sim.launch_scenario import LaunchScenario, draw_launch, on_a_list_from_the_start
+from tools.sim.scenario import Fault
 from torchft_svc.core.launch import agent
 from torchft_svc.core.launch.agent import AgentMachine
 from torchft_svc.core.launch.launched_run import (
@@ -30,6 +30,7 @@ from torchft_svc.core.launch.restart import (
     event_of_failure,
 )
 from torchft_svc.core.launch.world import RunMove, RunWaiting
+from torchft_svc.core.link import LinkMachine
 from torchft_svc.core.streams import EndStream
 
 # A fault that needs more seeds than this is not found: the simulator looks in the wrong places.
@@ -179,7 +180,7 @@ def places_are_not_given_again(plant: pytest.MonkeyPatch) -> None:
 
 
 def nobody_looks_back_to_an_earlier_lighthouse(plant: pytest.MonkeyPatch) -> None:
-    replace_guard(plant, LaunchAgent.look_back, lambda self, end: None)
+    replace_guard(plant, LinkMachine.probed, lambda self, number, accepting, now: None)
 
 
 def a_standstill_is_ignored(plant: pytest.MonkeyPatch) -> None:
@@ -189,7 +190,7 @@ def a_standstill_is_ignored(plant: pytest.MonkeyPatch) -> None:
 def agents_that_move_are_lost_to_the_slowest(plant: pytest.MonkeyPatch) -> None:
     def moved(self: Any, move: RunMove, at: float) -> Any:
         *leaving, slowest = [each.stream for each in self.agents.values()]
-        orders = [SendNews((*leaving, slowest), move), *map(EndStream, leaving)]
+        orders = [SendNews(tuple(leaving), move), *map(EndStream, leaving)]
         for node_id, each in list(self.agents.items()):
             if each.stream != slowest:
                 orders += self.stream_ended(node_id, "it moves", at)
@@ -248,7 +249,7 @@ PLANTS: dict[Plant, int] = {
     places_are_not_given_again: 140,
     nobody_looks_back_to_an_earlier_lighthouse: 0,
     agents_that_move_are_lost_to_the_slowest: 0,
-    a_standstill_is_ignored: 904090,
+    a_standstill_is_ignored: 0,
     nodes_may_fail_however_often: 640,
     runs_may_fail_however_often: 600,
     a_run_that_has_begun_anew_elsewhere_is_not_adopted: 16325,
@@ -267,9 +268,17 @@ def with_crashes(scenario: LaunchScenario) -> LaunchScenario:
     return dataclasses.replace(scenario, faults=tuple(faults))
 
 
+def with_one_short_freeze(scenario: LaunchScenario) -> LaunchScenario:
+    """Return a run on a list whose first lighthouse stands still until some agents have left."""
+    seconds = 2.0 + scenario.seed % 10 * 0.25
+    freeze = Fault(at=20.0, kind="lighthouse_freeze", target=0, seconds=seconds, value=0.0)
+    return dataclasses.replace(scenario, num_lighthouses=2, is_elected=False, faults=(freeze,))
+
+
 # How scenarios are changed for what is rare otherwise.
 CHANGES: dict[Plant, Callable[[LaunchScenario], LaunchScenario]] = {
     a_run_that_has_begun_anew_elsewhere_is_not_adopted: with_crashes,
+    a_standstill_is_ignored: with_one_short_freeze,
     a_world_of_another_lighthouse_passes_for_the_present_one: on_a_list_from_the_start,
 }
 

@@ -29,8 +29,8 @@ import grpc
 import uvloop
 
 from tools.benchmarks.simulated_fleet import group_member
+from torchft_svc.core.link import beat_together
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.manager.link_types import beat_together
 from torchft_svc.core.quorum.session_messages import Beat, Hello, Question, SessionMessage
 from torchft_svc.core.quorum.types import NO_QUORUM, Member
 from torchft_svc.proto import torchft_pb2 as pb

@@ -28,6 +28,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from torchft_svc import coordination
+from torchft_svc.core.launch.agent_link import LinkNews, LinkTrouble
 from torchft_svc.core.launch.world import (
     AgentLeave,
     AgentState,
@@ -39,7 +40,7 @@ from torchft_svc.core.launch.world import (
     WorldPaused,
 )
 from torchft_svc.elastic.rendezvous.config import BACKEND, RendezvousConfig, rendezvous_config
-from torchft_svc.elastic.rendezvous.link import LinkNews, LinkTrouble, RendezvousLink
+from torchft_svc.elastic.rendezvous.link import RendezvousLink
 from torchft_svc.elastic.rendezvous.own_lighthouse import own_lighthouse
 from torchft_svc.elastic.rendezvous.stores import AgentStores, Watch, WorldChanged
 from torchft_svc.env import Environment

@@ -1,41 +1,33 @@
-"""Tests the link to the lighthouses as tables: what happens, and what it orders because of it."""
+"""Tests what only a manager's link does: questions, incarnations, and where its job is."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
-from collections.abc import Callable
 
 import pytest
+from support.core.links import ASK, CONFIG, REFUSED, ManagerPlay, without_beats
 
-from torchft_svc.core.quorum.lighthouse.membership import GATHER_S
-from torchft_svc.core.quorum.manager.lighthouse_link import (
-    DISTRUST_PAUSE_S,
+from torchft_svc.core.link import (
     LEAVE_TIMEOUT_S,
     MAX_LOOK_AGE_S,
-    MAX_WANTED_INTERVAL_S,
-    REFUSAL_GRACE_S,
-    WELCOME_TIMEOUT_S,
-    LinkMachine,
-)
-from torchft_svc.core.quorum.manager.link_types import (
-    GO_ON_S,
-    MOMENTS_PER_INTERVAL,
-    NEWCOMER_PAUSE_S,
-    NEWCOMER_SHARE,
-    RETURN_S,
-    AnswerAsker,
     Close,
     ConfirmLeft,
     Connect,
-    LinkConfig,
     LinkState,
-    Log,
-    Order,
     Probe,
     SendBeat,
-    beat_together,
+)
+from torchft_svc.core.quorum.lighthouse.membership import GATHER_S
+from torchft_svc.core.quorum.manager.lighthouse_link import (
+    DISTRUST_PAUSE_S,
+    GO_ON_S,
+    NEWCOMER_PAUSE_S,
+    NEWCOMER_SHARE,
+    REFUSAL_GRACE_S,
+    RETURN_S,
+    AnswerAsker,
+    Order,
 )
 from torchft_svc.core.quorum.session_messages import Hello, Leave, Question, Withdrawal
 from torchft_svc.core.quorum.term import TermEnds
@@ -55,91 +47,9 @@ from torchft_svc.errors import (
     RequestRefused,
     TorchFTError,
     Unauthorized,
-    Unreachable,
 )
 
-CONFIG = LinkConfig(
-    lighthouses=("a",),
-    store_address="store",
-    group_world_size=2,
-    heartbeat_interval_s=0.1,
-    connect_timeout_s=3.0,
-    quorum_retries=0,
-    min_replicas=0,
-)
-ASK = GroupRequest(
-    round=7, step=3, shrink_only=False, commit_failures=0, new_incarnation=False, has_history=True
-)
 NEWCOMER = dataclasses.replace(ASK, has_history=False)
-REFUSED = Unreachable("lighthouse", "a", "refused")
-
-
-class Link:
-    """A machine, and its orders as they come; log lines are kept apart."""
-
-    def __init__(
-        self,
-        *lighthouses: str,
-        retries: int = 0,
-        chance: float = 1.0,
-        resumed: Resumed | None = None,
-        wall_offset_s: float = 0.0,
-    ) -> None:
-        self.num_incarnations = 0
-        config = dataclasses.replace(
-            CONFIG,
-            lighthouses=lighthouses or ("a",),
-            quorum_retries=retries,
-            resumed=resumed,
-            wall_offset_s=wall_offset_s,
-        )
-        self.machine = LinkMachine(config, self._name, lambda: chance, address="me")
-        self.log: list[str] = []
-        self.now = 0.0
-
-    def _name(self) -> str:
-        self.num_incarnations += 1
-        return f"g:{self.num_incarnations}"
-
-    def __call__(self, act: Callable[[LinkMachine], object]) -> list[Order]:
-        act(self.machine)
-        orders = self.machine.take_orders()
-        self.log += [order.text for order in orders if isinstance(order, Log)]
-        return [order for order in orders if not isinstance(order, Log)]
-
-    def until(self, at: float) -> list[Order]:
-        """What the time alone brings."""
-        found = []
-        while (due := self.machine.next_deadline(self.now)) <= at:
-            assert due < math.inf
-            self.now = max(self.now, due)
-            found += self(lambda machine: machine.tick(self.now))
-        self.now = at
-        return found
-
-    def open(self, number: int = 1, interval_s: float = 0.0) -> list[Order]:
-        """Welcomed, over connection ``number``."""
-        return self(lambda machine: machine.welcomed(number, interval_s, self.now))
-
-    def opened(self) -> Link:
-        """Connected with its first lighthouse."""
-        self(lambda machine: machine.start(self.now))
-        self.open()
-        return self
-
-    def ask(self, ask: GroupRequest = ASK, timeout_s: float = 60.0) -> list[Order]:
-        return self(lambda machine: machine.ask(ask, timeout_s, self.now))
-
-    def close(self, number: int = 1, error: TorchFTError = REFUSED) -> list[Order]:
-        return self(lambda machine: machine.closed(number, error, self.now))
-
-    def answer(
-        self, outcome: Quorum | TorchFTError, question: int = 1, number: int = 1
-    ) -> list[Order]:
-        return self(lambda machine: machine.answered(number, question, outcome, self.now))
-
-    def probed(self, *takers: str, number: int = 1) -> list[Order]:
-        return self(lambda machine: machine.probed(number, takers, self.now))
 
 
 def member(replica_id: str = "g:1", *, sole: bool = True, **fields: int) -> Member:
@@ -160,10 +70,6 @@ def quorum(quorum_id: int, *replica_ids: str) -> Quorum:
     return Quorum(quorum_id=quorum_id, participants=members)
 
 
-def without_beats(orders: list[Order]) -> list[Order]:
-    return [order for order in orders if not isinstance(order, SendBeat)]
-
-
 def question(number: int = 1, timeout_s: float = 60.0, *, sole: bool = True) -> Question:
     return Question(number, member(sole=sole), timeout_s)
 
@@ -172,11 +78,10 @@ def question(number: int = 1, timeout_s: float = 60.0, *, sole: bool = True) -> 
 
 
 def test_e7_another_manager_continues_the_incarnation_of_the_one_before() -> None:
-    link = Link(resumed=Resumed(replica_id="g:old", quorum_id=9, step=3, num_groups=2))
+    link = ManagerPlay(resumed=Resumed(replica_id="g:old", quorum_id=9, step=3, num_groups=2))
     assert link.until(100.0) == [], "it begins when its worker is there"
-    assert link(lambda machine: machine.start(100.0)) == [
-        Connect(1, "a", Hello("g:old", LastQuorum(9, 2), 2))  # step 3 may be its own alone
-    ]
+    assert link.start() == [Connect(1, "a")]
+    assert link.machine.hello() == Hello("g:old", LastQuorum(9, 2), 2), "step 3 may be its alone"
     assert link.machine.seen_quorum_id == 9
     assert link.num_incarnations == 0
     link.open()
@@ -185,61 +90,18 @@ def test_e7_another_manager_continues_the_incarnation_of_the_one_before() -> Non
     assert not asked.member.sole_lighthouse, "the others may know another one"
 
 
-def test_it_connects_again_after_pauses_that_grow_and_end_with_a_welcome() -> None:
-    link = Link()
-    assert link(lambda machine: machine.start(0.0)) == [Connect(1, "a", Hello("g:1", NO_QUORUM))]
-    waits = []
-    for number in range(1, 9):
-        assert link.close(number) == [Close(number)]
-        began_at = link.now
-        assert link.until(began_at + MAX_PAUSE_S)[0] == Connect(
-            number + 1, "a", Hello("g:1", NO_QUORUM)
-        )
-        connection = link.machine._connection
-        assert connection is not None
-        waits.append(round(connection.closes_at - WELCOME_TIMEOUT_S - began_at, 6))
-    assert waits == [0.04, 0.08, 0.16, 0.32, 0.5, 0.5, 0.5, 0.5]
-    link.open(9)
-    assert link.close(9) == [Close(9)]
-    assert link.until(link.now + MIN_PAUSE_S) == [Connect(10, "a", Hello("g:1", NO_QUORUM))]
-
-
-@pytest.mark.parametrize("reached_after_s", [None, 1.5])
-def test_a_lighthouse_that_does_not_answer_is_given_up(reached_after_s: float | None) -> None:
-    """The time begins when it was reached, at the latest."""
-    link = Link("a", "b")
-    link(lambda machine: machine.start(0.0))
-    if reached_after_s is not None:
-        link.until(reached_after_s)
-        link(lambda machine: machine.introduced(1, link.now))
-    due_at = link.now + WELCOME_TIMEOUT_S
-    assert link.until(due_at - 0.01) == []
-    assert link.until(due_at + MIN_PAUSE_S) == [Close(1), Connect(2, "b", Hello("g:1", NO_QUORUM))]
-    assert "does not answer" in link.log[0]
-    assert link.open(1) == [], "its welcome comes too late"
-
-
-def test_what_was_heard_of_a_connection_that_is_over_is_passed_over() -> None:
-    link = Link().opened()
+def test_answers_over_a_connection_that_is_over_are_ignored() -> None:
+    link = ManagerPlay().opened()
     link.close(1)
     link.until(1.0)
-    before = repr(link.machine)
-    for late in (
-        lambda machine: machine.welcomed(1, 0.0, 1.0),
-        lambda machine: machine.introduced(1, 1.0),
-        lambda machine: machine.not_supported(1, 1.0),
-        lambda machine: machine.beat_was_late(1, 1.0),
-        lambda machine: machine.answered(1, 1, quorum(5), 1.0),
-        lambda machine: machine.probed(1, ("a",), 1.0),
-        lambda machine: machine.closed(1, REFUSED, 1.0),
-    ):
-        assert link(late) == []
-    assert not link.machine.news(1, "for nobody")
-    assert repr(link.machine) == before
+    before = repr(vars(link.machine))
+    assert link.answer(quorum(5)) == []
+    assert not link.machine.accepts_news(1, "for nobody")
+    assert repr(vars(link.machine)) == before
 
 
-def test_who_is_not_trusted_by_any_lighthouse_is_told_at_once() -> None:
-    link = Link("a", "b")
+def test_a_group_that_no_lighthouse_trusts_gets_the_error_at_once() -> None:
+    link = ManagerPlay("a", "b")
     link(lambda machine: machine.start(0.0))
     link.ask()
     distrust = Unauthorized("lighthouse at a: nobody is known here")
@@ -249,8 +111,8 @@ def test_who_is_not_trusted_by_any_lighthouse_is_told_at_once() -> None:
     assert link.ask() == [AnswerAsker(7, distrust)]
 
 
-def test_a_group_that_has_trained_is_told_of_distrust_after_a_pause() -> None:
-    link = Link().opened()
+def test_a_group_that_has_trained_gets_an_error_of_distrust_after_a_pause() -> None:
+    link = ManagerPlay().opened()
     link.ask()
     link.answer(quorum(5))
     link.ask()
@@ -263,52 +125,56 @@ def test_a_group_that_has_trained_is_told_of_distrust_after_a_pause() -> None:
 # -- asking ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("reached", "told"), [(0, 3), (4, 3), (5, 4), (50, 49)])
+@pytest.mark.parametrize(("reached", "step"), [(0, 3), (4, 3), (5, 4), (50, 49)])
 def test_e5_a_session_begins_with_a_step_that_all_members_have_reached(
-    reached: int, told: int
+    reached: int, step: int
 ) -> None:
     """The last one may be this group's alone, but not that of the quorum, which is 3."""
-    link = Link().opened()
+    link = ManagerPlay().opened()
     link.ask()
     link.answer(quorum(5, "g:1", "h:1"))
     link.machine.reached = lambda: reached
     link.close()
     (again,) = link.until(link.now + MIN_PAUSE_S)
-    assert again == Connect(2, "a", Hello("g:1", LastQuorum(5, told), num_groups=2))
+    assert again == Connect(2, "a")
+    assert link.machine.hello() == Hello("g:1", LastQuorum(5, step), num_groups=2)
 
 
 def test_a_question_and_its_answer() -> None:
-    link = Link().opened()
+    link = ManagerPlay().opened()
     assert link.ask() == [question()]
     assert link.answer(quorum(5, "g:1", "h:1")) == [AnswerAsker(7, quorum(5, "g:1", "h:1"))]
     assert link.machine.seen_quorum_id == 5
-    told = member(seen_quorum_id=5, last_num_groups=2)
-    assert link.ask() == [Question(2, told, 60.0)]
+    reported = member(seen_quorum_id=5, last_num_groups=2)
+    assert link.ask() == [Question(2, reported, 60.0)]
     link.close()
     again = link.until(link.now + MIN_PAUSE_S)
-    assert again == [Connect(2, "a", Hello("g:1", LastQuorum(5, 3), num_groups=2))]
-    assert link.open(2) == [Question(3, told, 60.0 - link.now)]
+    assert again == [Connect(2, "a")]
+    assert link.machine.hello() == Hello("g:1", LastQuorum(5, 3), num_groups=2)
+    assert link.open(2) == [Question(3, reported, 60.0 - link.now)]
 
 
-def test_who_was_in_a_quorum_with_one_that_knows_another_lighthouse_says_so() -> None:
-    link = Link().opened()
+def test_a_group_whose_quorum_knew_another_lighthouse_reports_it() -> None:
+    link = ManagerPlay().opened()
     link.ask()
     others = Quorum(quorum_id=5, participants=(member(), member("h:1", sole=False)))
     link.answer(others)
-    told = member(sole=False, seen_quorum_id=5, last_num_groups=2)
-    assert link.ask() == [Question(2, told, 60.0)]
+    reported = member(sole=False, seen_quorum_id=5, last_num_groups=2)
+    assert link.ask() == [Question(2, reported, 60.0)]
 
 
 def test_answers_to_questions_that_were_given_up_are_dropped() -> None:
-    link = Link().opened()
+    link = ManagerPlay().opened()
     link.ask()
-    assert link(lambda machine: machine.withdraw(6, 0.0)) == [], "of another round"
-    assert link(lambda machine: machine.withdraw(7, 0.0)) == [Withdrawal(1)]
+    assert link(lambda machine: machine.withdraw_round(6, 0.0)) == [], "of another round"
+    assert link(lambda machine: machine.withdraw_round(7, 0.0)) == [Withdrawal(1)]
     assert link.ask() == [question(2)]
     assert link.answer(quorum(5), question=1) == []
     assert link.log == ["dropped the answer to question 1, which was given up"]
     assert link.answer(RequestRefused("late"), question=1) == []
-    assert link.answer(quorum(6), question=0) == [AnswerAsker(7, quorum(6))], "it is not told which"
+    assert link.answer(quorum(6), question=0) == [AnswerAsker(7, quorum(6))], (
+        "the number is not known"
+    )
     assert link.answer(quorum(6), question=0) == []
 
 
@@ -322,17 +188,17 @@ def test_answers_to_questions_that_were_given_up_are_dropped() -> None:
         (DeadlineExceeded("quorum", 60.0, "h is waited for"), "h is waited for"),
     ],
 )
-def test_what_is_no_quorum_is_told(outcome: Quorum | TorchFTError, why: str) -> None:
-    link = Link().opened()
+def test_an_outcome_that_is_no_quorum_is_an_error(outcome: Quorum | TorchFTError, why: str) -> None:
+    link = ManagerPlay().opened()
     link.ask(dataclasses.replace(ASK, seen_quorum_id=5))
-    (told,) = link.answer(outcome)
-    assert isinstance(told, AnswerAsker)
-    assert isinstance(told.outcome, TorchFTError)
-    assert why in str(told.outcome)
+    (answer,) = link.answer(outcome)
+    assert isinstance(answer, AnswerAsker)
+    assert isinstance(answer.outcome, TorchFTError)
+    assert why in str(answer.outcome)
 
 
 def test_ids_may_begin_anew_where_there_are_no_sessions() -> None:
-    link = Link()
+    link = ManagerPlay()
     link(lambda machine: machine.start(0.0))
     assert link(lambda machine: machine.not_supported(1, 0.0)) == [SendBeat()]
     link.open()
@@ -341,33 +207,33 @@ def test_ids_may_begin_anew_where_there_are_no_sessions() -> None:
     assert link.machine.seen_quorum_id == 5
 
 
-def test_who_repeats_a_failed_quorum_does_so_as_often_as_it_was_told() -> None:
-    link = Link(retries=2).opened()
+def test_a_failed_quorum_is_repeated_as_often_as_configured() -> None:
+    link = ManagerPlay(retries=2).opened()
     assert link.ask() == [question(1)]
     assert link.answer(QuorumFailed("flaky"), 1) == [question(2)]
     assert link.answer(QuorumFailed("flaky"), 2) == [question(3)]
-    (told,) = link.answer(QuorumFailed("flaky"), 3)
-    assert isinstance(told, AnswerAsker)
+    (answer,) = link.answer(QuorumFailed("flaky"), 3)
+    assert isinstance(answer, AnswerAsker)
     link.ask()
     refused = RequestRefused("it would be refused again")
     assert link.answer(refused, 4) == [AnswerAsker(7, refused)]
 
 
 def test_a_silent_lighthouse_has_a_little_longer_than_the_question() -> None:
-    link = Link(retries=1).opened()
+    link = ManagerPlay(retries=1).opened()
     link.ask(timeout_s=1.0)
     assert without_beats(link.until(1.0 + REFUSAL_GRACE_S - 0.01)) == []
-    withdrawn, told = without_beats(link.until(1.0 + REFUSAL_GRACE_S))
+    withdrawn, answer = without_beats(link.until(1.0 + REFUSAL_GRACE_S))
     assert withdrawn == Withdrawal(1)
-    assert isinstance(told, AnswerAsker)
-    assert str(told.outcome) == "quorum timed out after 1 s: the lighthouse is silent"
+    assert isinstance(answer, AnswerAsker)
+    assert str(answer.outcome) == "quorum timed out after 1 s: the lighthouse is silent"
 
 
 @pytest.mark.parametrize("retries", [0, 1])
-def test_who_asks_while_there_is_no_lighthouse_is_told_after_the_connect_timeout(
+def test_a_question_without_a_lighthouse_fails_after_the_connect_timeout(
     retries: int,
 ) -> None:
-    link = Link(retries=retries)
+    link = ManagerPlay(retries=retries)
     link(lambda machine: machine.start(0.0))
     link.close(1)
     assert link.ask() == []
@@ -383,17 +249,18 @@ def test_who_asks_while_there_is_no_lighthouse_is_told_after_the_connect_timeout
 
 def test_a_question_that_has_waited_for_long_survives_a_lighthouses_restart() -> None:
     """The connect timeout is how long none is reachable, not how old the question may be."""
-    link = Link().opened()
+    link = ManagerPlay().opened()
     link.ask()
     link.until(10 * CONFIG.connect_timeout_s)
     assert link.close() == [Close(1)]
-    assert link.until(link.now + MIN_PAUSE_S) == [Connect(2, "a", Hello("g:1", NO_QUORUM))]
+    assert link.until(link.now + MIN_PAUSE_S) == [Connect(2, "a")]
+    assert link.machine.hello() == Hello("g:1", NO_QUORUM)
     link.until(link.now + 1.0)
     assert isinstance(link.open(2)[0], Question)
 
 
 def test_a_lighthouse_that_welcomes_and_never_answers_is_given_up_in_time() -> None:
-    link = Link().opened()
+    link = ManagerPlay().opened()
     link.ask()
     found: list[Order] = []
     number = 1
@@ -405,7 +272,7 @@ def test_a_lighthouse_that_welcomes_and_never_answers_is_given_up_in_time() -> N
 
 
 def test_a_call_that_finds_nobody_is_repeated_while_the_heartbeats_go_on() -> None:
-    link = Link()
+    link = ManagerPlay()
     link(lambda machine: machine.start(0.0))
     link(lambda machine: machine.not_supported(1, 0.0))
     link.open()
@@ -414,57 +281,11 @@ def test_a_call_that_finds_nobody_is_repeated_while_the_heartbeats_go_on() -> No
     assert without_beats(link.until(MIN_PAUSE_S)) == [question(2, timeout_s=60.0 - MIN_PAUSE_S)]
 
 
-def test_a_report_does_not_wait_for_the_next_beat() -> None:
-    link = Link()
-    link(lambda machine: machine.start(0.0))
-    assert link(lambda machine: machine.beat_at_once(0.0)) == [], "there is no session yet"
-    link.open()
-    assert link(lambda machine: machine.beat_at_once(link.now)) == [SendBeat()]
-    link(lambda machine: machine.leave(Leave("it ends"), link.now))
-    assert link(lambda machine: machine.beat_at_once(link.now)) == [], "a beat would bring it back"
-
-
 # -- beats -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("wanted_s", "interval_s"),
-    [(0.0, 0.1), (20.0, 20.0), (1e9, MAX_WANTED_INTERVAL_S), (-1e9, 0.1)],
-)
-def test_a_lighthouse_may_want_fewer_beats_but_not_none(wanted_s: float, interval_s: float) -> None:
-    link = Link()
-    link(lambda machine: machine.start(0.0))
-    link.open(interval_s=wanted_s)
-    assert link.until(0.99 * interval_s) == []
-    assert link.until(2.01 * interval_s) == [SendBeat()] * 2
-
-
-@pytest.mark.parametrize("chance", [0.0, 0.35, 1.0])
-@pytest.mark.parametrize("wall_offset_s", [0.0, 1_795_000_000.1])
-def test_groups_that_beat_rarely_beat_at_the_same_moments(
-    chance: float, wall_offset_s: float
-) -> None:
-    """Their own clocks differ, the wall's does not."""
-    link = Link(chance=chance, wall_offset_s=wall_offset_s)
-    link(lambda machine: machine.start(0.0))
-    link.open(interval_s=4.0)
-    times = []
-    while (due := link.machine.next_deadline(link.now)) <= 60.0:
-        times += [due] * len(link.until(due))
-    assert len(times) >= 60 // 4
-    moment_s = 4.0 / MOMENTS_PER_INTERVAL
-    for before, at in itertools.pairwise(times):
-        assert (1 - 0.1) * 4.0 - moment_s < at - before <= 4.0
-        num_moments = (at + wall_offset_s) / moment_s
-        assert num_moments == pytest.approx(round(num_moments), rel=0, abs=1e-4)
-
-
-def test_groups_that_beat_often_spread_their_beats() -> None:
-    assert beat_together(10.01, 0.5, 0.5, 0.0) == 10.51
-
-
 def test_a_question_is_a_sign_of_life() -> None:
-    link = Link().opened()
+    link = ManagerPlay().opened()
     link.until(0.05)
     link.ask()
     assert link.until(0.149) == []
@@ -472,7 +293,7 @@ def test_a_question_is_a_sign_of_life() -> None:
 
 
 def test_a_heartbeat_without_a_session_waits_for_the_one_before() -> None:
-    link = Link()
+    link = ManagerPlay()
     link(lambda machine: machine.start(0.0))
     assert link(lambda machine: machine.not_supported(1, 0.0)) == [SendBeat()]
     assert link.until(5.0) == []
@@ -487,86 +308,78 @@ def test_a_heartbeat_without_a_session_waits_for_the_one_before() -> None:
 # -- leaving ---------------------------------------------------------------------------------------
 
 
-def leave(machine: LinkMachine, now: float = 0.0) -> None:
-    machine.leave(Leave("it is told to", ends=True), now)
-
-
 def test_it_leaves_and_is_not_waited_for() -> None:
-    link = Link().opened()
+    link = ManagerPlay().opened()
     link.ask()
-    assert link(leave) == [Leave("it is told to", between_steps=False, ends=True)]
+    assert link.leave() == [Leave("it is ordered to", between_steps=False, ends=True)]
     assert link.until(LEAVE_TIMEOUT_S - 0.01) == [], "no beat brings it back"
     left = AnswerAsker(7, QuorumFailed("this group has left the lighthouse"))
-    closed, confirmed, told = link.until(LEAVE_TIMEOUT_S)
-    assert (closed, confirmed, repr(told)) == (Close(1), ConfirmLeft(), repr(left))
-    assert repr(link.ask()) == repr([left]), "whoever asks afterwards is told, too"
-    assert link(leave) == [ConfirmLeft()]
+    closed, confirmed, answer = link.until(LEAVE_TIMEOUT_S)
+    assert (closed, confirmed, repr(answer)) == (Close(1), ConfirmLeft(), repr(left))
+    assert repr(link.ask()) == repr([left]), "whoever asks afterwards gets it, too"
+    assert link.leave() == [ConfirmLeft()]
     assert link.machine.next_deadline(link.now) == math.inf
 
 
-def test_what_was_answered_before_it_left_is_told() -> None:
-    link = Link().opened()
+def test_an_answer_before_it_left_counts() -> None:
+    link = ManagerPlay().opened()
     link.ask()
-    link(leave)
+    link.leave()
     assert link.answer(quorum(5)) == [AnswerAsker(7, quorum(5))]
     assert link.close() == [Close(1), ConfirmLeft()]
 
 
 @pytest.mark.parametrize("is_opening", [True, False])
 def test_without_a_session_it_is_out_already(is_opening: bool) -> None:
-    link = Link()
+    link = ManagerPlay()
     link(lambda machine: machine.start(0.0))
     if not is_opening:
         link.close()
-    assert link(leave) == [Close(1)] * is_opening + [ConfirmLeft()]
+    assert link.leave() == [Close(1)] * is_opening + [ConfirmLeft()]
     assert link.open() == []
 
 
 def test_a_restarted_worker_makes_another_incarnation() -> None:
-    link = Link().opened()
+    link = ManagerPlay().opened()
     link.ask()
     link.answer(quorum(5))
     restarted = dataclasses.replace(ASK, new_incarnation=True)
     assert link.ask(restarted) == [
         Leave("a worker of the group was restarted", between_steps=False, ends=False)
     ]
-    assert link(lambda machine: machine.withdraw(7, 0.0)) == [], "it gives up; the move goes on"
-    assert link.close() == [Close(1), ConfirmLeft(), Connect(2, "a", Hello("g:2", NO_QUORUM))]
+    assert link(lambda machine: machine.withdraw_round(7, 0.0)) == [], (
+        "it gives up; the move goes on"
+    )
+    assert link.close() == [Close(1), ConfirmLeft(), Connect(2, "a")]
+    assert link.machine.hello() == Hello("g:2", NO_QUORUM)
     assert link.open(2) == []
     (asked,) = link.ask()
     assert isinstance(asked, Question)
     assert asked.member.replica_id == "g:2"
 
 
-def test_who_leaves_while_it_begins_again_does_not_come_back() -> None:
-    link = Link().opened()
+def test_a_group_that_leaves_while_it_begins_again_does_not_come_back() -> None:
+    link = ManagerPlay().opened()
     link.ask(dataclasses.replace(ASK, new_incarnation=True))
-    assert link(leave) == []
-    closed, confirmed, told = link.close()
+    assert link.leave() == []
+    closed, confirmed, answer = link.close()
     assert (closed, confirmed) == (Close(1), ConfirmLeft())
-    assert isinstance(told, AnswerAsker)
+    assert isinstance(answer, AnswerAsker)
     assert link.machine.state is LinkState.LEFT
 
 
 # -- a list of lighthouses -------------------------------------------------------------------------
 
 
-def at_second(*lighthouses: str) -> Link:
+def at_second(*lighthouses: str) -> ManagerPlay:
     """Connected with the second of two, because the first one refuses."""
-    link = Link(*(lighthouses or ("a", "b")))
+    link = ManagerPlay(*(lighthouses or ("a", "b")))
     link(lambda machine: machine.start(0.0))
     link.close(1)
-    assert link.until(MIN_PAUSE_S) == [Connect(2, "b", Hello("g:1", NO_QUORUM))]
+    assert link.until(MIN_PAUSE_S) == [Connect(2, "b")]
     assert link.open(2) == [Probe(2, ("a",))]
     assert link.probed(number=2) == []
     return link
-
-
-def test_a_leader_is_gone_to_at_once() -> None:
-    link = Link("a", "b", "c")
-    link(lambda machine: machine.start(0.0))
-    link.close(1, NotLeader("c"))
-    assert link.until(MIN_PAUSE_S) == [Connect(2, "c", Hello("g:1", NO_QUORUM))]
 
 
 def test_it_goes_back_between_two_steps_and_nobody_gives_one_up() -> None:
@@ -577,7 +390,8 @@ def test_it_goes_back_between_two_steps_and_nobody_gives_one_up() -> None:
     assert without_beats(link.until(5.0)) == [Probe(2, ("a",))], "a slow look makes none rarer"
     why = "it goes back to lighthouse a"
     assert link.probed("a", number=2) == [Leave(why, between_steps=True, ends=False)]
-    assert link.close(2) == [Close(2), ConfirmLeft(), Connect(3, "a", Hello("g:2", NO_QUORUM))]
+    assert link.close(2) == [Close(2), ConfirmLeft(), Connect(3, "a")]
+    assert link.machine.hello() == Hello("g:2", NO_QUORUM)
 
 
 @pytest.mark.parametrize("late", [QuorumFailed("withdrawn"), quorum(5)], ids=["none", "quorum"])
@@ -596,7 +410,7 @@ def test_a_question_goes_back_too(late: Quorum | QuorumFailed) -> None:
     assert asked.member.seen_quorum_id == 0
 
 
-def test_f4_who_was_frozen_looks_back_before_it_asks() -> None:
+def test_f4_a_group_that_was_frozen_looks_back_before_it_asks() -> None:
     """The others may be at the earlier lighthouse since: it would train alone."""
     link = at_second()
     link.now = 2 * MAX_LOOK_AGE_S
@@ -604,7 +418,9 @@ def test_f4_who_was_frozen_looks_back_before_it_asks() -> None:
     assert link.probed(number=2) == [question(sole=False)]
 
 
-def test_f4_who_was_frozen_while_it_asked_looks_back_before_it_takes_the_answer() -> None:
+def test_f4_a_group_that_was_frozen_while_it_asked_looks_back_before_it_accepts_the_answer() -> (
+    None
+):
     """It was published when the others had gone back."""
     link = at_second()
     link.ask()
@@ -614,8 +430,8 @@ def test_f4_who_was_frozen_while_it_asked_looks_back_before_it_takes_the_answer(
     assert link.ask() != []
     link.now *= 3
     assert link.answer(quorum(6), 2, number=2) == [Probe(2, ("a",))]
-    told, left = link.probed("a", number=2)
-    assert told == TermEnds(5, None, "it goes back to lighthouse a")
+    ends, left = link.probed("a", number=2)
+    assert ends == TermEnds(5, None, "it goes back to lighthouse a")
     assert isinstance(left, Leave)
     link.close(2)
     (asked,) = link.open(3)
@@ -636,7 +452,7 @@ def test_f4_a_look_from_before_it_was_frozen_is_too_old() -> None:
     assert link.probed(number=2) == [question(timeout_s=59.9, sole=False)]
 
 
-def test_f4_who_is_connected_again_looks_back_before_it_asks() -> None:
+def test_f4_a_group_that_is_connected_again_looks_back_before_it_asks() -> None:
     """It was cut off from all of them, and comes back to the one that it was at."""
     link = at_second()
     link.close(2)
@@ -647,7 +463,7 @@ def test_f4_who_is_connected_again_looks_back_before_it_asks() -> None:
 
 
 def test_f4_a_newcomer_waits_where_the_others_may_be_elsewhere() -> None:
-    link = Link("a", "b").opened()
+    link = ManagerPlay("a", "b").opened()
     assert link.ask(NEWCOMER) == [Probe(1, ("b",))]
     assert link.probed("b") == []
     assert without_beats(link.until(NEWCOMER_PAUSE_S - 0.01)) == []
@@ -656,15 +472,15 @@ def test_f4_a_newcomer_waits_where_the_others_may_be_elsewhere() -> None:
 
 
 def test_f4_a_newcomer_with_little_time_waits_for_less() -> None:
-    link = Link("a", "b").opened()
+    link = ManagerPlay("a", "b").opened()
     link.ask(NEWCOMER, timeout_s=2.0)
     link.probed("b")
     (asked,) = without_beats(link.until(2.0 * NEWCOMER_SHARE))
     assert isinstance(asked, Question)
 
 
-def test_f4_a_newcomer_does_not_wait_for_lighthouses_that_take_nobody() -> None:
-    link = Link("a", "b").opened()
+def test_f4_a_newcomer_does_not_wait_for_lighthouses_that_accept_nobody() -> None:
+    link = ManagerPlay("a", "b").opened()
     link.ask(NEWCOMER)
     (asked,) = link.probed()
     assert isinstance(asked, Question)
@@ -683,7 +499,7 @@ def test_a_newcomer_looks_at_all_others() -> None:
 # -- a lighthouse that was restarted ---------------------------------------------------------------
 
 
-def returned(link: Link, ask: GroupRequest, timeout_s: float = 60.0) -> list[Order]:
+def returned(link: ManagerPlay, ask: GroupRequest, timeout_s: float = 60.0) -> list[Order]:
     """It asks while no lighthouse can be reached, and is connected later; the orders of then."""
     link(lambda machine: machine.start(link.now))
     link.close()
@@ -701,16 +517,16 @@ def test_f8_a_newcomer_that_had_to_wait_for_the_lighthouse_lets_the_members_retu
     timeout_s: float, pause_s: float
 ) -> None:
     """But a short question does not wait for all of that."""
-    link = Link()
+    link = ManagerPlay()
     assert not asked(returned(link, NEWCOMER, timeout_s))
     due_at = link.now + pause_s
     assert not asked(link.until(due_at - 0.01))
     assert asked(link.until(due_at + 0.01))
 
 
-def test_f8_who_knows_the_job_or_found_a_lighthouse_at_once_does_not_wait() -> None:
-    assert asked(returned(Link(), ASK))
-    assert asked(Link().opened().ask(NEWCOMER))
+def test_f8_a_group_that_knows_the_job_or_found_a_lighthouse_at_once_does_not_wait() -> None:
+    assert asked(returned(ManagerPlay(), ASK))
+    assert asked(ManagerPlay().opened().ask(NEWCOMER))
 
 
 @pytest.mark.parametrize(
@@ -720,7 +536,7 @@ def test_f8_a_newcomer_that_found_a_lighthouse_gone_lets_the_members_come_first(
     trouble: TorchFTError, pause_s: float
 ) -> None:
     """They may have lost it at the same moment, and go on to the next one of the list, too."""
-    link = Link("a", "b")
+    link = ManagerPlay("a", "b")
     link(lambda machine: machine.start(0.0))
     link.close(1, trouble)
     link.until(MIN_PAUSE_S)
@@ -732,11 +548,11 @@ def test_f8_a_newcomer_that_found_a_lighthouse_gone_lets_the_members_come_first(
 
 
 @pytest.mark.parametrize(("seen_quorum_id", "num_groups"), [(8, 4), (5, 3)])
-def test_q11_workers_tell_another_manager_how_many_groups_their_quorum_had(
+def test_q11_workers_report_to_another_manager_how_many_groups_their_quorum_had(
     seen_quorum_id: int, num_groups: int
 ) -> None:
     """It reports that of the newest quorum, of its own ones, too."""
-    link = Link().opened()
+    link = ManagerPlay().opened()
     link.ask(ASK)
     link.answer(quorum(5, "g:1", "h:1", "i:1"))
     ask = dataclasses.replace(ASK, round=8, seen_quorum_id=seen_quorum_id, seen_num_groups=4)
@@ -745,7 +561,7 @@ def test_q11_workers_tell_another_manager_how_many_groups_their_quorum_had(
 
 
 def test_f8_a_later_question_does_not_wait_again_unless_the_lighthouse_was_lost_again() -> None:
-    link = Link()
+    link = ManagerPlay()
     returned(link, NEWCOMER)
     link.until(link.now + 1.5 * RETURN_S)
     assert asked(link.ask(dataclasses.replace(NEWCOMER, round=8)))
