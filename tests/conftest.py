@@ -28,7 +28,7 @@ from support.running import lives
 from torchft_svc.core.quorum.lighthouse import lighthouse
 from torchft_svc.core.quorum.manager import group
 from torchft_svc.host.fork_server import FORK_EVENT, replace_spawner
-from torchft_svc.rpc import deadline
+from torchft_svc.rpc import calls
 
 # What a test has asked to end gets so long to be gone, on a machine that may stall.
 ENDING_S = 15.0
@@ -121,8 +121,8 @@ def _mark_processes() -> Iterator[str]:
 def early_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
     """Services of this process tell why a call of 10 s times out after 0.3 s of it: long before
     the caller's own clock would end it without a reason."""
-    monkeypatch.setattr(deadline, "MARGIN", 0.97)
-    monkeypatch.setattr(deadline, "MAX_MARGIN_S", 10.0)
+    monkeypatch.setattr(calls, "MARGIN", 0.97)
+    monkeypatch.setattr(calls, "MAX_MARGIN_S", 10.0)
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ import inspect, json, sys
 sys.stdout.flush()
 import torchft.coordination as peer
 from torchft._torchft import QuorumResult
-told = {}
+found = {}
 for name in peer.__all__:
     cls = getattr(peer, name)
     methods = {}
@@ -31,12 +31,12 @@ for name in peer.__all__:
         init = list(inspect.signature(cls).parameters)
     except ValueError:
         init = None
-    told[name] = {"init": init, "methods": methods, "attributes": attributes}
-told["QuorumResult"] = {
+    found[name] = {"init": init, "methods": methods, "attributes": attributes}
+found["QuorumResult"] = {
     "init": None, "methods": {},
     "attributes": [n for n in dir(QuorumResult) if not n.startswith("_")],
 }
-print(json.dumps(told))
+print(json.dumps(found))
 """
 # Its stub and its class disagree on the order of these: everybody names them.
 ORDER_DIFFERS = {"_quorum"}
@@ -58,8 +58,8 @@ def peer() -> dict[str, dict[str, object]]:
     if "No module named 'torchft'" in result.stderr:
         pytest.skip("the public release is not installed there")
     assert result.returncode == 0, result.stderr
-    told: dict[str, dict[str, object]] = json.loads(result.stdout.splitlines()[-1])
-    return told
+    found: dict[str, dict[str, object]] = json.loads(result.stdout.splitlines()[-1])
+    return found
 
 
 @pytest.mark.peer

@@ -26,23 +26,23 @@ class Worker:
     """A worker that only listens."""
 
     def __init__(self, address: str, group_rank: int) -> None:
-        self.heard: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
+        self.received: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.listens = threading.Event()
         self.listens.set()
         self.client = ManagerClient(address, LONG)
         attach(
             self.client,
             group_rank,
-            on_kill=lambda reason: self.heard.put(("kill", reason)),
+            on_kill=lambda reason: self.received.put(("kill", reason)),
             on_drain=self._hear_drain,
         )
 
     def _hear_drain(self, reason: str) -> None:
-        self.heard.put(("drain", reason))
+        self.received.put(("drain", reason))
         assert self.listens.wait(30)
 
     def next_order(self) -> tuple[str, str]:
-        return self.heard.get(timeout=LONG.total_seconds())
+        return self.received.get(timeout=LONG.total_seconds())
 
 
 @pytest.fixture
@@ -111,7 +111,7 @@ def test_a_worker_that_attaches_late_hears_the_order(manager: ManagerServer) -> 
 def test_who_comes_before_the_worker_in_whose_place_it_is_was_missed_gets_its_line(
     manager: ManagerServer, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As when a machine is lost: its connections end only when they have been silent."""
+    """A machine is lost: its connections end only when they have been silent."""
     before = Worker(manager.address(), 1)
     with ThreadPoolExecutor(1) as thread:
         comes = thread.submit(Worker, manager.address(), 1)
@@ -119,15 +119,15 @@ def test_who_comes_before_the_worker_in_whose_place_it_is_was_missed_gets_its_li
         before.client.close()
         after = comes.result()
     with after.client:
-        after.client.drain("so that it is heard")
-        assert after.next_order() == ("drain", "so that it is heard")
+        after.client.drain("so that it arrives")
+        assert after.next_order() == ("drain", "so that it arrives")
 
 
 @pytest.mark.processes
 def test_a_worker_that_reads_late_still_hears_that_it_is_killed(
     lighthouse: LighthouseServer,
 ) -> None:
-    """It is busy with what it heard before, until its manager has ended."""
+    """A worker is busy with its last command until its manager has ended."""
     with manager_process(lighthouse.address(), "--group-world-size=2") as manager:
         worker = Worker(manager.address, 0)
         worker.listens.clear()

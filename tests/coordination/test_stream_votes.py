@@ -32,12 +32,14 @@ VOTE = Vote(group_rank=1, step=7, should_commit=True, wish=Wish.NONE)
 COMMITS = pb.ShouldCommitResponse(should_commit=True, fate=pb.FATE_GOES_ON)
 
 
-class Told:
-    """A manager that does what a test says: it has what a worker says, and sends what the test
-    puts in ``news`` (None: it ends the stream)."""
+class ScriptedManager:
+    """A manager that keeps what a worker sends, and sends what the test puts in ``news``.
+
+    None ends the stream.
+    """
 
     def __init__(self, *, welcomes: bool) -> None:
-        self.heard: queue.SimpleQueue[pb.AttachRequest] = queue.SimpleQueue()
+        self.received: queue.SimpleQueue[pb.AttachRequest] = queue.SimpleQueue()
         self.calls: list[pb.ShouldCommitRequest] = []
         self.news: queue.SimpleQueue[pb.AttachNews | None] = queue.SimpleQueue()
         self.is_away = False  # for workers that attach from now on
@@ -69,7 +71,7 @@ class Told:
     def _listen(self, requests: Iterator[pb.AttachRequest], has_ended: threading.Event) -> None:
         with contextlib.suppress(Exception):
             for request in requests:
-                self.heard.put(request)
+                self.received.put(request)
             if not has_ended.is_set():
                 self.news.put(None)
 
@@ -77,9 +79,9 @@ class Told:
         self.calls.append(request)
         return COMMITS
 
-    def hears(self, kind: str) -> Any:
+    def next_of(self, kind: str) -> Any:
         """The next message of a ``kind``."""
-        while (message := self.heard.get(timeout=END_S)).WhichOneof("kind") != kind:
+        while (message := self.received.get(timeout=END_S)).WhichOneof("kind") != kind:
             pass
         return getattr(message, kind)
 
@@ -88,7 +90,9 @@ class Told:
 
 
 class Worker:
-    def __init__(self, manager: Told, client: ManagerClient, thread: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, manager: ScriptedManager, client: ManagerClient, thread: ThreadPoolExecutor
+    ) -> None:
         self.manager = manager
         self.client = client
         self.losses: list[str] = []
@@ -103,7 +107,7 @@ class Worker:
 
 @contextlib.contextmanager
 def worker_of(*, welcomes: bool) -> Iterator[Worker]:
-    manager = Told(welcomes=welcomes)
+    manager = ScriptedManager(welcomes=welcomes)
     handler: Any = manager
     with (
         grpc_server(handler, let_go=lambda: manager.news.put(None)) as address,
@@ -125,7 +129,7 @@ def worker() -> Iterator[Worker]:
 
 def test_a_vote_on_the_stream_says_what_a_call_says(worker: Worker) -> None:
     voting = worker.vote()
-    cast = worker.manager.hears("vote")
+    cast = worker.manager.next_of("vote")
     assert cast.timeout_ms == LONG.total_seconds() * 1000
     worker.manager.decides(cast.number, decided=COMMITS)
     assert voting.result(END_S) == (True, Fate.CONTINUES)
@@ -143,13 +147,13 @@ def test_no_vote_is_sent_on_a_stream_without_a_welcome() -> None:
         worker.client.close()
         kinds = []
         while not kinds or kinds[-1] != "detach":
-            kinds.append(worker.manager.heard.get(timeout=END_S).WhichOneof("kind"))
+            kinds.append(worker.manager.received.get(timeout=END_S).WhichOneof("kind"))
         assert "vote" not in kinds
 
 
 def test_a_stream_that_ends_in_a_vote_leads_to_a_call_with_the_same_vote(worker: Worker) -> None:
     voting = worker.vote()
-    cast = worker.manager.hears("vote")
+    cast = worker.manager.next_of("vote")
     worker.manager.news.put(None)
     assert voting.result(END_S) == (True, Fate.CONTINUES)
     assert worker.manager.calls == [cast.vote]
@@ -165,7 +169,7 @@ def test_a_stream_that_ends_in_a_vote_leads_to_a_call_with_the_same_vote(worker:
 )
 def test_an_error_is_that_of_a_call(worker: Worker, name: str, kind: type[Exception]) -> None:
     voting = worker.vote()
-    number = worker.manager.hears("vote").number
+    number = worker.manager.next_of("vote").number
     worker.manager.decides(number, error=name, reason="group rank 0\nis gone")
     error = voting.exception(END_S)
     assert type(error) is kind
@@ -175,11 +179,11 @@ def test_an_error_is_that_of_a_call(worker: Worker, name: str, kind: type[Except
 
 def test_a_vote_without_an_answer_ends_by_its_deadline_and_is_withdrawn(worker: Worker) -> None:
     late = worker.vote(timedelta(milliseconds=50))
-    first = worker.manager.hears("vote").number
+    first = worker.manager.next_of("vote").number
     assert str(late.exception(END_S)) == "manager's ShouldCommit timed out after 0.05 s"
-    assert worker.manager.hears("withdrawal").number == first
+    assert worker.manager.next_of("withdrawal").number == first
     voting = worker.vote()
-    second = worker.manager.hears("vote").number
+    second = worker.manager.next_of("vote").number
     worker.manager.decides(first, decided=pb.ShouldCommitResponse())
     worker.manager.decides(second, decided=COMMITS)
     assert voting.result(END_S) == (True, Fate.CONTINUES), "not the decision on the vote before"
@@ -221,7 +225,7 @@ def test_only_one_thread_at_a_time_votes_on_a_stream() -> None:
 
 def test_who_listens_receives_first_what_the_manager_had_sent_before(worker: Worker) -> None:
     listening = worker.listen()
-    ping = worker.manager.hears("ping")
+    ping = worker.manager.next_of("ping")
     for replica_id in "abc":
         worker.manager.news.put(pb.AttachNews(lost=pb.MemberLost(replica_id=replica_id)))
     assert not listening.done()
@@ -232,10 +236,10 @@ def test_who_listens_receives_first_what_the_manager_had_sent_before(worker: Wor
 
 def test_nobody_listens_for_longer_than_the_manager_may_take(worker: Worker) -> None:
     listening = worker.listen(timedelta(milliseconds=50))
-    late = worker.manager.hears("ping").number
+    late = worker.manager.next_of("ping").number
     listening.result(END_S)
     listening = worker.listen()
-    number = worker.manager.hears("ping").number
+    number = worker.manager.next_of("ping").number
     worker.manager.news.put(pb.AttachNews(pong=pb.AttachPong(number=late)))
     assert not concurrent.futures.wait([listening], 0.1).done, "that was the one before"
     worker.manager.news.put(None)
@@ -244,13 +248,13 @@ def test_nobody_listens_for_longer_than_the_manager_may_take(worker: Worker) -> 
 
 
 def test_who_listens_waits_for_the_next_stream_if_one_has_ended(worker: Worker) -> None:
-    """It ends where the worker stood still, and the manager took it for gone."""
+    """A stream ends where the worker stood still, and the manager counted it as gone."""
     listening = worker.listen()
-    worker.manager.hears("ping")
+    worker.manager.next_of("ping")
     worker.manager.news.put(None)
-    worker.manager.hears("hello")
+    worker.manager.next_of("hello")
     worker.manager.news.put(pb.AttachNews(lost=pb.MemberLost(replica_id="a")))
-    ping = worker.manager.hears("ping")
+    ping = worker.manager.next_of("ping")
     assert not listening.done()
     worker.manager.news.put(pb.AttachNews(pong=pb.AttachPong(number=ping.number)))
     listening.result(END_S)
@@ -259,7 +263,7 @@ def test_who_listens_waits_for_the_next_stream_if_one_has_ended(worker: Worker) 
 
 def test_a_manager_that_does_not_come_back_is_waited_for_once(worker: Worker) -> None:
     listening = worker.listen(timedelta(milliseconds=100))
-    worker.manager.hears("ping")
+    worker.manager.next_of("ping")
     worker.manager.is_away = True
     worker.manager.news.put(None)
     listening.result(END_S)
@@ -273,10 +277,10 @@ def test_listen_returns_at_once_without_a_welcome_and_after_the_end() -> None:
         worker.listen().result(END_S)
         worker.client.close()
         worker.listen().result(END_S)
-        assert worker.manager.heard.get(timeout=END_S).WhichOneof("kind") == "hello"
+        assert worker.manager.received.get(timeout=END_S).WhichOneof("kind") == "hello"
         kinds = []
         while not kinds or kinds[-1] != "detach":
-            kinds.append(worker.manager.heard.get(timeout=END_S).WhichOneof("kind"))
+            kinds.append(worker.manager.received.get(timeout=END_S).WhichOneof("kind"))
         assert "ping" not in kinds
 
 
@@ -285,16 +289,16 @@ def test_a_vote_does_not_wait_for_a_phase(monkeypatch: pytest.MonkeyPatch) -> No
     outgoing = Outgoing(pb.AttachHello())
     messages = outgoing.messages()
     assert next(messages).WhichOneof("kind") == "hello"
-    outgoing.tell(PhaseReport(Phase.TRAINING, 3))
+    outgoing.report_phase(PhaseReport(Phase.TRAINING, 3))
     assert next(messages).phase.step == 3
-    outgoing.tell(PhaseReport(Phase.VOTING, 3))
+    outgoing.report_phase(PhaseReport(Phase.VOTING, 3))
     outgoing.send(pb.AttachRequest(vote=pb.AttachVote(number=1)))
     assert next(messages).vote.number == 1
     outgoing.end(pb.AttachDetach())
     assert [message.WhichOneof("kind") for message in messages] == ["detach"]
 
 
-def test_the_latest_phase_is_told_although_votes_come_in_between(
+def test_the_latest_phase_is_sent_although_votes_come_in_between(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(outgoing_module, "PHASE_INTERVAL_S", 0.0)
@@ -302,10 +306,10 @@ def test_the_latest_phase_is_told_although_votes_come_in_between(
     messages = outgoing.messages()
     next(messages)
     for step in range(3):
-        outgoing.tell(PhaseReport(Phase.VOTING, step))
+        outgoing.report_phase(PhaseReport(Phase.VOTING, step))
         outgoing.send(pb.AttachRequest(vote=pb.AttachVote(number=step)))
-        told = [next(messages) for _ in range(2)]
-        assert [message.WhichOneof("kind") for message in told] == ["vote", "phase"]
-        assert told[1].phase.step == step
+        sent = [next(messages) for _ in range(2)]
+        assert [message.WhichOneof("kind") for message in sent] == ["vote", "phase"]
+        assert sent[1].phase.step == step
     outgoing.end()
     assert list(messages) == []

@@ -1,4 +1,4 @@
-"""Tests that workers receive a lighthouse's news whole, also what only a newer version knows."""
+"""Tests that workers receive a lighthouse's news whole, also fields that are not known here."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchft_svc.rpc.outbox import Outbox
 CONFIG = ManagerConfig(
     lighthouse_address="a:1", replica_name="g", group_world_size=1, store_address="b:1"
 )
-NEWER_FIELD = b"\x98\x06\x01"  # number 99
+UNKNOWN_FIELD = b"\x98\x06\x01"  # number 99
 NEWS = {
     "lost": (4, pb.MemberLost(replica_id="b:1", reason="it died", quorum_id=7)),
     "kill": (5, pb.Kill(reason="enough")),
@@ -34,14 +34,14 @@ class Recorder(Outbox):
         super().__init__()
         self.sent: list[bytes] = []
 
-    def tell(self, news: bytes, more: bytes = b"") -> None:
+    def add_news(self, news: bytes, more: bytes = b"") -> None:
         self.sent.append(news + more)
 
 
 @pytest.mark.parametrize("kind", NEWS)
 def test_news_are_forwarded_unchanged(kind: str) -> None:
     number, message = NEWS[kind]
-    inner = message.SerializeToString() + NEWER_FIELD
+    inner = message.SerializeToString() + UNKNOWN_FIELD
     encoded = bytes([number << 3 | 2, len(inner)]) + inner
 
     async def story() -> None:

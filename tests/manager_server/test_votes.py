@@ -154,9 +154,9 @@ def test_a_worker_that_has_gone_on_shows_another_manager_what_the_last_one_decid
 ) -> None:
     """The last update of the worker may have failed, so that its weights are still at that step."""
     a, b = workers
-    a.client._calls.answered(quorum_id=1, num_groups=1, round_=7)
+    a.client._calls.record_answer(quorum_id=1, num_groups=1, round_=7)
     vote = a.vote(8)
-    b.client.tell_phase(PhaseReport(Phase.TRAINING, 8, went_on_to=9))
+    b.client.report_phase(PhaseReport(Phase.TRAINING, 8, went_on_to=9))
     assert decisions(vote) == [CONTINUES]
 
 

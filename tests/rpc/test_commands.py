@@ -109,27 +109,27 @@ def test_underscores_work_and_the_help_shows_dashes(main: click.Command) -> None
     for parameter in main.params:
         for name in parameter.opts:
             flag = "--" + name[2:].replace("-", "_")
-            told = CliRunner().invoke(main, [flag, "--nonsense", "--log-level=loud"]).output
-            assert f"No such option '{flag}'" not in told, told
+            output = CliRunner().invoke(main, [flag, "--nonsense", "--log-level=loud"]).output
+            assert f"No such option '{flag}'" not in output, output
 
 
 def test_operator_commands_take_underscores_too() -> None:
     flags = ["status", "--job_id=x", "--lighthouse=127.0.0.1:1"]
-    told = CliRunner().invoke(lighthouse, flags)
-    assert (told.exit_code, "cannot be reached" in told.output) == (1, True)
+    result = CliRunner().invoke(lighthouse, flags)
+    assert (result.exit_code, "cannot be reached" in result.output) == (1, True)
 
 
 @pytest.mark.parametrize("main", [lighthouse, manager])
 def test_the_help_tells_defaults_in_words(main: click.Command) -> None:
     shown = CliRunner().invoke(main, ["--help"]).output
-    for riddle in ("none ever", "x<=", "RANGE", "None"):
-        assert riddle not in shown
+    for rest in ("none ever", "x<=", "RANGE", "None"):
+        assert rest not in shown
 
 
 @pytest.mark.parametrize(("main", "name"), [(lighthouse, "lighthouse"), (manager, "manager")])
 def test_the_version(main: click.Command, name: str) -> None:
-    told = CliRunner().invoke(main, ["--version"], prog_name=name)
-    assert (told.exit_code, told.output) == (0, f"{name} {torchft_svc.__version__}\n")
+    result = CliRunner().invoke(main, ["--version"], prog_name=name)
+    assert (result.exit_code, result.output) == (0, f"{name} {torchft_svc.__version__}\n")
 
 
 @pytest.mark.processes
@@ -156,9 +156,9 @@ def test_a_lighthouse_is_set_up_by_its_environment() -> None:
 def test_a_mistake_in_the_environment_is_named(
     main: click.Command, flags: list[str], variable: str
 ) -> None:
-    told = CliRunner(env={variable: "nonsense"}).invoke(main, flags)
-    assert told.exit_code == 2
-    assert variable in told.output
+    result = CliRunner(env={variable: "nonsense"}).invoke(main, flags)
+    assert result.exit_code == 2
+    assert variable in result.output
 
 
 @pytest.mark.processes
@@ -215,6 +215,6 @@ def test_who_is_not_a_lighthouse_is_called_that(greeting: bytes | None, why: str
         listener.shutdown(socket.SHUT_RDWR)
         greeter.join()
     assert result.exit_code == 1
-    told = result.output.splitlines()[-1]
-    assert told.startswith(f"Error: lighthouse at {address} cannot be reached: "), told
-    assert told.endswith(why), told
+    line = result.output.splitlines()[-1]
+    assert line.startswith(f"Error: lighthouse at {address} cannot be reached: "), line
+    assert line.endswith(why), line

@@ -30,7 +30,7 @@ from torchft_svc.core.launch.world import (
 from torchft_svc.core.limits import MAX_NAME_LENGTH
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.types import Member, QuorumConfig
-from torchft_svc.errors import TorchFTError
+from torchft_svc.errors import QuorumFailed, TorchFTError
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
@@ -39,7 +39,7 @@ from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.manager_server.servicer import manager_service
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import JOB_KEY, quorum_from_wire
+from torchft_svc.rpc.codec import JOB_KEY, quorum_from_wire, quorum_result_from_wire
 from torchft_svc.rpc.codec_rendezvous import world_news_from_wire
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
 from torchft_svc.rpc.serving import Service
@@ -54,7 +54,7 @@ MAX_SENTENCE = 1000
 # Of the lighthouse under test; a call that is answered at once leaves one behind.
 MAX_JOBS = 500
 WITH_QUORUM = (pb.LighthouseQuorumResponse, pb.SessionNews)
-# A handler that is told that no time is left has answered by then.
+# A handler without any time left has answered by then.
 ANSWER_S = 10.0
 
 _TEXTS = ("", "a:1", "a:1", "a:1", "a:2", "b:1", "é:1", "a\nb", "\x00", "\x1b[2J", "x" * 2000)
@@ -66,8 +66,8 @@ class Context:
 
     _numbers = itertools.count()
 
-    def __init__(self, told: Any) -> None:
-        self._told = told
+    def __init__(self, answer_type: Any) -> None:
+        self._answer_of = answer_type
         self._job = f"hostile-{next(self._numbers) % MAX_JOBS}"
 
     def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
@@ -77,11 +77,11 @@ class Context:
         return 0.001
 
     async def write(self, news: bytes) -> None:
-        check_told(self._told.FromString(news))
+        check_shown(self._answer_of.FromString(news))
 
 
-def check_told(answer: Any) -> None:
-    """What others are told about a group is within the limits."""
+def check_shown(answer: Any) -> None:
+    """What others receive about a group is within the limits."""
     for member in answer.quorum.participants if isinstance(answer, WITH_QUORUM) else ():
         assert 0 < len(member.replica_id) <= MAX_NAME_LENGTH
         assert (member.replica_id + member.address).isprintable()
@@ -156,18 +156,20 @@ class Served:
         return parser(getattr(pb, self.methods[method].input_type.name))(raw)
 
     def call(self, method: str, raw: bytes) -> None:
-        """Only an answer that can be read or an error of ours in one line comes out."""
-        told = self._told(method)
-        answer = self._run(lambda: self._calls[method](self.parse(method, raw), Context(told)))
+        """Expect an answer that can be read, or an error of ours in one line."""
+        answer_type = self._answer_of(method)
+        answer = self._run(
+            lambda: self._calls[method](self.parse(method, raw), Context(answer_type))
+        )
         if answer is not None:
-            check_told(told.FromString(answer))
+            check_shown(answer_type.FromString(answer))
 
     def stream(self, method: str, messages: list[bytes]) -> None:
         parsed = [self.parse(method, raw) for raw in messages]
-        context = Context(self._told(method))
+        context = Context(self._answer_of(method))
         self._run(lambda: self._streams[method](_given(parsed), context))
 
-    def _told(self, method: str) -> Any:
+    def _answer_of(self, method: str) -> Any:
         return getattr(pb, self.methods[method].output_type.name)
 
     def _run(self, work: Callable[[], Awaitable[bytes | None]]) -> bytes | None:
@@ -197,7 +199,7 @@ def loop() -> Iterator[asyncio.AbstractEventLoop]:
 
 @pytest.fixture
 def driver(loop: asyncio.AbstractEventLoop) -> Iterator[LighthouseDriver]:
-    """It still serves another job when the garbage is over."""
+    """A lighthouse that has to serve another job when the garbage is over."""
     driver = LighthouseDriver(QuorumConfig(join_timeout_s=0.05, max_jobs=MAX_JOBS + 1))
     yield driver
     assert len(driver.runs.status("")) <= MAX_JOBS + 1
@@ -213,7 +215,7 @@ def lighthouse(loop: asyncio.AbstractEventLoop, driver: LighthouseDriver) -> Ser
 
 @pytest.fixture
 def manager(loop: asyncio.AbstractEventLoop) -> Iterator[Served]:
-    """Of a group of three, at a lighthouse that nobody can reach."""
+    """The manager of a group of three, at a lighthouse that nobody can reach."""
     config = ManagerConfig(
         lighthouse_address="127.0.0.1:1",
         replica_name="g",
@@ -330,3 +332,19 @@ def test_a_quorum_from_another_lighthouse(raw: bytes) -> None:
         quorum_from_wire(answer.quorum)
     except (DecodeError, TorchFTError):
         return
+
+
+@MANY
+@given(raw=encoded(pb.ManagerQuorumResponse))
+@example(raw=b"")
+@example(raw=pb.ManagerQuorumResponse(store_address="s:1", replica_ids=["a"]).SerializeToString())
+def test_an_answer_from_another_manager(raw: bytes) -> None:
+    try:
+        result, _ = quorum_result_from_wire(pb.ManagerQuorumResponse.FromString(raw))
+    except (DecodeError, QuorumFailed):
+        return
+    assert result.store_address
+    assert result.replica_ids[result.replica_rank]
+    assert len(result.replica_ids) == result.replica_world_size
+    for rank in (result.recover_src_replica_rank or 0, *result.recover_dst_replica_ranks):
+        assert result.replica_ids[rank]

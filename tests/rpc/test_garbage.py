@@ -200,8 +200,8 @@ def test_a_session_that_breaks_the_protocol_is_told_so(
     lighthouse: Process, requests: list[dict[str, object]], sentence: str
 ) -> None:
     with line_to(lighthouse.address) as line:
-        told = session_failure(line, *(pb.SessionRequest(**fields) for fields in requests))
-    assert told == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+        found = session_failure(line, *(pb.SessionRequest(**fields) for fields in requests))
+    assert found == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
 
 
 GOOD_NODE: dict[str, Any] = {"node_id": "n", "host": "h", "num_workers": 1}
@@ -256,8 +256,8 @@ def test_an_agent_that_breaks_the_protocol_is_told_so(
     lighthouse: Process, requests: list[dict[str, Any]], sentence: str
 ) -> None:
     with line_to(lighthouse.address) as line:
-        told = agent_failure(line, *(pb.AgentRequest(**fields) for fields in requests))
-    assert told == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
+        found = agent_failure(line, *(pb.AgentRequest(**fields) for fields in requests))
+    assert found == (grpc.StatusCode.INVALID_ARGUMENT, sentence)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +313,9 @@ def test_what_only_a_newer_client_says_is_passed_over(
 
 
 def test_a_phase_that_only_a_newer_client_knows_is_not_the_one_before() -> None:
-    for told in (pb.PHASE_TRAINING, 77):
-        beat = beat_from_wire(pb.SessionBeat(phase=told, step=3))
-        assert (beat.phase in HANGING_PHASES) == (told == pb.PHASE_TRAINING)
+    for found in (pb.PHASE_TRAINING, 77):
+        beat = beat_from_wire(pb.SessionBeat(phase=found, step=3))
+        assert (beat.phase in HANGING_PHASES) == (found == pb.PHASE_TRAINING)
 
 
 @pytest.mark.parametrize("phase_ms", [2**63 - 1, -(2**63)])

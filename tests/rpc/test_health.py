@@ -19,13 +19,13 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
 class Watchers:
-    """Of one connection."""
+    """The watchers of one connection."""
 
     def __init__(self, address: str, count: int) -> None:
         self._channel = open_channel(address)
         stub = health_pb2_grpc.HealthStub(self._channel)
         self.calls = []
-        for _ in range(count):  # one after the other: the server may hear them in any order
+        for _ in range(count):  # one after the other: the server may receive them in any order
             self.calls.append(stub.Watch(health_pb2.HealthCheckRequest(), timeout=60))
             assert next(self.calls[-1]).status == SERVING
 

@@ -86,20 +86,20 @@ def test_thousands_of_idle_connections(
                 code, _ = failure(newcomer.channel.unary_unary(path).future(b"", timeout=10))
                 assert code is grpc.StatusCode.UNIMPLEMENTED
             limit_mb = count * MAX_KB_PER_CONNECTION / 1000
-            told = f"{usage.grown_mb():.0f} MB for {count} connections (allowed: {allowed})"
-            assert usage.grown_mb() < limit_mb, told
+            sentence = f"{usage.grown_mb():.0f} MB for {count} connections (allowed: {allowed})"
+            assert usage.grown_mb() < limit_mb, sentence
         eventually(usage.descriptors_are_back, 20, f"{usage.now()} after {usage.before}")
 
 
-@pytest.mark.parametrize("pushes", [False, True], ids=["told of", "pushed"])
+@pytest.mark.parametrize("pushes", [False, True], ids=["announced", "pushed"])
 def test_a_message_of_a_gigabyte(steady: Training, service: Process, pushes: bool) -> None:
-    """It is refused when its length is told, and never held, however hard it is pushed."""
+    """A long message is refused when its length is announced, and never held, even if pushed."""
     usage = Usage(service)
     head = call_head(f"/torchft.{service_name(service)}/Quorum", service.port)
-    told = b"\x00" + GIGABYTE.to_bytes(4, "big")
+    sentence = b"\x00" + GIGABYTE.to_bytes(4, "big")
     piece = frame(0, 0, 1, bytes(16_000))
     with socket.create_connection(("127.0.0.1", service.port), 10) as raw:
-        raw.sendall(head + frame(0, 0, 1, told))
+        raw.sendall(head + frame(0, 0, 1, sentence))
         if pushes:
             with contextlib.suppress(OSError):  # it hangs up on us
                 for _ in range(GIGABYTE // 16_000):

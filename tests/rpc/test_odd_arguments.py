@@ -50,7 +50,7 @@ def flags_of(command: click.Command) -> list[str]:
     ]
 
 
-def said(command: click.Command, arguments: list[str]) -> str:
+def output_of(command: click.Command, arguments: list[str]) -> str:
     """What is printed, in an ending that click knows, not by an exception of ours."""
     result = CliRunner().invoke(command, arguments)
     assert result.exception is None or isinstance(result.exception, SystemExit), arguments
@@ -63,7 +63,7 @@ def unserved(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes before a service starts is looked at."""
 
     def serve_not(*_: Any, **__: Any) -> None:
-        """It would run until it is stopped."""
+        """The service would run until it is stopped."""
 
     monkeypatch.setattr(lighthouse_cli, "run", serve_not)
     monkeypatch.setattr(manager_cli, "run_as_process", serve_not)
@@ -73,10 +73,10 @@ def unserved(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("main", [lighthouse, manager])
 def test_each_flag_of_a_service(main: click.Command, value: str, unserved: None) -> None:
     election = ["--leader-election=etcd://127.0.0.1:1"] if main is lighthouse else []
-    needed = [f"{flag}={told}" for flag, told in NEEDED.items()] if main is manager else []
+    needed = [f"{flag}={given}" for flag, given in NEEDED.items()] if main is manager else []
     for flag in flags_of(main):
         for more in ([], election) if flag.startswith(("--etcd", "--lease", "--adv")) else ([],):
-            said(main, [*needed, *more, f"{flag}={value}"])
+            output_of(main, [*needed, *more, f"{flag}={value}"])
 
 
 @pytest.mark.parametrize("value", ODD.values(), ids=ODD)
@@ -89,21 +89,21 @@ def test_each_flag_of_an_operator_command(value: str) -> None:
                 if "--replica" in flags_of(command):
                     needed.append("--replica=a")
                 for flag in flags_of(command):
-                    told = said(main, [*needed, f"{flag}={value}"])
-                    assert "a" in told
+                    output = output_of(main, [*needed, f"{flag}={value}"])
+                    assert "a" in output
 
 
 @pytest.mark.parametrize("value", ["", " "])
 @pytest.mark.parametrize("main", [lighthouse, manager])
 def test_each_flag_that_is_given_but_empty_is_an_error(main: click.Command, value: str) -> None:
-    """Also where it would not count: `--advertise` without a leader election."""
+    """An empty value is refused even where it would not count, such as `--advertise`."""
     commands = LIGHTHOUSE_COMMANDS if main is lighthouse else MANAGER_COMMANDS
     for command, words in ((main, []), *((each, [each.name or ""]) for each in commands)):
         for flag in flags_of(command):
-            told = said(main, [*words, f"{flag}={value}"])
+            output = output_of(main, [*words, f"{flag}={value}"])
             sentence = f"Invalid value for '{flag}'"
-            assert sentence in told, told
-            assert f"{value!r} is empty: give it a value, or leave it out" in told
+            assert sentence in output, output
+            assert f"{value!r} is empty: give it a value, or leave it out" in output
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_each_flag_that_is_given_but_empty_is_an_error(main: click.Command, valu
     ],
 )
 def test_what_is_wrong_is_said(arguments: list[str], sentence: str, unserved: None) -> None:
-    assert sentence in said(lighthouse, arguments)
+    assert sentence in output_of(lighthouse, arguments)
 
 
 needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full")
@@ -132,11 +132,11 @@ needs_dev_full = pytest.mark.skipif(not Path("/dev/full").exists(), reason="ther
 @pytest.mark.parametrize("module", ["lighthouse_server", "manager_server"])
 def test_a_service_works_where_nothing_can_be_printed(module: str, output: str) -> None:
     address = steady_address()
-    flags = [f"{flag}={told}" for flag, told in NEEDED.items()] if "manager" in module else []
-    told = [sys.executable, "-m", f"torchft_svc.{module}", f"--bind={address}", *flags]
+    flags = [f"{flag}={given}" for flag, given in NEEDED.items()] if "manager" in module else []
+    command = [sys.executable, "-m", f"torchft_svc.{module}", f"--bind={address}", *flags]
     to = ">&-" if output == "closed" else ">/dev/full"
     process = subprocess.Popen(
-        ["/bin/sh", "-c", f'exec "$@" {to}', "sh", *told],
+        ["/bin/sh", "-c", f'exec "$@" {to}', "sh", *command],
         stderr=subprocess.PIPE,
         cwd=ROOT,
         env=environment(),

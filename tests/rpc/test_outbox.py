@@ -57,7 +57,7 @@ async def _none() -> AsyncIterator[str]:
     yield ""
 
 
-def _hear(_: str) -> bool:
+def _accept(_: str) -> bool:
     return True
 
 
@@ -67,9 +67,9 @@ async def _cancel_twice() -> list[str]:
     loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
     outbox, call = Outbox(), _Vanished()
     context: Any = call
-    heard: list[str] = []
-    stream = asyncio.create_task(outbox.exchange(call.requests(), _noting(heard), context))
-    outbox.tell(b"news")
+    received: list[str] = []
+    stream = asyncio.create_task(outbox.exchange(call.requests(), _recording(received), context))
+    outbox.add_news(b"news")
     await call.is_written_to.wait()
     for _ in range(2):
         stream.cancel()
@@ -80,7 +80,7 @@ async def _cancel_twice() -> list[str]:
     if left:  # a read or a write that ends with the call
         _, left = await asyncio.wait(left, timeout=10)
     await asyncio.wait_for(outbox.end(), 10)
-    complaints += [f"{each!r} was heard behind the end" for each in heard]
+    complaints += [f"{each!r} was received behind the end" for each in received]
     if call.was_read_cancelled:
         complaints.append("a read was cancelled while gRPC had its buffer")
     complaints += [f"{task.get_coro()!r} still runs" for task in left]
@@ -89,12 +89,12 @@ async def _cancel_twice() -> list[str]:
     return complaints
 
 
-def _noting(heard: list[str]) -> Any:
-    def hear(request: str) -> bool:
-        heard.append(request)
+def _recording(received: list[str]) -> Any:
+    def receive(request: str) -> bool:
+        received.append(request)
         return True
 
-    return hear
+    return receive
 
 
 def test_a_stream_that_is_cancelled_twice_while_it_writes_leaves_no_task_behind() -> None:
@@ -111,8 +111,8 @@ def test_a_stream_that_is_cancelled_twice_while_it_writes_leaves_no_task_behind(
     ids=["light", "heavy", "heavier than all may be"],
 )
 def test_what_nobody_reads_is_bounded_in_number_and_weight(piece: bytes, num_taken: int) -> None:
-    told = f"{num_taken} pieces of news were not read ({num_taken * len(piece)} bytes)"
-    assert asyncio.run(_tell_the_deaf(piece, num_taken + 1)) == told
+    expected = f"{num_taken} pieces of news were not read ({num_taken * len(piece)} bytes)"
+    assert asyncio.run(_send_unread(piece, num_taken + 1)) == expected
 
 
 def test_long_news_that_are_not_taken_in_time_end_the_stream(
@@ -122,22 +122,22 @@ def test_long_news_that_are_not_taken_in_time_end_the_stream(
 
     async def story() -> None:
         heavy = HeavyWrites()
-        told, call = Outbox(heavy, "job"), _Vanished()
-        told.tell(bytes(HEAVY_BYTES), b"more")
+        outbox, call = Outbox(heavy, "job"), _Vanished()
+        outbox.add_news(bytes(HEAVY_BYTES), b"more")
         context: Any = call
         with pytest.raises(RequestRefused, match=r"not read within 0.1 s \(65540 bytes\)"):
-            await told.exchange(_none(), _hear, context)
-        await asyncio.wait_for(heavy.begin("other", 1 << 40), 10)
+            await outbox.exchange(_none(), _accept, context)
+        await asyncio.wait_for(heavy.begin_write("other", 1 << 40), 10)
 
     asyncio.run(story())
 
 
 def test_a_client_that_goes_while_it_is_written_to_is_not_our_fault() -> None:
     async def story() -> None:
-        told, call = Outbox(), _Vanished()
-        told.tell(b"news")
+        outbox, call = Outbox(), _Vanished()
+        outbox.add_news(b"news")
         context: Any = call
-        stream = asyncio.create_task(told.exchange(_none(), _hear, context))
+        stream = asyncio.create_task(outbox.exchange(_none(), _accept, context))
         await call.is_written_to.wait()
         call.break_off()
         with pytest.raises(Unreachable, match=r"client at somewhere .* it has gone"):
@@ -155,23 +155,23 @@ def test_of_all_that_is_unread_the_stream_with_the_most_is_ended(
         unread = Unread(max_bytes=10)
         boxes = [Outbox(None, "job", unread) for _ in range(3)]
         context: Any = _Vanished()
-        streams = [asyncio.create_task(box.exchange(_none(), _hear, context)) for box in boxes]
+        streams = [asyncio.create_task(box.exchange(_none(), _accept, context)) for box in boxes]
         for box in boxes:
-            box.tell(b"under way")
+            box.add_news(b"under way")
         await context.is_written_to.wait()
         await asyncio.sleep(0)
         shared = bytes(4)
         for box in boxes:
-            box.tell(shared)  # counts once
-        boxes[1].tell(bytes(3))
-        boxes[2].tell(bytes(2))
+            box.add_news(shared)  # counts once
+        boxes[1].add_news(bytes(3))
+        boxes[2].add_news(bytes(2))
         assert not any(box._failed.is_set() for box in boxes)
-        boxes[0].tell(bytes(2))
+        boxes[0].add_news(bytes(2))
         assert [box._failed.is_set() for box in boxes] == [False, True, False]
-        boxes[0].tell(bytes(2))
+        boxes[0].add_news(bytes(2))
         assert [box.num_bytes for box in boxes] == [8, 0, 6]
-        told = r"7 bytes of news were not read, more than by any other client; .* 10 unread"
-        with pytest.raises(RequestRefused, match=told):
+        expected = r"7 bytes of news were not read, more than by any other client; .* 10 unread"
+        with pytest.raises(RequestRefused, match=expected):
             await streams[1]
         context.break_off()
         await asyncio.gather(*streams, return_exceptions=True)
@@ -196,13 +196,13 @@ def test_a_client_that_begins_too_late_is_not_waited_for(monkeypatch: pytest.Mon
     asyncio.run(story())
 
 
-async def _tell_the_deaf(piece: bytes, count: int) -> str:
+async def _send_unread(piece: bytes, count: int) -> str:
     """Why the stream ends, when so many pieces have come before any could leave."""
     outbox = Outbox()
     for number in range(count):
         assert not outbox._failed.is_set(), f"at piece {number}"
-        outbox.tell(piece)
+        outbox.add_news(piece)
     context: Any = _Reads()
     with pytest.raises(RequestRefused) as caught:
-        await outbox.exchange(_none(), _hear, context)
+        await outbox.exchange(_none(), _accept, context)
     return str(caught.value)

@@ -82,7 +82,7 @@ def test_a_peer_that_answers_no_ping_is_hung_up_on() -> None:
 
 
 def test_a_session_that_says_little_is_not_hung_up_on() -> None:
-    """Its stream is a call, and its host answers the pings."""
+    """A stream is a call, and its host answers the pings."""
     with (
         lighthouse(handshake_ms=LIMIT_MS, idle_ms=LIMIT_MS, keepalive_ms=LIMIT_MS) as port,
         manager_process(f"127.0.0.1:{port}", f"--heartbeat-interval-ms={NEVER_MS}") as manager,

@@ -61,11 +61,11 @@ def test_one_line(text: str, shown: str) -> None:
     ids=lambda news: str(news.WhichOneof("kind")),
 )
 def test_each_kind_of_news(news: Any) -> None:
-    told = str(fit_for_logs(news))
-    assert r"\n2026" not in told
-    assert r"\033" not in told
-    assert LONG not in told
-    assert ("quorum_id" in told) == (news.WhichOneof("kind") == "lost")
+    shown = str(fit_for_logs(news))
+    assert r"\n2026" not in shown
+    assert r"\033" not in shown
+    assert LONG not in shown
+    assert ("quorum_id" in shown) == (news.WhichOneof("kind") == "lost")
 
 
 @pytest.mark.parametrize("field", ["replica_id", "address", "store_address"])
@@ -86,18 +86,18 @@ def test_what_status_shows() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("order", ["kill", "drain"])
 def test_a_manager_s_orders_reach_its_workers_as_one_line(order: str) -> None:
-    told: list[str] = []
+    shown: list[str] = []
     with (
         lighthouse_process() as lighthouse,
         manager_process(lighthouse.address) as manager,
         ManagerClient(manager.address, CALL) as worker,
         ManagerClient(manager.address, CALL) as stranger,
     ):
-        attach(worker, 0, on_kill=told.append, on_drain=told.append)
+        attach(worker, 0, on_kill=shown.append, on_drain=shown.append)
         getattr(stranger, order)(HOSTILE + LONG)
-        eventually(lambda: told)
-        assert told[0].startswith(PLAIN)
-        assert len(told[0]) == MAX_REASON_LENGTH
+        eventually(lambda: shown)
+        assert shown[0].startswith(PLAIN)
+        assert len(shown[0]) == MAX_REASON_LENGTH
         assert "\x1b" not in manager.errors()
 
 
@@ -161,15 +161,15 @@ def test_a_lying_service_forges_no_line_in_a_trainer_s_log(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     liar = _Liar()
-    heard: list[str] = []
+    received: list[str] = []
     with grpc_server(liar, liar.is_over.set) as address:
         with LighthouseClient(address, CALL) as client, pytest.raises(TorchFTError) as caught:
             client.heartbeat("a:1", CALL)
         assert str(caught.value) == PLAIN
         with ManagerClient(address, CALL) as worker:
-            attach(worker, 0, on_loss=lambda *told: heard.extend(map(str, told)))
-            eventually(lambda: heard)
+            attach(worker, 0, on_loss=lambda *news: received.extend(map(str, news)))
+            eventually(lambda: received)
             liar.is_over.set()
             eventually(lambda: "no stream to the manager" in caplog.text)
-    assert heard[:2] == [PLAIN, PLAIN]
+    assert received[:2] == [PLAIN, PLAIN]
     assert all(record.getMessage().isprintable() for record in caplog.records)

@@ -41,7 +41,7 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Papers:
 
 
 def complaint(address: str, client: Security) -> TorchFTError | None:
-    """What a client hears when it beats; None if the lighthouse takes it."""
+    """The error of a client that beats; None if the lighthouse accepts it."""
     with LighthouseClient(address, TIMEOUT, security=client) as asking:
         try:
             asking.heartbeat("group", TIMEOUT)

@@ -534,7 +534,7 @@ class Manager:
     def replica_id(self) -> str:
         """This group's ``name:incarnation``, or the name alone before the first quorum."""
         quorum = self.last_quorum()
-        if quorum is None or not quorum.replica_ids:
+        if quorum is None:
             return self._runtime.services.replica_name
         return quorum.replica_ids[quorum.replica_rank]
 

@@ -30,7 +30,7 @@ JOIN_TIMEOUT_S = 2.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listeners:
-    """Who receives which news; called on the thread that reads them: none may wait for long.
+    """Callbacks for a worker's news, called on the thread that reads them: none may wait for long.
 
     ``on_loss``: a member of the last quorum is dead or has left (replica id, reason, id of that
     quorum). ``on_kill``: this worker has to end at once, ``on_drain``: when its step is finished
@@ -75,8 +75,8 @@ class Listeners:
 class Attachment:
     """Reads news on a thread of its own, ``torchft-news``; opened again when it breaks.
 
-    ``channel`` tells the one to use, whenever the stream is opened; ``on_break`` is called on that
-    thread if the manager cannot be reached.
+    ``channel`` returns the one to use, whenever the stream is opened; ``on_break`` is called on
+    that thread if the manager cannot be reached.
     """
 
     def __init__(
@@ -97,21 +97,23 @@ class Attachment:
         self._outgoing = Outgoing(self._hello)
         self._votes = StreamVotes(self._outgoing.send)
         self._report: PhaseReport | None = None
-        self._is_over = False  # the manager has said that it ends for good
+        self._is_over = False  # the manager has announced that it ends for good
         self._streams = threading.Condition()
         self._awaits_next = False  # `listen` waits for the next stream
         self._stream: Any = None
         self._thread = threading.Thread(target=self._run, name="torchft-news", daemon=True)
         self._thread.start()
 
-    def tell_phase(self, report: PhaseReport) -> None:
-        """Let the manager know what this worker does; only stores it."""
+    def report_phase(self, report: PhaseReport) -> None:
+        """Report to the manager what this worker does; only stores it."""
         self._report = report  # first, for a stream that is being opened
-        self._outgoing.tell(report)
+        self._outgoing.report_phase(report)
 
     def report_difference(self, report: DifferenceReport) -> None:
-        """Let the manager know that the groups' states differ; only stores it. Lost if the stream
-        breaks just then: other groups report it, too."""
+        """Report to the manager that the groups' states differ; only stores it.
+
+        The report is lost if the stream breaks just then: other groups report it, too.
+        """
         self._outgoing.send(pb.AttachRequest(difference=difference_to_wire(report)))
 
     @property
@@ -144,19 +146,18 @@ class Attachment:
             votes.opened()
             self._streams.notify_all()
 
-    def _await_no_other(self) -> None:
-        """There is no other stream, or not soon."""
+    def _stop_awaiting(self) -> None:
+        """Stop waiting for the replacement stream."""
         with self._streams:
             self._awaits_next = False
             self._streams.notify_all()
 
     def close(self, failure: str = "") -> None:
-        """Tell the manager that this worker stops, on purpose or with the error ``failure``; may be
-        called twice."""
+        """Detach, on purpose or with the error ``failure``; may be called twice."""
         if self._closing.is_set():
             return
         self._closing.set()
-        self._await_no_other()
+        self._stop_awaiting()
         self._outgoing.end(pb.AttachDetach(failure=failure))
         self._thread.join(JOIN_TIMEOUT_S)
         stream = self._stream
@@ -168,7 +169,7 @@ class Attachment:
         try:
             self._keep_open()
         finally:
-            self._await_no_other()
+            self._stop_awaiting()
 
     def _keep_open(self) -> None:
         retry = AttachRetry(random.random)
@@ -177,11 +178,11 @@ class Attachment:
             votes = self._votes = StreamVotes(outgoing.send)
             if self._closing.is_set():  # looked at after that which `close` ends is there
                 return
-            told = None
-            while (report := self._report) is not told:  # another thread may tell the next one
+            sent = None
+            while (report := self._report) is not sent:  # another thread may report the next one
                 assert report is not None
-                outgoing.tell(report)
-                told = report
+                outgoing.report_phase(report)
+                sent = report
             how, reason = AttachEnd.CLOSED, ""
             try:
                 self._read(outgoing, votes, retry)
@@ -233,7 +234,7 @@ class Attachment:
                     self._welcomed(votes)
                 self._is_over = kind == "over"
                 if self._is_over:
-                    self._await_no_other()
+                    self._stop_awaiting()
                 self._listeners.receive(news)
         finally:
             outgoing.end()  # or the thread that sends would wait for more

@@ -83,8 +83,8 @@ class Client:
     def _lost_contact(self) -> None:
         """A call could not reach the service."""
 
-    def _go_on(self, failed: str, leader: str = "") -> bool:
-        """Nobody answers at ``failed``, or who does names the ``leader``: go to another address.
+    def _use_next_address(self, failed: str, leader: str = "") -> bool:
+        """Use another address, because ``failed`` does not answer or names the ``leader``.
 
         False: there is none that has not been tried.
         """
@@ -110,7 +110,7 @@ class Client:
                     self.close()
                     reason = f"no connection within {timeout_s:g} s ({error})"
                     raise Unreachable(self._peer, addr, reason) from None
-            if not self._go_on(addr):
+            if not self._use_next_address(addr):
                 time.sleep(RETRY_S)
 
     def _method(self, name: str, answer: Callable[[bytes], Answer]) -> Callable[..., Answer]:

@@ -104,13 +104,13 @@ class LighthouseClient(Client):
         )
 
     def heartbeat(self, replica_id: str, timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Tell that the group is alive."""
+        """Report that the group is alive."""
         self._heartbeat(pb.LighthouseHeartbeatRequest(replica_id=replica_id), timeout)
 
     def leave(
         self, replica_id: str, reason: str = "", timeout: timedelta = timedelta(seconds=5)
     ) -> None:
-        """Tell that the group is gone for good, so that nobody waits for it."""
+        """Report that the group is gone for good, so that nobody waits for it."""
         request = pb.LighthouseLeaveRequest(replica_id=replica_id, reason=reason, ends=True)
         self._leave(request, timeout)
 
@@ -120,7 +120,8 @@ class LighthouseClient(Client):
         """End the group with this replica id or name at once.
 
         Raises:
-            RequestRefused: there is no such group, or it cannot be told (it only sends heartbeats).
+            RequestRefused: there is no such group, or no command reaches it, because it only sends
+                heartbeats.
         """
         self._kill(pb.LighthouseKillRequest(replica_id=replica_id, reason=reason), timeout)
 
@@ -130,7 +131,8 @@ class LighthouseClient(Client):
         """Let the group with this replica id or name finish its step, leave, and end.
 
         Raises:
-            RequestRefused: there is no such group, or it cannot be told (it only sends heartbeats).
+            RequestRefused: there is no such group, or no command reaches it, because it only sends
+                heartbeats.
         """
         self._drain(pb.LighthouseDrainRequest(replica_id=replica_id, reason=reason), timeout)
 
@@ -155,7 +157,7 @@ class LighthouseClient(Client):
         return self._accept_loss(pb.AcceptLossRequest(), timeout).committed_step
 
     def _method(self, name: str, answer: Callable[[bytes], Answer]) -> Callable[..., Answer]:
-        """As in `Client`, at the lighthouses of the list in turn while the call's time lasts."""
+        """A call that tries the lighthouses of the list in turn while its time lasts."""
         ask_one = super()._method(name, answer)
 
         def invoke(request: Any, timeout: timedelta) -> Answer:
@@ -163,14 +165,14 @@ class LighthouseClient(Client):
             while True:
                 addr, left_s = self._addr, deadline - time.monotonic()
                 try:
-                    told = ask_one(request, timedelta(seconds=max(left_s, 0.0)))
+                    reply = ask_one(request, timedelta(seconds=max(left_s, 0.0)))
                 except (Unreachable, NotLeader) as error:
                     leader = error.leader if isinstance(error, NotLeader) else ""
-                    if not self._go_on(addr, leader) or time.monotonic() >= deadline:
+                    if not self._use_next_address(addr, leader) or time.monotonic() >= deadline:
                         raise
                 else:
                     self._worked(addr)
-                    return told
+                    return reply
 
         return invoke
 
@@ -179,7 +181,7 @@ class LighthouseClient(Client):
             if addr == self._route.current:
                 self._route.record_answer()
 
-    def _go_on(self, failed: str, leader: str = "") -> bool:
+    def _use_next_address(self, failed: str, leader: str = "") -> bool:
         with self._routing:
             if failed != self._route.current:
                 return True  # another thread has gone on already

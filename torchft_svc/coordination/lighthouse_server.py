@@ -23,7 +23,7 @@ class LighthouseServer(Server):
     heals is waited for up to ``heal_timeout_ms`` (None: as for any other, the join timeout).
     A cold start waits for ``startup_wait_ms`` after the first request for groups that are started
     together (the command's default is a second).
-    ``settle_in_ms``: so long after its first agent it begins no launched run anew (rule L13).
+    ``settle_in_ms``: how long after its first agent it begins no launched run anew (rule L13).
     ``security``: TLS files and token (default: those of the environment).
 
     Raises:
@@ -47,7 +47,7 @@ class LighthouseServer(Server):
         settle_in_ms: int = round(SETTLE_IN_S * 1000),
         security: Security | None = None,
     ) -> None:
-        told = {
+        given_ms = {
             "join_timeout_s": join_timeout_ms,
             "heartbeat_timeout_s": heartbeat_timeout_ms,
             "startup_timeout_s": startup_timeout_ms,
@@ -56,7 +56,7 @@ class LighthouseServer(Server):
             "hang_timeout_s": hang_timeout_ms,
         }
         durations: dict[str, Any] = {
-            field: value / 1000 for field, value in told.items() if value is not None
+            field: value / 1000 for field, value in given_ms.items() if value is not None
         }
         config = QuorumConfig(min_replicas=min_replicas, on_hang=on_hang, **durations)
         where = parse_address(bind, may_bind=True)

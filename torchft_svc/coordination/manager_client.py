@@ -34,7 +34,7 @@ from torchft_svc.rpc.status import error_from_wire
 
 log = logging.getLogger(__name__)
 
-# Some steps take longer: who is killed in one tells where it stood, too, which does no harm.
+# Some steps take longer: a worker that is killed in one logs where it stood, too; no harm.
 STANDS_STILL_S = 1.0
 
 
@@ -75,7 +75,7 @@ class ManagerClient(Client):
         """Keep a stream to the manager open, until `close`; ``listeners`` receive its news.
 
         While it is open the manager knows that this worker lives; when it breaks, the group's other
-        workers are told.
+        workers receive the loss as news.
         """
         assert self._attachment is None, "a client has one attachment"
         self._attachment = Attachment(
@@ -87,15 +87,14 @@ class ManagerClient(Client):
             self._lost_contact,
         )
 
-    def tell_phase(self, report: PhaseReport) -> None:
-        """Let the manager know what this worker does, if it is attached; only stores it."""
+    def report_phase(self, report: PhaseReport) -> None:
+        """Report to the manager what this worker does, if it is attached; only stores it."""
         self._moved_at = None if report.phase is Phase.QUORUM else time.monotonic()
         if self._attachment is not None:
-            self._attachment.tell_phase(self._calls.sign_report(report))
+            self._attachment.report_phase(self._calls.sign_report(report))
 
     def report_difference(self, report: DifferenceReport) -> None:
-        """Let the manager know that the groups' states differ, if it is attached; only stores
-        it."""
+        """Report that the groups' states differ, if the client is attached; only stores it."""
         if self._attachment is not None:
             self._attachment.report_difference(report)
 
@@ -137,7 +136,7 @@ class ManagerClient(Client):
         self._over = Unreachable("manager", self._addr, reason)
 
     def _find(self) -> str:
-        """Where the manager is; raises `Unreachable` if there will be none any more."""
+        """The address of the manager; raises `Unreachable` if there will be none any more."""
         addr = self._locator.find() if self._locator else self._addr
         if self._over and addr == self._over.address:
             raise self._over
@@ -170,7 +169,7 @@ class ManagerClient(Client):
         it is repeated because the answer was lost. A barrier that failed before this worker came to
         it then fails for it, too (0: it waits for the next one).
         ``layout``: what this worker sums and how, which must be the same in all groups (empty: not
-        told).
+        reported).
         ``step_quorum_id``: in which quorum ``step`` was committed (0: not known).
 
         Raises:
@@ -207,7 +206,7 @@ class ManagerClient(Client):
         return result
 
     def _checkpoint_metadata(self, rank: int, timeout: timedelta) -> str:
-        """Where worker ``rank`` of this manager's group serves its state."""
+        """The address at which worker ``rank`` of this manager's group serves its state."""
         answer = self._address(pb.CheckpointAddressRequest(rank=rank), timeout)
         return answer.checkpoint_server_address
 
@@ -248,8 +247,10 @@ class ManagerClient(Client):
         return decision_from_wire(self._send_vote(request, timeout))
 
     def listen(self, timeout: timedelta = timedelta(seconds=1)) -> None:
-        """Wait until the news that the manager has for this worker are received; not if there is no
-        stream to it, or its manager does not answer there."""
+        """Wait until the news that the manager has for this worker are received.
+
+        Returns at once if there is no stream, or the manager does not answer on it.
+        """
         attachment = self._attachment
         if attachment is not None:
             attachment.listen(limited_s(timeout))

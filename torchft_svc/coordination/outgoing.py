@@ -11,7 +11,7 @@ from torchft_svc.core.quorum.activity import PhaseReport
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import report_to_wire
 
-# A worker's phase is told at most so often: it is for people and for hang timeouts of seconds, and
+# How often a worker's phase is sent at most: it is for people and for hang timeouts of seconds, and
 # a fast trainer would otherwise spend its time with it.
 PHASE_INTERVAL_S = 0.1
 
@@ -31,7 +31,7 @@ class Outgoing:
         # Votes, of which a worker has one under way, and their withdrawals; None: look at the rest.
         self._queue: queue.SimpleQueue[pb.AttachRequest | None] = queue.SimpleQueue()
 
-    def tell(self, report: PhaseReport) -> None:
+    def report_phase(self, report: PhaseReport) -> None:
         """Send ``report`` soon; only the latest one counts."""
         self._report = report
         if not self._has_new_phase:
@@ -43,14 +43,14 @@ class Outgoing:
         self._queue.put(message)
 
     def end(self, goodbye: pb.AttachDetach | None = None) -> None:
-        """Say no more, at the most ``goodbye``; may be called twice, the first time counts."""
+        """End the messages, with ``goodbye`` if given; the first of several calls counts."""
         if not self._over.is_set():
             self._goodbye = goodbye
             self._over.set()
         self._queue.put(None)
 
     def messages(self) -> Iterator[pb.AttachRequest]:
-        """To be read once."""
+        """The messages to send; read them once."""
         yield pb.AttachRequest(hello=self._hello)
         next_phase_at = 0.0
         while not self._over.is_set():

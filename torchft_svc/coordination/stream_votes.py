@@ -10,9 +10,9 @@ from collections.abc import Callable
 from torchft_svc.errors import DeadlineExceeded
 from torchft_svc.proto import torchft_pb2 as pb
 
-# As the call is named, which a vote is otherwise.
+# The name of the call that a vote is without a stream.
 ACTION = "manager's ShouldCommit"
-# An interrupt that is no signal to the thread that waits is seen after so long, as in a call.
+# How long an interrupt may stay unseen that is no signal to the waiting thread, as in a call.
 NOTICE_S = 0.2
 
 
@@ -20,8 +20,10 @@ _Answer = pb.AttachDecision | pb.AttachPong | None  # None: the stream has ended
 
 
 class StreamVotes:
-    """For any thread: one of them votes, or listens, at a time. ``send`` queues a message, and does
-    not wait."""
+    """Votes and pings on one stream, for any thread, one at a time.
+
+    ``send`` queues a message, and does not wait.
+    """
 
     def __init__(self, send: Callable[[pb.AttachRequest], None]) -> None:
         self._send = send
@@ -39,27 +41,29 @@ class StreamVotes:
         """
         timeout_ms = max(1, round(1000 * timeout_s))
 
-        def said(number: int) -> pb.AttachRequest:
-            told = pb.AttachVote(vote=vote, number=number, timeout_ms=timeout_ms)
-            return pb.AttachRequest(vote=told)
+        def message(number: int) -> pb.AttachRequest:
+            cast = pb.AttachVote(vote=vote, number=number, timeout_ms=timeout_ms)
+            return pb.AttachRequest(vote=cast)
 
-        decision = self._exchange(said, timeout_s)
+        decision = self._exchange(message, timeout_s)
         return decision if isinstance(decision, pb.AttachDecision) else None
 
     def listen(self, timeout_s: float) -> bool:
-        """Wait, but not longer, until all is read that the manager has sent before it reads this;
-        False: the stream is not open, or has ended meanwhile."""
+        """Wait until all is read that the manager sent before it reads this, or the time is over.
 
-        def said(number: int) -> pb.AttachRequest:
+        False: the stream is not open, or has ended meanwhile.
+        """
+
+        def message(number: int) -> pb.AttachRequest:
             return pb.AttachRequest(ping=pb.AttachPing(number=number))
 
         try:
-            return self._exchange(said, timeout_s) is not None or self.is_open
+            return self._exchange(message, timeout_s) is not None or self.is_open
         except DeadlineExceeded:
             return True
 
-    def _exchange(self, said: Callable[[int], pb.AttachRequest], timeout_s: float) -> _Answer:
-        """Say something with a number of its own; None: the stream is not open, or in use."""
+    def _exchange(self, message: Callable[[int], pb.AttachRequest], timeout_s: float) -> _Answer:
+        """Send a message with a new number, and wait (None: the stream is not open, or in use)."""
         deadline = time.monotonic() + timeout_s
         mine: queue.SimpleQueue[_Answer] = queue.SimpleQueue()
         number, is_over = 0, False
@@ -69,7 +73,7 @@ class StreamVotes:
                     return None
                 self._waiting = mine
                 number = self._number = self._number + 1
-            self._send(said(number))
+            self._send(message(number))
             answer = _get(mine, deadline)
             is_over = True
             return answer
@@ -80,7 +84,7 @@ class StreamVotes:
                 self._end(number, is_over)
 
     def _end(self, number: int, is_over: bool) -> None:
-        """The vote is over; a manager that may still wait for others with it is told so."""
+        """End the exchange; withdraw it at a manager that may still wait for other votes."""
         with self._lock:
             self._waiting = None
         if not is_over:
@@ -89,17 +93,17 @@ class StreamVotes:
     # -- for the thread that reads the stream ----------------------------------------------------
 
     def opened(self) -> None:
-        """The manager takes votes on this stream."""
+        """Record that the manager has welcomed this worker."""
         self.is_open = True
 
     def answered(self, answer: pb.AttachDecision | pb.AttachPong) -> None:
-        """One that nobody waits for any more is passed over."""
+        """Deliver the answer; one that nobody waits for any more is dropped."""
         with self._lock:
             if self._waiting is not None and answer.number == self._number:
                 self._waiting.put(answer)
 
     def closed(self) -> None:
-        """The stream has ended: who waits votes by a call."""
+        """Record that the stream has ended: a waiting vote is repeated as a call."""
         with self._lock:
             self.is_open = False
             if self._waiting is not None:

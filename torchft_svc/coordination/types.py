@@ -1,4 +1,4 @@
-"""What the clients take and return."""
+"""The values that the clients accept and return."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QuorumMember:
-    """One replica group of a quorum; ``data`` is whatever it told about itself."""
+    """One replica group of a quorum; ``data`` is what it reports about itself."""
 
     replica_id: str
     address: str
@@ -38,11 +38,11 @@ class Quorum:
 
 @dataclass(frozen=True, slots=True)
 class ManagerLocator:
-    """``find`` tells the manager's present address; it raises `Unreachable` with the reason if no
+    """``find`` returns the manager's present address; it raises `Unreachable` with the reason if no
     manager will be there any more.
 
-    It may be called on any thread. ``patience_s``: after so long without an answer the manager
-    counts as gone for good.
+    It may be called on any thread. ``patience_s``: after how long without an answer the
+    manager counts as gone for good.
     """
 
     find: Callable[[], str]

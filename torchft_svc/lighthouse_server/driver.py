@@ -151,13 +151,13 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         """Send news over the streams of an order."""
         news = session_news_to_wire(order.news)
         for stream in order.streams:
-            self._streams[stream].tell(news)
+            self._streams[stream].add_news(news)
 
     def publish(self, order: Publish) -> None:
         """Answer the streams and calls of an order, with a quorum that is encoded once."""
         encoded = quorum_answer(order.quorum, time.time())
         for stream, number in order.answers:
-            self._streams[stream].tell(encoded, answers(number))
+            self._streams[stream].add_news(encoded, answers(number))
         for call in order.calls:
             self._end_call(call, encoded)
         self._reports.write_quorum(order)

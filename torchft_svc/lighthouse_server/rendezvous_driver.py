@@ -77,7 +77,7 @@ class RendezvousDriver(StreamDriver[Rendezvous]):
             if isinstance(order, SendNews):
                 news = world_news_to_wire(order.news)
                 for stream in order.streams:
-                    self._streams[stream].tell(news)
+                    self._streams[stream].add_news(news)
             elif isinstance(order, EndStream):
                 self.end_stream(order)
             else:

@@ -15,9 +15,9 @@ from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.calls import remaining_s
 from torchft_svc.rpc.codec import JOB_KEY, member_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire
-from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.status import Handler

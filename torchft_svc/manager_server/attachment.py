@@ -15,8 +15,8 @@ from torchft_svc.core.quorum.manager.group import Answer
 from torchft_svc.errors import RequestRefused
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.calls import time_to_wait_s
 from torchft_svc.rpc.codec import decision_to_wire, vote_from_wire
-from torchft_svc.rpc.deadline import time_to_wait_s
 from torchft_svc.rpc.outbox import Outbox, first_message
 from torchft_svc.rpc.status import error_to_wire
 
@@ -46,7 +46,7 @@ async def attach(
     group_rank, worker_id = first.hello.rank, first.hello.worker_id
     check_text("worker id", worker_id, MAX_ADDRESS_LENGTH)
     outbox = Outbox()
-    outbox.tell(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
+    outbox.add_news(pb.AttachNews(welcome=pb.AttachWelcome()).SerializeToString())
     driver.attach_worker(group_rank, worker_id, outbox)
     worker = _AttachedWorker(driver, group_rank, outbox)
     reason, ends = "its process ended, or does not answer", False
@@ -84,7 +84,7 @@ class _AttachedWorker:
             self.ballot.cast_vote(message.vote)
         elif kind == "ping":  # behind all news that are queued
             pong = pb.AttachPong(number=message.ping.number)
-            self._outbox.tell(pb.AttachNews(pong=pong).SerializeToString())
+            self._outbox.add_news(pb.AttachNews(pong=pong).SerializeToString())
         elif kind == "phase":
             self._driver.receive_phase(self._group_rank, message.phase)
         elif kind == "difference":
@@ -133,4 +133,4 @@ class _Ballot:
         else:
             assert isinstance(answer, RefuseWorker)
             decision.error, decision.reason = error_to_wire(answer.error)
-        self._outbox.tell(pb.AttachNews(decision=decision).SerializeToString())
+        self._outbox.add_news(pb.AttachNews(decision=decision).SerializeToString())

@@ -239,7 +239,7 @@ class ManagerDriver(GroupShell):
     def _send_news(self, group_ranks: tuple[int, ...], news: SentNews) -> None:
         encoded = _news_to_wire(news)
         for group_rank in group_ranks:
-            self._outboxes[group_rank].tell(encoded)
+            self._outboxes[group_rank].add_news(encoded)
 
     def _end_group(self) -> None:
         self._tasks.start(self._end(), "end")

@@ -11,8 +11,8 @@ from torchft_svc.core.limits import one_line
 from torchft_svc.manager_server.attachment import attach
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.calls import remaining_s
 from torchft_svc.rpc.codec import vote_from_wire, worker_request_from_wire
-from torchft_svc.rpc.deadline import remaining_s
 from torchft_svc.rpc.serving import Service
 
 Context = grpc.aio.ServicerContext[Any, Any]

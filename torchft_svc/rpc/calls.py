@@ -1,4 +1,4 @@
-"""The calls that a server has not answered yet, so that its stop can tell each of them."""
+"""Calls at a server: how long each may wait, and how a stop of the server ends them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ import grpc
 from torchft_svc.rpc.status import Handler
 
 _STOPPING = "the service is stopping"
+# A call without a deadline does not wait forever.
+MAX_WAIT_S = 24 * 3600.0
+# An answer that names the reason has to arrive before the caller's own clock ends the call.
+MARGIN = 0.05
+MAX_MARGIN_S = 0.1
 
 
 class Calls:
-    """To be used on one event loop."""
+    """The calls that a server has not answered yet; for one event loop."""
 
     def __init__(self) -> None:
         self._running: set[asyncio.Task[Any]] = set()
         self._stopping = False
 
     def known(self, handler: Handler) -> Handler:
-        """``handler``, whose callers hear of a stop at once instead of losing their connection."""
+        """Wrap ``handler``: a stop answers its callers at once, who would lose their connection."""
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
             task = asyncio.current_task()
@@ -40,7 +45,20 @@ class Calls:
         return answer
 
     def stop(self) -> None:
-        """Tell all callers that wait, and those that still come."""
+        """Answer all callers that wait, and those that still come, that the service stops."""
         self._stopping = True
         for task in self._running:
             task.cancel()
+
+
+def remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:
+    """How long a handler may wait so that its last word still reaches the caller, in seconds."""
+    left = context.time_remaining()
+    if not left:  # no deadline; or a wall clock has jumped: gRPC cancels what is really over
+        return MAX_WAIT_S
+    return time_to_wait_s(left)
+
+
+def time_to_wait_s(left_s: float) -> float:
+    """The same, for a caller that waits ``left_s`` itself."""
+    return max(0.0, min(left_s - min(left_s * MARGIN, MAX_MARGIN_S), MAX_WAIT_S))

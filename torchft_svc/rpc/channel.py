@@ -10,11 +10,11 @@ from torchft_svc.host.address import parse_address
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.tls import TlsFiles
 
-# A quorum of 10,000 groups takes about 2 MB; what is larger than a lighthouse may be told to allow,
+# A quorum of 10,000 groups takes about 2 MB; what is larger than a lighthouse can be set to allow,
 # and a few numbers, is not an answer of ours.
 MAX_ANSWER_BYTES = MAX_QUORUM_BYTES + 1024
 # A connection may take so long: several round trips to another continent, or to a busy machine.
-# Longer, and a lighthouse whose packets were lost would be missed for as long when it is back.
+# With a longer limit, a lighthouse whose packets were lost stays unused for longer when it is back.
 MAX_CONNECTING_MS = 1000
 
 # A host that vanishes closes nothing: a sign of life is asked for after so long, and waited for as
@@ -28,7 +28,7 @@ BEATING_KEEPALIVE_MS = 20_000
 
 
 def keepalive_of_beating_ms(num_lighthouses: int) -> int:
-    """For the channel of a manager or an agent to one of its lighthouses."""
+    """The keepalive of a manager's or agent's channel to one of its lighthouses."""
     return BEATING_KEEPALIVE_MS if num_lighthouses == 1 else IMPATIENT_KEEPALIVE_MS
 
 
@@ -45,7 +45,7 @@ def keepalive(interval_ms: int = KEEPALIVE_MS) -> tuple[tuple[str, int], ...]:
         # That alone ends nothing while the peer's system confirms what the frozen process never
         # reads; this does, and its default is a minute.
         ("grpc.http2.ping_timeout_ms", patience_ms),
-        # By default nothing is asked any more where nothing was said twice.
+        # By default gRPC stops pinging after two pings without data.
         ("grpc.http2.max_pings_without_data", 0),
     )
 

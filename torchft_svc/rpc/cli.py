@@ -32,8 +32,10 @@ class _GivenOption(click.Option):
 
 
 def option(name: str, **attrs: Any) -> Callable[[F], F]:
-    """A click option; its help tells which environment variable counts where it is not given. On
-    the command line it must not be empty."""
+    """A click option whose help names the environment variable that replaces it.
+
+    On the command line it must not be empty.
+    """
     return click.option(name, cls=_GivenOption, **{"show_envvar": True, **attrs})
 
 

@@ -1,4 +1,4 @@
-"""Between messages on the wire and records of the core, for questions, answers and votes."""
+"""Copies questions, answers, votes and reports of a quorum to the wire and back."""
 
 from __future__ import annotations
 
@@ -266,8 +266,20 @@ def quorum_result_from_wire(message: pb.ManagerQuorumResponse) -> tuple[QuorumRe
     """The worker's part in the quorum, and the round to vote in.
 
     Raises:
-        QuorumFailed: the answer names no store.
+        QuorumFailed: no manager can have answered that.
     """
     if not message.store_address:
         raise QuorumFailed("the manager's answer names no store")
-    return _RESULT.from_wire(message), message.round
+    result = _RESULT.from_wire(message)
+    source, num_groups = result.recover_src_replica_rank, len(result.replica_ids)
+    ranks = (
+        result.replica_rank,
+        *(() if source is None else (source,)),
+        *result.recover_dst_replica_ranks,
+        *result.recover_extra_dst_replica_ranks,
+    )
+    if num_groups != result.replica_world_size or not all(result.replica_ids):
+        raise QuorumFailed("the manager's answer does not name all groups of the quorum")
+    if not all(0 <= rank < num_groups for rank in ranks):
+        raise QuorumFailed("the manager's answer has ranks of groups that it does not name")
+    return result, message.round

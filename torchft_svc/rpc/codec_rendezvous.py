@@ -1,4 +1,4 @@
-"""Between the messages of launchers' agents on the wire and their records.
+"""Copies what launchers' agents and a lighthouse send to the wire and back.
 
 Each record that comes in is checked: `RequestRefused` has the reason.
 """

@@ -1,4 +1,4 @@
-"""Between the messages of a lighthouse session on the wire and their records."""
+"""Copies the messages of a lighthouse session to the wire and back."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from torchft_svc.core.quorum.session_messages import (
 from torchft_svc.core.quorum.types import MAX_DIFFERENCES, LastQuorum, check_step
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.calls import MAX_WAIT_S
 from torchft_svc.rpc.codec import (
     TERM_ENDS,
     difference_from_wire,
@@ -31,7 +32,6 @@ from torchft_svc.rpc.codec import (
     phase_from_wire,
     phase_to_wire,
 )
-from torchft_svc.rpc.deadline import MAX_WAIT_S
 from torchft_svc.rpc.records import Codec, Field, HandWritten, OneOf, milliseconds
 from torchft_svc.rpc.status import error_to_wire
 

@@ -1,4 +1,4 @@
-"""Between the messages and the records that show people how jobs and runs are."""
+"""Copies the status of jobs and runs, which people read, to the wire and back."""
 
 from __future__ import annotations
 

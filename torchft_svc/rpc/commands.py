@@ -62,7 +62,7 @@ class ServiceCommand(click.Command):
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
     def main(self, *args: Any, **extra: Any) -> Any:
-        """As click does; what cannot be printed (a full disk) is one sentence, too."""
+        """Run the command as click does; a failure to print (a full disk) is one sentence, too."""
         try:
             return super().main(*args, **extra)
         except OSError as error:
@@ -142,7 +142,7 @@ def _ask_one(
             response_deserializer=answer.FromString,
         )
         try:
-            told: Answer = call(request, timeout=ASK_TIMEOUT_S, metadata=metadata)
+            reply: Answer = call(request, timeout=ASK_TIMEOUT_S, metadata=metadata)
         except grpc.RpcError as error:
             raise to_error(
                 error,
@@ -151,4 +151,4 @@ def _ask_one(
                 action=f"{peer}'s {method}",
                 timeout_s=ASK_TIMEOUT_S,
             ) from None
-    return told
+    return reply

@@ -1,23 +1,34 @@
-"""Lets only those call a service who know its token; health checks are free, reflection is not."""
+"""Refuses calls without the service's token, and logs which calls were refused and why.
+
+Health checks need no token, reflection does.
+"""
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
 
-from torchft_svc.rpc.refusals import Refusals
 from torchft_svc.rpc.security import TOKEN_KEY, Security
 
 # Probes of load balancers and Kubernetes carry no metadata, and learn nothing but "serving".
 OPEN_TO_ALL = "/grpc.health.v1.Health/"
 
+# A peer that keeps trying gets the reason each time, and logged this often for each method.
+LOG_AGAIN_S = 60.0
+# Peers whose last line is remembered; the one that was logged longest ago is forgotten first.
+MAX_LOGGED = 1000
+
+log = logging.getLogger(__name__)
+
 Details = grpc.HandlerCallDetails
 
 
 class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
-    """Refuses a call before its request is read. To be used on one event loop."""
+    """Refuses a call before its request is read; for one event loop."""
 
     def __init__(self, security: Security, refusals: Refusals) -> None:
         self._security = security
@@ -37,8 +48,28 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
 
     def _refusing(self, method: str, reason: str) -> Any:
         async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-            self._refusals.tell(context.peer(), method, reason)
+            self._refusals.log_refusal(context.peer(), method, reason)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
         # A stream's handler begins before any message has come; on the wire all kinds are the same.
         return grpc.stream_stream_rpc_method_handler(refuse)
+
+
+class Refusals:
+    """Logs who is refused, so that an operator sees who is set up wrongly; for one event loop."""
+
+    def __init__(self) -> None:
+        self._logged_at: dict[tuple[str, str], float] = {}
+
+    def log_refusal(self, peer: str, method: str, reason: str) -> None:
+        """Log, unless just done, that ``peer`` was refused ``method`` for ``reason``."""
+        who, now = (peer.rpartition(":")[0], method[:100]), time.monotonic()
+        if now - self._logged_at.get(who, -LOG_AGAIN_S) < LOG_AGAIN_S:
+            return
+        self._logged_at.pop(who, None)  # so that the order is that of the lines
+        self._logged_at[who] = now
+        if len(self._logged_at) > MAX_LOGGED:
+            del self._logged_at[next(iter(self._logged_at))]
+        log.warning(
+            "refused %r from %s: %s (logged at most every %g s)", who[1], peer, reason, LOG_AGAIN_S
+        )

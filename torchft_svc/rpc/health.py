@@ -12,7 +12,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from torchft_svc.errors import TorchFTError
 
-# Health is told without a token, and each watcher costs some 10 KB: a load balancer has a few.
+# Health needs no token, and each watcher costs some 10 KB: a load balancer has a few.
 MAX_WATCHERS = 1000
 
 HEALTH_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -24,20 +24,20 @@ class Readiness(Protocol):
     """Whether a service takes requests now."""
 
     def check(self) -> None:
-        """Raise the `TorchFTError` that callers have to hear, if it does not."""
+        """Raise the `TorchFTError` for callers, if the service takes no requests."""
 
-    def subscribe(self, hear: Callable[[], None]) -> None:
-        """Call ``hear`` whenever that has changed."""
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        """Call ``on_change`` whenever the answer of `check` changes."""
 
 
 class _AlwaysReady:
     """The readiness of a service that takes requests for as long as it runs."""
 
     def check(self) -> None:
-        """It is."""
+        """Return, as the service is always ready."""
 
-    def subscribe(self, hear: Callable[[], None]) -> None:
-        """It stays so."""
+    def subscribe(self, on_change: Callable[[], None]) -> None:
+        """Do nothing, as readiness never changes."""
 
 
 ALWAYS_READY = _AlwaysReady()
@@ -50,7 +50,7 @@ class _Watcher:
         self.peer = peer
         self.host = peer.rpartition(":")[0]
         self.changed = asyncio.Event()
-        self.has_to_go = False
+        self.is_evicted = False
 
 
 async def _write(context: Context, response: Any) -> None:
@@ -64,7 +64,8 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
     """The empty name stands for the process, which serves until `stop`; ``service`` serves while it
     is ready. To be used on one event loop.
 
-    The library's own servicer forgets all watchers of a name when one of them leaves.
+    The library's own servicer forgets all watchers of a name when one of them leaves, keeps any
+    number of them, and has no reason for an unknown name: none of its methods can stay.
     """
 
     def __init__(self, service: str, readiness: Readiness) -> None:
@@ -72,7 +73,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
         self._readiness = readiness
         self._stopping = False
         self._watchers: dict[_Watcher, None] = {}  # the oldest first
-        readiness.subscribe(self._tell)
+        readiness.subscribe(self._notify_watchers)
 
     async def Check(self, request: Any, context: Context) -> Any:  # noqa: N802 - gRPC's name
         status = self._status(request.service)
@@ -86,14 +87,14 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
         if len(self._watchers) >= MAX_WATCHERS:
             self._make_room()
         self._watchers[watcher] = None
-        told = None
+        sent = None
         try:
-            while not watcher.has_to_go:
+            while not watcher.is_evicted:
                 watcher.changed.clear()
                 status = self._status(request.service)
-                if status != told:
+                if status != sent:
                     await _write(context, Response(status=status))
-                    told = status
+                    sent = status
                 if self._stopping:
                     return
                 await watcher.changed.wait()
@@ -103,22 +104,24 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]  # untyped
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, reason)
 
     def _make_room(self) -> None:
-        """Whoever watches a thousand times must not keep out those that do it once: of the host
-        with the most watchers, the connection with the most loses its oldest."""
+        """Evict the oldest watcher of the busiest connection of the host with the most watchers.
+
+        Whoever watches a thousand times must not keep out those that watch once.
+        """
         of_hosts = Counter(each.host for each in self._watchers)
         of_peers = Counter(each.peer for each in self._watchers)
         # The first of several is the oldest.
         last = max(self._watchers, key=lambda each: (of_hosts[each.host], of_peers[each.peer]))
         del self._watchers[last]
-        last.has_to_go = True
+        last.is_evicted = True
         last.changed.set()
 
     def stop(self) -> None:
-        """Nothing is served any more; the watchers are told so."""
+        """Report from now on that nothing is served, to all watchers, too."""
         self._stopping = True
-        self._tell()
+        self._notify_watchers()
 
-    def _tell(self) -> None:
+    def _notify_watchers(self) -> None:
         for watcher in self._watchers:
             watcher.changed.set()
 

@@ -14,14 +14,14 @@ import grpc
 
 # Shorter ones are written at once: a quorum of 300 groups has as much.
 HEAVY_BYTES = 64 * 1024
-# Of all messages under way, without the copies: with Python's and gRPC's, twice as much.
+# All messages under way, without the copies: with Python's and gRPC's, twice as much.
 MAX_BYTES_UNDER_WAY = 8 << 20
-# Whoever has not taken a long message after so long does not read.
+# How long a long message may take; a client that needs longer does not read.
 HEAVY_WRITE_S = 10.0
 
 
 class HeavyWrites:
-    """Of one server; to be used on one event loop.
+    """Limits the long messages of one server that are under way; for one event loop.
 
     A job of which nothing is under way may always begin: those of others that do not read hold up
     none but their own.
@@ -34,8 +34,8 @@ class HeavyWrites:
         # By job, the one whose turn is next first.
         self._waiting: OrderedDict[str, deque[tuple[int, asyncio.Future[None]]]] = OrderedDict()
 
-    async def begin(self, job: str, num_bytes: int) -> None:
-        """Return when a message of so many bytes may be written; `end` has to follow."""
+    async def begin_write(self, job: str, num_bytes: int) -> None:
+        """Return when a message of so many bytes may be written; `end_write` has to follow."""
         if job in self._waiting or not self._may_begin(job, num_bytes):
             turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self._waiting.setdefault(job, deque()).append((num_bytes, turn))
@@ -43,7 +43,7 @@ class HeavyWrites:
                 await turn
             except asyncio.CancelledError:
                 if turn.done() and not turn.cancelled():
-                    self.end(job, num_bytes)
+                    self.end_write(job, num_bytes)
                 raise
         else:
             self._add(job, num_bytes)
@@ -55,14 +55,14 @@ class HeavyWrites:
         num_bytes = len(answer)
         if num_bytes < HEAVY_BYTES:
             return answer
-        await self.begin(job, num_bytes)
+        await self.begin_write(job, num_bytes)
         ended = False
 
         def end() -> None:
             nonlocal ended
             if not ended:
                 ended = True
-                self.end(job, num_bytes)
+                self.end_write(job, num_bytes)
 
         # A caller that does not read keeps the copy until its deadline, but holds nobody up.
         late = asyncio.get_running_loop().call_later(HEAVY_WRITE_S, end)
@@ -74,8 +74,8 @@ class HeavyWrites:
         context.add_done_callback(sent)  # type: ignore[arg-type]  # the stubs want a call
         return answer
 
-    def end(self, job: str, num_bytes: int) -> None:
-        """It has left, or never will."""
+    def end_write(self, job: str, num_bytes: int) -> None:
+        """Release ``num_bytes``: they were written, or never will be."""
         self._add(job, -num_bytes)
         for each in list(self._waiting):
             self._let_begin(each)

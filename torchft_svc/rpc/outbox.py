@@ -1,4 +1,4 @@
-"""What a service has to tell on a stream, while it reads the stream's other direction (rule S7)."""
+"""Writes a service's news to a stream, while it reads the stream's other direction (rule S7)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MAX_UNREAD_BYTES = 1024 * 1024
 # thousand groups that read have next to nothing unread.
 MAX_UNREAD_BYTES_OF_ALL = 32 * 1024 * 1024
 # A piece of news on its way has so long to leave before the stream is ended: ending it while a
-# write is under way fails in gRPC's core, and the client would not hear why.
+# write is under way fails in gRPC's core, and the client would not learn why.
 WRITE_GRACE_S = 1.0
-# A connection that says nothing is no stream.
+# A connection that sends nothing is no stream.
 HELLO_TIMEOUT_S = 5.0
 
 T = TypeVar("T")
@@ -53,8 +53,11 @@ def _leave_to_grpc(task: asyncio.Future[Any]) -> None:
 
 
 class Unread:
-    """What the streams of one server have not read, together. Beyond its bound the stream with the
-    most of it ends: many that each keep to their own bound would else fill the memory."""
+    """The news that the streams of one server have not read, together.
+
+    Beyond its bound the stream with the most unread news ends: many streams that each keep to their
+    own bound would else fill the memory.
+    """
 
     def __init__(self, max_bytes: int = MAX_UNREAD_BYTES_OF_ALL) -> None:
         self._max_bytes = max_bytes
@@ -68,19 +71,19 @@ class Unread:
     def closed(self, outbox: Outbox) -> None:
         self._outboxes.discard(outbox)
 
-    def told(self, news: bytes) -> None:
-        """One more stream has to read ``news``."""
+    def add_news(self, news: bytes) -> None:
+        """Count that one more stream has to read ``news``."""
         num_streams = self._num_streams.get(id(news), 0)
         self._num_streams[id(news)] = num_streams + 1
         if not num_streams:
             self._num_bytes += len(news)
         if self._num_bytes > self._max_bytes and self._outboxes:
             most = max(self._outboxes, key=lambda outbox: outbox.num_bytes)
-            told = f"{most.num_bytes} bytes of news were not read, more than by any other client"
-            most.fail(RequestRefused(f"{told}; all together may leave {self._max_bytes} unread"))
+            reason = f"{most.num_bytes} bytes of news were not read, more than by any other client"
+            most.fail(RequestRefused(f"{reason}; all together may leave {self._max_bytes} unread"))
 
-    def taken(self, news: bytes) -> None:
-        """A stream has read it, or has ended."""
+    def remove_news(self, news: bytes) -> None:
+        """Count that a stream has read ``news``, or has ended."""
         num_streams = self._num_streams.pop(id(news)) - 1
         if num_streams:
             self._num_streams[id(news)] = num_streams
@@ -89,10 +92,10 @@ class Unread:
 
 
 class Outbox:
-    """Bounded: a client that does not read loses its stream instead of filling the memory.
+    """The news for one stream; a client that does not read loses it instead of filling the memory.
 
-    ``heavy`` says when long news of ``job`` may be written; None: there are none. ``unread`` bounds
-    those of all streams.
+    ``heavy`` decides when long news of ``job`` may be written; None: there are none. ``unread``
+    bounds those of all streams.
     """
 
     def __init__(
@@ -104,7 +107,7 @@ class Outbox:
         self._news: deque[tuple[bytes, bytes]] = deque()
         self.num_bytes = 0  # of the news
         self._writer: asyncio.Future[None] | None = None  # waits for news
-        self._flushed = asyncio.Event()  # all that was told is on its way
+        self._flushed = asyncio.Event()  # all news are on their way
         self._flushed.set()
         self._failed = asyncio.Event()
         self._ends = asyncio.Event()
@@ -113,24 +116,24 @@ class Outbox:
         self._is_writing = False
         self._is_ending = False
 
-    def tell(self, news: bytes, more: bytes = b"") -> None:
+    def add_news(self, news: bytes, more: bytes = b"") -> None:
         """Queue encoded news, without waiting; ``more`` follows it, so that ``news`` can be kept
         once for many streams."""
         if self._error is not None or self._ended.is_set():
             return
         if len(self._news) >= MAX_UNREAD_NEWS or self.num_bytes > MAX_UNREAD_BYTES:
-            told = f"{len(self._news)} pieces of news were not read ({self.num_bytes} bytes)"
-            self.fail(RequestRefused(told))
+            reason = f"{len(self._news)} pieces of news were not read ({self.num_bytes} bytes)"
+            self.fail(RequestRefused(reason))
             return
         self._news.append((news, more))
         self.num_bytes += len(news) + len(more)
         self._flushed.clear()
-        self._unread.told(news)
+        self._unread.add_news(news)
         if self._writer is not None and not self._writer.done():
             self._writer.set_result(None)
 
     def fail(self, error: TorchFTError) -> None:
-        """End the stream with ``error``; what was told and not written is forgotten."""
+        """End the stream with ``error``; news that were not written are dropped."""
         self._error = self._error or error
         self._failed.set()
         self._forget_news()
@@ -142,11 +145,11 @@ class Outbox:
     def _next_news(self) -> tuple[bytes, bytes]:
         news, more = self._news.popleft()
         self.num_bytes -= len(news) + len(more)
-        self._unread.taken(news)
+        self._unread.remove_news(news)
         return news, more
 
     def finish(self) -> None:
-        """End the stream in good order behind all that was told."""
+        """End the stream in good order behind all news."""
         self._ends.set()
 
     async def end(self) -> None:
@@ -157,20 +160,20 @@ class Outbox:
     async def exchange(
         self,
         requests: AsyncIterator[T],
-        hear: Callable[[T], bool],
+        on_request: Callable[[T], bool],
         context: grpc.aio.ServicerContext[Any, Any],
     ) -> None:
-        """Write what is told until `end`, or until the ``requests`` are over.
+        """Write news until `end`, or until the ``requests`` are over.
 
-        ``hear`` gets each request, and says whether more may follow; its error is raised here. What
-        was told before the requests ended in good order still goes out.
+        ``on_request`` gets each request, and returns whether more may follow; its error is raised
+        here. News that were added before the requests ended in good order are still written.
 
         Raises:
             RequestRefused: the client does not read.
-            TorchFTError: what `fail` was told.
+            TorchFTError: the error given to `fail`.
         """
         self._unread.opened(self)
-        reading = asyncio.create_task(self._read(requests, hear))
+        reading = asyncio.create_task(self._read(requests, on_request))
         writing = asyncio.create_task(self._write(context))
         ends = [
             reading,
@@ -202,10 +205,10 @@ class Outbox:
                 self._unread.closed(self)
                 await asyncio.gather(*ends, return_exceptions=True)
 
-    async def _read(self, requests: AsyncIterator[T], hear: Callable[[T], bool]) -> None:
+    async def _read(self, requests: AsyncIterator[T], on_request: Callable[[T], bool]) -> None:
         async for request in requests:
             # Behind the end of its call gRPC must not be asked for another one.
-            if self._is_ending or not hear(request):
+            if self._is_ending or not on_request(request):
                 return
 
     async def _write(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
@@ -224,17 +227,17 @@ class Outbox:
         if self._heavy is None or num_bytes < HEAVY_BYTES:
             await self._hand_over(context, news + more)
             return
-        await self._heavy.begin(self._job, num_bytes)
+        await self._heavy.begin_write(self._job, num_bytes)
         try:
             handing = asyncio.ensure_future(self._hand_over(context, news + more))
             await asyncio.wait([handing], timeout=HEAVY_WRITE_S)
             if not handing.done():
                 _leave_to_grpc(handing)
-                told = f"a piece of news was not read within {HEAVY_WRITE_S:g} s"
-                raise RequestRefused(f"{told} ({num_bytes} bytes)")
+                reason = f"a piece of news was not read within {HEAVY_WRITE_S:g} s"
+                raise RequestRefused(f"{reason} ({num_bytes} bytes)")
             handing.result()
         finally:
-            self._heavy.end(self._job, num_bytes)
+            self._heavy.end_write(self._job, num_bytes)
 
     async def _hand_over(self, context: grpc.aio.ServicerContext[Any, Any], news: bytes) -> None:
         self._is_writing = True

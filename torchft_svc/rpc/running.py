@@ -64,15 +64,18 @@ def _log_unprinted(line: str, error: OSError) -> None:
 
 
 def drop_output(stream: TextIO | None) -> None:
-    """What is left in its buffers is lost, instead of failing once more when the process ends."""
+    """Drop what the buffers of ``stream`` hold, so that it does not fail once more at exit."""
     if stream is not None:
         with contextlib.suppress(OSError, ValueError), Path(os.devnull).open("w") as nowhere:
             os.dup2(nowhere.fileno(), stream.fileno())
 
 
 def _fill_closed_descriptors() -> None:
-    """Who starts a service with its output closed would else have it print into a connection, and
-    the event loop end the process for that."""
+    """Open closed standard descriptors.
+
+    A service that was started with its output closed would else print into a connection, and the
+    event loop end the process for that.
+    """
     for number in range(3):
         try:
             os.fstat(number)

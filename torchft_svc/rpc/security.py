@@ -1,4 +1,4 @@
-"""Who may talk to whom: TLS files and the shared token, checked when they are read (rule S1).
+"""TLS files and the shared token, which decide who may call whom (rule S1).
 
 With a certificate and key, servers speak TLS; with a CA too, they want a certificate of that CA
 from whoever calls (mutual TLS). Clients speak TLS where there is a CA or a certificate of their

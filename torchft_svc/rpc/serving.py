@@ -18,10 +18,9 @@ from torchft_svc.host.address import HostPort
 from torchft_svc.proto import torchft_pb2
 from torchft_svc.rpc.calls import Calls
 from torchft_svc.rpc.channel import KEEPALIVE_MS, keepalive
-from torchft_svc.rpc.guard import TokenGuard
+from torchft_svc.rpc.guard import Refusals, TokenGuard
 from torchft_svc.rpc.health import ALWAYS_READY, HEALTH_NAME, Health, Readiness
 from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_in_stream
-from torchft_svc.rpc.refusals import Refusals
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.status import Handler, answering_errors
 from torchft_svc.rpc.upkeep import UPKEEP
@@ -65,7 +64,7 @@ class Patience:
     keepalive_ms: int = KEEPALIVE_MS
 
     def options(self) -> tuple[tuple[str, int], ...]:
-        """As gRPC wants it."""
+        """The options of a gRPC server."""
         return (
             ("grpc.server_handshake_timeout_ms", self.handshake_ms),
             ("grpc.max_connection_idle_ms", self.idle_ms),
@@ -114,7 +113,7 @@ class Service:
                     counted(
                         answering_errors(
                             self._if_ready(checked(handler)),
-                            _teller(refusals, f"/{self.full_name}/{method}"),
+                            _refusal_logger(refusals, f"/{self.full_name}/{method}"),
                         )
                     ),
                     request_deserializer=parser(
@@ -139,19 +138,19 @@ def _as_is(answer: bytes) -> bytes:
     return answer
 
 
-def _teller(refusals: Refusals, method: str) -> Callable[[str, str], None]:
-    return lambda peer, reason: refusals.tell(peer, method, reason)
+def _refusal_logger(refusals: Refusals, method: str) -> Callable[[str, str], None]:
+    return lambda peer, reason: refusals.log_refusal(peer, method, reason)
 
 
 class _Unknown(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # generic in stubs only
-    """Asked last, for a method that nobody else has: gRPC refuses it without a word in the log."""
+    """Logs calls of methods that no other handler has: gRPC refuses them without a log line."""
 
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> None:
         name = str(handler_call_details.method)[:100]
-        self._refusals.tell("a caller", "an unknown method", f"there is no {name!r} here")
+        self._refusals.log_refusal("a caller", "an unknown method", f"there is no {name!r} here")
 
 
 @contextlib.asynccontextmanager

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 # The trailing metadata that names the error, where the status code alone is not enough.
 ERROR_KEY = "torchft-error"
 LEADER_KEY = "torchft-leader"
-# What gRPC says of a deadline that nobody told the reason of.
+# What gRPC reports of a deadline without a reason.
 _UNEXPLAINED = "Deadline Exceeded"
 # A call may end so much before its deadline: gRPC counts on both sides, in milliseconds.
 _ROUNDING_S = 0.1
@@ -70,7 +70,7 @@ Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes 
 def answering_errors(handler: Handler, on_refusal: Callable[[str, str], None]) -> Handler:
     """Wrap an RPC's handler: errors become statuses; of them only our own faults are logged.
 
-    ``on_refusal`` hears who broke the protocol (gRPC's name for the peer), and how.
+    ``on_refusal`` receives who broke the protocol (gRPC's name for the peer), and how.
     """
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
@@ -147,10 +147,10 @@ def to_error(
 
 def to_not_leader(error: grpc.RpcError) -> NotLeader | None:
     """The error that names the lighthouse to go to."""
-    told = _trailing(error)
-    if told.get(ERROR_KEY) != NotLeader.__name__:
+    trailers = _trailing(error)
+    if trailers.get(ERROR_KEY) != NotLeader.__name__:
         return None
-    return NotLeader(one_line(told.get(LEADER_KEY, ""), MAX_ADDRESS_LENGTH))
+    return NotLeader(one_line(trailers.get(LEADER_KEY, ""), MAX_ADDRESS_LENGTH))
 
 
 def cause_of(code: grpc.StatusCode, details: str) -> str:
@@ -180,15 +180,15 @@ def to_distrust(error: grpc.RpcError, peer: str, address: str) -> Unauthorized |
     return None
 
 
-def _unreachable_behind(peer: str, address: str, told: str) -> Unreachable:
-    """The peer answers, but not the one that it needed itself, whom its sentence names."""
-    who, _, reason = told.partition(" cannot be reached: ")
+def _unreachable_behind(peer: str, address: str, sentence: str) -> Unreachable:
+    """The error for a peer that answers, but lacks the service that its ``sentence`` names."""
+    who, _, reason = sentence.partition(" cannot be reached: ")
     role, _, where = who.partition(" at ")
-    return Unreachable(role, where, reason) if reason else Unreachable(peer, address, told)
+    return Unreachable(role, where, reason) if reason else Unreachable(peer, address, sentence)
 
 
 def error_from_wire(name: str, reason: str, action: str, timeout_s: float) -> TorchFTError:
-    """The error that `error_to_wire` took apart; one that this version does not know: no quorum."""
+    """The error that `error_to_wire` took apart; an unknown one means that there is no quorum."""
     if name == DeadlineExceeded.__name__:
         return late(action, timeout_s, reason)
     return _BY_NAME.get(name, QuorumFailed)(reason)
@@ -203,7 +203,7 @@ def came_early(error: grpc.RpcError, left_s: float) -> bool:
     return is_late and error.details() == _UNEXPLAINED and left_s > _ROUNDING_S
 
 
-def late(action: str, timeout_s: float, told: str) -> DeadlineExceeded:
+def late(action: str, timeout_s: float, sentence: str) -> DeadlineExceeded:
     """A deadline that the server saw coming: its reason without its sentence, in our sentence."""
-    reason = told.rpartition(" s: ")[2] if " timed out after " in told else told
+    reason = sentence.rpartition(" s: ")[2] if " timed out after " in sentence else sentence
     return DeadlineExceeded(action, timeout_s, reason)

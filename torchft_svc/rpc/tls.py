@@ -43,7 +43,7 @@ class TlsFiles:
             the two is missing.
     """
 
-    # What the environment variables that name the files begin with; errors tell them.
+    # What the environment variables that name the files begin with; errors name them.
     setting: ClassVar[str] = "TORCHFT_TLS"
 
     cert_file: str | None = None
@@ -106,7 +106,7 @@ class TlsFiles:
         return self.ca_file is not None or self.cert_file is not None
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """For a gRPC server; None: it speaks without TLS."""
+        """The credentials of a gRPC server (None: without TLS)."""
         if not self.serves_tls:
             return None
         key, cert, ca = self._content.key, self._content.cert, self._content.ca
@@ -117,7 +117,7 @@ class TlsFiles:
         return grpc.ssl_server_credentials([(key, cert)], ca, require_client_auth=ca is not None)
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """For a gRPC channel; None: it speaks without TLS."""
+        """The credentials of a gRPC channel (None: without TLS)."""
         if not self.dials_tls:
             return None
         import grpc  # see above
@@ -127,11 +127,11 @@ class TlsFiles:
         )
 
     def server_context(self) -> ssl.SSLContext | None:
-        """For a server on plain sockets; None: it speaks without TLS."""
+        """The context of a server on plain sockets (None: without TLS)."""
         return self._content.server if self.serves_tls else None
 
     def client_context(self) -> ssl.SSLContext | None:
-        """For a client on plain sockets, which checks the server's name too; None: without TLS."""
+        """The context of a client on plain sockets, which checks the server (None: no TLS)."""
         return self._content.client
 
     def _make_server_context(self) -> ssl.SSLContext:
@@ -178,7 +178,7 @@ class TlsFiles:
             raise ConfigError(self.cert_name, self.cert_file, reason) from None
 
     def _refuse_password(self) -> NoReturn:
-        """Instead of asking for one on the terminal."""
+        """Refuse an encrypted key; OpenSSL would ask for the password on the terminal."""
         raise ConfigError(
             self.key_name, self.key_file, "the key is encrypted; a plain one is needed"
         )

@@ -32,7 +32,7 @@ _REASONS = (
         "CA has signed",
     ),
 )
-# A server that does not like a greeting closes the connection, and gRPC hears no more than that.
+# A server that does not like a greeting closes the connection, and gRPC learns no more than that.
 # The third is what it makes of an alert behind a handshake that went well on this side (TLS 1.3).
 _CLOSED = ("socket closed", "connection reset", "tsi_data_corrupted")
 

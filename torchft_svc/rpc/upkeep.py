@@ -26,7 +26,7 @@ LAST_LOOK_AFTER_S = 3.0
 
 
 class Upkeep:
-    """To be used on one event loop."""
+    """Collects garbage when streams have ended; for one event loop."""
 
     def __init__(self) -> None:
         self._is_on = False
@@ -35,7 +35,9 @@ class Upkeep:
         self._timer: asyncio.TimerHandle | None = None
 
     def switch_on(self) -> None:
-        """What was imported stays, and a round of a thousand groups makes many objects but few
+        """Set up the collector for a service.
+
+        What was imported stays, and a round of a thousand groups makes many objects but few
         cycles: looking through all of them again and again costs a lighthouse a tenth of its time.
         Young ones are looked at often, because gRPC leaves a cycle of five objects behind every
         call. Imports leave a few hundred objects behind, which are not worth a look (10 ms)."""
@@ -45,8 +47,10 @@ class Upkeep:
         self._is_on = True
 
     def counting(self, handler: Handler) -> Handler:
-        """``handler`` of a stream, which leaves something behind when it ends: what has lived for
-        long the collector would come by in hours."""
+        """Wrap the ``handler`` of a stream, so that its garbage is collected when it has ended.
+
+        What has lived for long would otherwise be collected hours later.
+        """
 
         async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
             self._num_open += 1
@@ -55,11 +59,11 @@ class Upkeep:
             finally:
                 self._num_open -= 1
                 self._num_ended += 1
-                self._look_if_worth_it()
+                self._collect_if_worth_it()
 
         return answer
 
-    def _look_if_worth_it(self) -> None:
+    def _collect_if_worth_it(self) -> None:
         enough = max(MIN_ENDED, ENDED_PART * self._num_open)
         if self._is_on and self._timer is None and self._num_ended >= enough:
             self._wait(MAX_QUIET_WAITS)
@@ -72,14 +76,14 @@ class Upkeep:
         if self._num_ended > num_ended and num_waits:
             self._wait(num_waits - 1)
             return
-        self._look()
-        self._timer = asyncio.get_running_loop().call_later(LAST_LOOK_AFTER_S, self._look_again)
+        self._collect()
+        self._timer = asyncio.get_running_loop().call_later(LAST_LOOK_AFTER_S, self._collect_again)
 
-    def _look_again(self) -> None:
-        self._look()
+    def _collect_again(self) -> None:
+        self._collect()
         self._timer = None
 
-    def _look(self) -> None:
+    def _collect(self) -> None:
         self._num_ended = 0
         gc.collect()
         _trim()
@@ -91,5 +95,5 @@ def _trim() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-# Of this process, as its memory is.
+# One for the process, as memory is.
 UPKEEP = Upkeep()

@@ -149,14 +149,14 @@ def test_only_the_latest_phase_is_sent_and_nothing_after_the_end() -> None:
     messages = outgoing.messages()
     assert next(messages).hello.rank == 1
     for step in range(100):
-        outgoing.tell(PhaseReport(Phase.TRAINING, step, went_on_to=step + 1))
+        outgoing.report_phase(PhaseReport(Phase.TRAINING, step, went_on_to=step + 1))
     first_phase = next(messages).phase
     assert (first_phase.step, first_phase.went_on_to) == (99, 100)
     sent: list[pb.AttachRequest] = []
     reader = threading.Thread(target=lambda: sent.extend(messages))
     reader.start()
     for step in range(100):
-        outgoing.tell(PhaseReport(Phase.VOTING, step))
+        outgoing.report_phase(PhaseReport(Phase.VOTING, step))
     outgoing.end(pb.AttachDetach())
     outgoing.end()
     reader.join(10.0)

@@ -33,7 +33,6 @@ from torchft_svc.core.quorum.worker.state_check import (
     describe_difference,
     find_difference,
     find_item,
-    names_of,
 )
 from torchft_svc.errors import StateDiverged
 
@@ -222,7 +221,7 @@ class StateComparison:
         quorum: QuorumResult,
         step: int,
     ) -> Finding:
-        names = names_of(quorum.replica_ids, quorum.replica_world_size, stable_name)
+        names = dict(enumerate(map(stable_name, quorum.replica_ids)))
 
         def name_item(part: Part, digest: int) -> str:
             return "" if fingerprint is None else fingerprint.name(part, digest)

@@ -344,7 +344,7 @@ class RoundRunner:
         try:
             self._deps.pg.configure(
                 f"{quorum.store_address}/{quorum.store_prefix}",
-                quorum.replica_ids[quorum.replica_rank] if quorum.replica_ids else "",
+                quorum.replica_ids[quorum.replica_rank],
                 quorum.replica_rank,
                 quorum.replica_world_size,
                 quorum_id=quorum.quorum_id,
@@ -509,7 +509,5 @@ def _source_of(quorum: QuorumResult) -> str:
 
 
 def _name_of(quorum: QuorumResult, replica_rank: int) -> str:
-    """The name of a group; older managers do not report names."""
-    if replica_rank < len(quorum.replica_ids):
-        return f"group {stable_name(quorum.replica_ids[replica_rank])}"
-    return f"replica rank {replica_rank}"
+    """The name of a group, for the log."""
+    return f"group {stable_name(quorum.replica_ids[replica_rank])}"

@@ -41,7 +41,7 @@ class Stepper:
         self._deps = deps
         self._rules = rules
         self._worker = worker
-        worker.on_phase = deps.client.tell_phase
+        worker.on_phase = deps.client.report_phase
         self._runner = RoundRunner(deps, rules, worker, thread)
         self.sums = StepSums(deps, rules, worker, self._runner)
         self.weights = Weights(deps, rules, worker, self._runner, self.sums, thread)

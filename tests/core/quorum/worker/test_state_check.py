@@ -22,7 +22,6 @@ from torchft_svc.core.quorum.worker.state_check import (
     describe_difference,
     find_difference,
     find_item,
-    names_of,
 )
 from torchft_svc.errors import ConfigError
 
@@ -299,7 +298,3 @@ def test_a_first_check_and_other_groups_are_described() -> None:
     )
     shown = describe_difference(difference, None, lambda *_: "", str, NAMES, 2, None)
     assert shown.endswith("(they were not compared before; groups that differ, too: d)")
-
-
-def test_groups_of_older_managers_have_no_names() -> None:
-    assert names_of(["a:1"], 2, lambda name: name[:1]) == {0: "a", 1: "of replica rank 1"}

@@ -157,13 +157,12 @@ class Peers:
     def check_source(self, quorum: QuorumResult) -> None:
         """Raise `QuorumFailed` if the group from which this one heals is gone."""
         source = quorum.recover_src_replica_rank
-        if source is not None and source < len(quorum.replica_ids):
+        if source is not None:
             self._check(quorum, quorum.replica_ids[source])
 
     def check_own(self, quorum: QuorumResult) -> None:
         """Raise `QuorumFailed` if this group itself is out: the others train without it."""
-        if quorum.replica_rank < len(quorum.replica_ids):
-            self._check(quorum, quorum.replica_ids[quorum.replica_rank])
+        self._check(quorum, quorum.replica_ids[quorum.replica_rank])
 
     def _check(self, quorum: QuorumResult, replica_id: str) -> None:
         for loss in self._losses:

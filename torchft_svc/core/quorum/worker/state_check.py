@@ -284,13 +284,3 @@ _WHAT = {
     Part.SETTINGS: "the settings of the optimizers",
     Part.VALUES: "the values of the parameters",
 }
-
-
-def names_of(
-    replica_ids: Sequence[str], num_groups: int, shorten: Callable[[str], str]
-) -> dict[int, str]:
-    """The groups' names by replica rank; older managers do not report names."""
-    return {
-        rank: shorten(replica_ids[rank]) if rank < len(replica_ids) else f"of replica rank {rank}"
-        for rank in range(num_groups)
-    }
