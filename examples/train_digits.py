@@ -5,7 +5,7 @@
     python examples/train_digits.py --backend ray                    # actors of Ray
     python examples/train_digits.py --kill-every 0                   # undisturbed, to compare
 
-It ends with status 1 if fewer than 95 % of the digits that it has not seen are read correctly.
+It ends with status 1 if fewer than 97 % of the digits that it has not seen are read correctly.
 Needs scikit-learn; with matplotlib it draws the run (--report run.png).
 """
 
@@ -28,7 +28,7 @@ from torch.utils.data import TensorDataset
 from torchft_svc.trainer import Trainer
 
 NUM_TRAINED = 1437
-WANTED = 0.95
+WANTED = 0.97
 
 
 def read_digits() -> tuple[Tensor, Tensor]:
