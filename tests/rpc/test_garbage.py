@@ -291,27 +291,6 @@ def agent_failure(line: Line, *requests: pb.AgentRequest) -> tuple[grpc.StatusCo
     return caught.value.code(), caught.value.details()
 
 
-def test_what_only_a_newer_client_says_is_passed_over(
-    lighthouse: Process, manager: Process
-) -> None:
-    """A field of a later version, in a message that has nothing else."""
-    newer = b"\xa2\x06\x00"
-    leave = pb.SessionRequest(leave={}).SerializeToString()
-    hello = pb.SessionRequest(hello={"replica_id": "n:1"}).SerializeToString()
-    agent = pb.AgentRequest(hello=GOOD_HELLO).SerializeToString()
-    left = pb.AgentRequest(leave={}).SerializeToString()
-    attach = pb.AttachRequest(hello={"worker_id": "w"}).SerializeToString()
-    detach = pb.AttachRequest(detach={}).SerializeToString()
-    for address, method, messages in (
-        (lighthouse.address, "LighthouseService/Session", (hello, newer, leave)),
-        (lighthouse.address, "LighthouseService/Rendezvous", (agent, newer, left)),
-        (manager.address, "ManagerService/Attach", (attach, newer, detach)),
-    ):
-        with line_to(address) as line:
-            stream: Any = line.channel.stream_stream(f"/torchft.{method}", None, None)
-            assert list(stream(iter(messages), timeout=CALL_S)), "a welcome, and no error"
-
-
 def test_a_phase_that_only_a_newer_client_knows_is_not_the_one_before() -> None:
     for found in (pb.PHASE_TRAINING, 77):
         beat = beat_from_wire(pb.SessionBeat(phase=found, step=3))

@@ -83,14 +83,13 @@ class StreamDriver(ABC, Generic[_Core]):
         name: str,
         hello: object,
         requests: AsyncIterator[_Request],
-        parse: Callable[[_Request], object | None],
+        parse: Callable[[_Request], object],
         context: grpc.aio.ServicerContext[Any, Any],
         weighed_as: str,
     ) -> None:
         """Serve a stream of ``name``, which began with ``hello``, to its end.
 
-        ``parse`` makes a message for the core of a request (None: it is for newer versions).
-        ``weighed_as``: whose long news these are.
+        ``parse`` makes a message for the core of a request; ``weighed_as``: whose news these are.
 
         Raises:
             RequestRefused: the client breaks the protocol, does not read, or cannot take part.
@@ -101,8 +100,7 @@ class StreamDriver(ABC, Generic[_Core]):
 
         def receive(request: _Request) -> bool:
             message = parse(request)
-            if message is not None:
-                self._feed(lambda now: self._core.received(stream, message, now))
+            self._feed(lambda now: self._core.received(stream, message, now))
             return True
 
         try:
