@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import click
@@ -239,6 +241,61 @@ def test_no_synonym_of_a_term_is_used() -> None:
     ]
     assert not found
     assert not [path for path in texts if pattern.search(path.name)]
+
+
+# A docstring's first line is read alone, in an editor's hover: it does not continue the name.
+FRAGMENT = re.compile(
+    r"(?:Of|As|It|Its|They|Their|Theirs|Ours|That|With|At once|So (?:long|often|far|many|much)|By"
+    r"|Nobody|No one|Nothing|Has|Have|Is|Are|Was|Were|Does|Until|For|From|In|Into|On|To|If|When"
+    r"|Where|While|Who|Because|But|And|Or|Also|Only|Even|Not|Without|Within|After|Before|Instead"
+    r"|Among|Between|Against|Then|There|Here|Too|Unless|Since|Once|Again|Still|Already|Now|Never"
+    r"|Always|Maybe|Perhaps|Neither)\b"
+)
+# Components send, receive, report and record.
+DIALECT = re.compile(
+    r"(?<![a-z])(?:tells?|telling|told|hears?|hearing|heard|heeds?|heeded)(?![a-z])"
+)
+# Such a name alone could mean anything, and a search finds too much.
+BARE_VERBS = {
+    *("tell", "hear", "heed", "miss", "take", "follow", "carry", "carry_out", "look", "go_on"),
+    *("give", "have", "begin", "note", "settle", "see", "say", "said", "taken"),
+}
+# What users and maintainers read; tests only have to keep to the terms.
+PROSE = ("torchft_svc", "tools", "examples")
+
+
+def documented(code: str) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return (node for node in ast.walk(ast.parse(code)) if isinstance(node, kinds))  # type: ignore[misc]
+
+
+def test_the_first_line_of_a_docstring_reads_alone() -> None:
+    assert not [
+        f"{path.relative_to(ROOT)}: {first}"
+        for path, code in sources(*PROSE).items()
+        for node in documented(code)
+        for first in (ast.get_docstring(node) or "").split("\n")[:1]
+        if FRAGMENT.match(first)
+    ]
+
+
+def test_components_send_and_receive() -> None:
+    texts = sources(*PROSE) | {path: path.read_text() for path in DOCS}
+    assert not [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, text in texts.items()
+        for number, line in enumerate(text.split("\n"), 1)
+        if DIALECT.search(line.lower())
+    ]
+
+
+def test_the_name_of_a_function_has_an_object() -> None:
+    assert not [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.name}"
+        for path, code in sources(*PROSE).items()
+        for node in documented(code)
+        if not isinstance(node, ast.Module) and node.name.strip("_") in BARE_VERBS
+    ]
 
 
 def test_the_functions_that_contributing_names_are_there() -> None:

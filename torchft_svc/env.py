@@ -97,7 +97,7 @@ def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
-def tell_worker(worker: TorchrunWorker, round_: int) -> None:
+def set_worker_variables(worker: TorchrunWorker, round_: int) -> None:
     """Set torchrun's variables, and ours, to the place in a new world, for those that read them."""
     for name, value in asdict(worker).items():
         os.environ[name.upper()] = str(value)

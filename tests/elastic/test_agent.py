@@ -124,7 +124,7 @@ def test_a_worker_that_ends_without_an_answer_holds_no_world_up(tmp_path: Path) 
         assert run.statuses() == {"a": 0, "b": 0}
 
 
-def test_a_worker_that_removes_its_channel_is_told_of_once(tmp_path: Path) -> None:
+def test_a_worker_that_removes_its_channel_is_reported_once(tmp_path: Path) -> None:
     with launch(tmp_path, nnodes="1") as run:
         run.start("a")
         run.cut_off(*run.await_world(a=1)["a"])

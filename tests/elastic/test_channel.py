@@ -274,7 +274,7 @@ def test_garbage_does_not_count_for_the_next_number(
     worker.close()
 
 
-def test_a_directory_without_a_channel_is_told(tmp_path: Path) -> None:
+def test_a_directory_without_a_channel_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ChannelClosed, match="there is no channel"):
         FileChannel.open(tmp_path)
 

@@ -133,7 +133,7 @@ def test_workers_survive_under_a_soft_policy(tmp_path: Path, back_end: str) -> N
         assert run.statuses() == {"a": 0, "b": 0}
 
 
-def test_a_wait_for_more_nodes_is_told(tmp_path: Path) -> None:
+def test_a_wait_for_more_nodes_is_reported(tmp_path: Path) -> None:
     """torch's default is half a minute; a node that is alone says why nothing happens."""
     with rendezvous(tmp_path, "c10d") as flags, launch(tmp_path, *flags, nnodes="1:3") as run:
         run.start("a").wait_for("with fewer than 3 nodes, c10d begins each new world after 30 s")

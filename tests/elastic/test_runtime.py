@@ -216,7 +216,7 @@ def test_a_world_is_not_formed_any_more_by_a_worker_that_is_ended(agent: FileCha
     timer.join()
 
 
-def test_a_channel_that_is_gone_before_the_first_call_is_told(agent: FileChannel) -> None:
+def test_a_channel_that_is_gone_before_the_first_call_is_reported(agent: FileChannel) -> None:
     agent.close()
     with pytest.raises(ChannelClosed, match="there is no channel"):
         get_worker_info()
@@ -237,7 +237,7 @@ def test_another_transport(transport: type[QueueChannel] | type[SocketChannel]) 
     eventually(world_changed)
 
 
-def test_a_callback_is_told_of_every_event_that_comes(agent: FileChannel) -> None:
+def test_a_callback_is_called_for_every_event_that_comes(agent: FileChannel) -> None:
     tell(agent, healthy(1, 0, 2, 29500))
     found: list[WorkerEvent] = []
     on_worker_event(lambda _: 1 / 0)
@@ -246,7 +246,7 @@ def test_a_callback_is_told_of_every_event_that_comes(agent: FileChannel) -> Non
     eventually(lambda: found == events)
 
 
-def test_a_callback_has_run_before_its_event_is_told(agent: FileChannel) -> None:
+def test_a_callback_has_run_before_its_event_is_reported(agent: FileChannel) -> None:
     tell(agent, healthy(1, 0, 2, 29500))
     seen: list[int] = []
     on_worker_event(lambda _: time.sleep(0.1))
@@ -290,7 +290,7 @@ def test_asking_in_every_step_costs_nothing(agent: FileChannel) -> None:
 
 
 @pytest.mark.processes
-def test_a_forked_child_is_told_and_keeps_silent(agent: FileChannel) -> None:
+def test_a_forked_child_is_informed_and_keeps_silent(agent: FileChannel) -> None:
     tell(agent, healthy(1, 0, 2, 29500))
     get_worker_info()
     child = os.fork()

@@ -16,7 +16,7 @@ def test_the_first_lines_of_a_kind_are_written() -> None:
     assert limit.admit("b", now=1.0)
 
 
-def test_what_was_left_out_is_told_once_when_the_window_is_over() -> None:
+def test_what_was_left_out_is_reported_once_when_the_window_is_over() -> None:
     limit = LineLimit()
     for _ in range(MAX_LINES + 5):
         limit.admit("a", now=1.0)

@@ -92,7 +92,7 @@ def test_a_certificate_can_name_the_user(access: EtcdAccess, some: Papers) -> No
 
 @needs_etcd
 @pytest.mark.processes
-def test_who_is_not_trusted_is_told_what_to_set(
+def test_who_is_not_trusted_is_informed_what_to_set(
     access: EtcdAccess, some: Papers, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain = EtcdAccess(url=access.url.replace("etcds", "etcd"), user="a", password=PASSWORD)

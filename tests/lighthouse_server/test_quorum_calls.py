@@ -119,7 +119,7 @@ def test_a_caller_that_timed_out_does_not_get_into_the_next_quorum(line: Line) -
     assert members(asked[0].result()) == members(asked[1].result()) == ["b:1", "c:1"]
 
 
-def test_the_reason_is_told_before_the_callers_deadline(server: LighthouseServer) -> None:
+def test_the_reason_is_reported_before_the_callers_deadline(server: LighthouseServer) -> None:
     with LighthouseClient(server.address(), PATIENT) as client:
         began_at = time.monotonic()
         with raises_in_time(TimeoutError, "1 of at least 2 groups ask") as caught:

@@ -20,7 +20,7 @@ from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 
 
-def test_health_is_told_for_the_server_and_the_service() -> None:
+def test_health_is_reported_for_the_server_and_the_service() -> None:
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as server,
         line_to(server.address()) as line,
@@ -168,7 +168,7 @@ def test_the_map_of_heartbeats_does_not_grow() -> None:
     asyncio.run(thousands_come_and_go())
 
 
-def test_a_waiter_that_sends_no_sign_of_life_is_told_so() -> None:
+def test_a_waiter_that_sends_no_sign_of_life_is_informed() -> None:
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=2, heartbeat_timeout_ms=200) as server,
         line_to(server.address()) as line,

@@ -16,8 +16,9 @@ from torchft_svc.core.quorum.session_messages import Beat, Hello
 from torchft_svc.core.quorum.types import NO_QUORUM
 from torchft_svc.errors import NotLeader, TorchFTError, Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.session_transport import MAX_OPENINGS, SessionTransport
+from torchft_svc.manager_server.session_transport import SessionTransport
 from torchft_svc.manager_server.transport import Contact
+from torchft_svc.rpc.client_stream import MAX_OPENINGS
 from torchft_svc.rpc.status import ERROR_KEY, LEADER_KEY
 
 CONFIG = ManagerConfig(

@@ -30,7 +30,7 @@ def commits_in(fleet: Fleet, since: float) -> list[int]:
     return [len(fleet.of(group, Committed, since=since)) for group in sorted(GROUPS)]
 
 
-def settle(fleet: Fleet) -> None:
+def settle_step(fleet: Fleet) -> None:
     """Wait until all groups commit steps that ask nobody."""
     fleet.all_meet(GROUPS)
     since = time.monotonic()
@@ -53,7 +53,7 @@ def test_no_step_is_lost_without_the_lighthouse_and_a_loss_is_noticed(
     with lighthouse_process("--min-replicas=1", bind=address) as first:
         fleet = make_fleet(address)
         workers = [fleet.start(group)[0] for group in sorted(GROUPS)]
-        settle(fleet)
+        settle_step(fleet)
         first.kill()
         killed_at = time.monotonic()
         time.sleep(AWAY_S)
@@ -102,7 +102,7 @@ def test_the_death_of_a_manager_costs_nobody_a_step(
     with lighthouse_process("--min-replicas=1") as lighthouse:
         fleet = make_fleet(lighthouse.address, num_workers=num_workers)
         workers = [fleet.start(group)[0] for group in sorted(GROUPS)]
-        settle(fleet)
+        settle_step(fleet)
         if num_workers > 1:  # its steps need a manager
             eventually(lambda: has_next(workers[1]))
         first = workers[1].manager_pid()

@@ -196,7 +196,7 @@ def test_a_name_of_a_megabyte_is_refused_in_a_session_too(lighthouse: Process) -
         ),
     ],
 )
-def test_a_session_that_breaks_the_protocol_is_told_so(
+def test_a_session_that_breaks_the_protocol_is_informed(
     lighthouse: Process, requests: list[dict[str, object]], sentence: str
 ) -> None:
     with line_to(lighthouse.address) as line:
@@ -252,7 +252,7 @@ def hello(**changes: object) -> dict[str, Any]:
         ),
     ],
 )
-def test_an_agent_that_breaks_the_protocol_is_told_so(
+def test_an_agent_that_breaks_the_protocol_is_informed(
     lighthouse: Process, requests: list[dict[str, Any]], sentence: str
 ) -> None:
     with line_to(lighthouse.address) as line:

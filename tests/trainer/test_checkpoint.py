@@ -341,7 +341,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path) -> None:
         assert found.tolist() == [each.position.step - 1] * 3
 
 
-def test_a_checkpoint_that_cannot_be_written_is_told_and_the_next_one_is(
+def test_a_checkpoint_that_cannot_be_written_is_reported_and_the_next_one_is(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     written: list[Checkpoint] = []

@@ -164,7 +164,7 @@ def test_a_kind_of_picture_that_is_not_known_is_an_error(run: RunHistory, tmp_pa
         draw_run(run, tmp_path / "run.doc")
 
 
-def test_without_matplotlib_the_command_that_installs_it_is_told(
+def test_without_matplotlib_the_command_that_installs_it_is_reported(
     run: RunHistory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

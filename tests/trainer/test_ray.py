@@ -283,7 +283,9 @@ def test_a_trial_of_ray_tune(cluster: Any, tmp_path: Path) -> None:
     assert result.checkpoint is not None
 
 
-def test_without_ray_the_command_that_installs_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_ray_the_command_that_installs_it_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     for name in list(sys.modules):
         if name.startswith("torchft_svc.trainer.ray"):
             monkeypatch.delitem(sys.modules, name)

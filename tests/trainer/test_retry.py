@@ -572,7 +572,7 @@ def test_a_checkpoint_that_cannot_be_loaded_gives_way_to_the_one_before_and_cost
     assert not story.of(ReportBroken)
 
 
-def test_the_error_is_told_if_no_checkpoint_can_be_loaded() -> None:
+def test_the_error_is_reported_if_no_checkpoint_can_be_loaded() -> None:
     story = Story()
     story.checkpoint = newest = checkpoint(9)
     story.begin_command(max_retries=-1)

@@ -191,7 +191,7 @@ def test_the_state_is_offered_while_the_program_does_something_else(team: Worker
     assert time.monotonic() - began_at < 20.0
 
 
-def test_a_failure_is_told_with_its_traceback_and_the_state_can_be_had(team: Workers) -> None:
+def test_a_failure_is_reported_with_its_traceback_and_the_state_can_be_had(team: Workers) -> None:
     both = team.start(job(config={"fail": (0, 4)}), 2)
     team.form(both)
     team.train(both)
@@ -205,7 +205,7 @@ def test_a_failure_is_told_with_its_traceback_and_the_state_can_be_had(team: Wor
     team.wait_for_ends(both)
 
 
-def test_a_failed_collective_is_told_as_a_peers_failure(team: Workers) -> None:
+def test_a_failed_collective_is_reported_as_a_peers_failure(team: Workers) -> None:
     both = team.start(job(config={"lose": (1, 4)}), 2)
     team.form(both)
     team.train(both)

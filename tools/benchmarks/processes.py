@@ -229,7 +229,7 @@ def root_with_package_of(checkout: Path | None) -> Iterator[Path | None]:
 def start_lighthouse(
     *, min_replicas: int, peer: str | None = None, root: Path = ROOT, **flags: int
 ) -> Child:
-    """Ours, or with ``peer`` (a Python) the public release's; `lighthouse_address` waits for it.
+    """Start our lighthouse, or with ``peer`` (a Python) the public release's, and do not wait.
 
     ``flags`` are durations in milliseconds; what is not named has the default of each.
     """

@@ -108,9 +108,9 @@ def staged(command: list[str], last_stage: str, root: Path = ROOT) -> Start:
             kind, *words = child.read_line(START_TIMEOUT_S).split()
             if kind != "stage":
                 continue
-            stage, told_ns = words[0], int(words[1])
-            stages_s[stage] = (told_ns - at_ns) / 1e9
-            at_ns = told_ns
+            stage, printed_ns = words[0], int(words[1])
+            stages_s[stage] = (printed_ns - at_ns) / 1e9
+            at_ns = printed_ns
         cpu_s = _cpu_s(child)
         child.kill()
     return Start((at_ns - began_ns) / 1e9, cpu_s, stages_s)

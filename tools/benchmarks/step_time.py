@@ -237,7 +237,7 @@ def in_turns(pairs: list[Pair], num_steps: int, blocks: int) -> None:
 
 
 def parts_table(rows: list[dict[str, Any]]) -> Result:
-    """Where our step spends its time, phase by phase, beside plain DDP's."""
+    """Table of the time in our step, phase by phase, beside plain DDP's."""
     plain, ours = rows[0], rows[1]
     table = Result(
         name="step_time_parts",

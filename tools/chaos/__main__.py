@@ -96,10 +96,10 @@ def perform(
 ) -> Run:
     """The whole run, to the end of its last process; it ends after ``max_faults``, or the time."""
     mark = uuid.uuid4().hex
-    _say(0.0, f"seed {seed}; logs and events: {folder}")
+    _print_progress(0.0, f"seed {seed}; logs and events: {folder}")
     cluster = Cluster(folder, jobs, sizes, seed, mark, num_lighthouses)
     faults = islice(draw_faults(seed, jobs, sizes, num_lighthouses), max_faults)
-    director = Director(cluster, faults, seconds, _say)
+    director = Director(cluster, faults, seconds, _print_progress)
     failure, interrupted = "", False
     try:
         with cluster:
@@ -117,7 +117,7 @@ def perform(
     )
 
 
-def _say(elapsed_s: float, sentence: str) -> None:
+def _print_progress(elapsed_s: float, sentence: str) -> None:
     # Not wrapped, coloured or buffered: it is read by programs, and by people as it comes.
     print(f"{elapsed_s:7.1f} s  {sentence}", flush=True)
 

@@ -94,7 +94,7 @@ def _cut_lines(fault: Fault, cluster: Cluster, later: Later) -> float:
 def _drain(fault: Fault, cluster: Cluster, _: Later) -> float:
     workers = cluster.workers(fault.group)
     for worker in workers:  # one gets the signal, the whole group leaves
-        worker.told_to_go = True
+        worker.asked_to_end = True
     return workers[fault.worker].signal(signal.SIGTERM)
 
 

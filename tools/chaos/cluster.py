@@ -206,7 +206,7 @@ class Cluster:
     def drain(self) -> None:
         """SIGTERM for every worker."""
         for worker in self._running():
-            worker.told_to_go = True
+            worker.asked_to_end = True
             worker.signal(signal.SIGTERM)
 
     def is_empty(self) -> bool:

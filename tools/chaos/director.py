@@ -213,7 +213,7 @@ class Director:
         is_over = workers[0].options.incarnation != event.incarnation
         if is_over or event.group in self.cluster.gone:
             return
-        if not event.expected and not any(worker.told_to_go for worker in workers):
+        if not event.expected and not any(worker.asked_to_end for worker in workers):
             said = workers[event.worker].output().strip()[-2000:]
             raise RunFailed(f"group {event.group} died, status {event.status}: {said}")
         fleet = self.cluster.fleet_of(event.group)

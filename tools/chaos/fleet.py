@@ -35,7 +35,7 @@ class Worker:
     pid: int
     tail: EventTail
     began_at: float
-    told_to_go: bool = False
+    asked_to_end: bool = False
     status: int | None = None
 
     @property
@@ -137,7 +137,7 @@ class Fleet:
 
     def kill(self, worker: Worker, *, with_manager: bool = False) -> float:
         """SIGKILL; the instant before."""
-        worker.told_to_go = True
+        worker.asked_to_end = True
         send = worker.signal_all if with_manager else worker.signal
         at = send(signal.SIGKILL)
         self._record(Killed(at=at, whole_group=with_manager, **_life(worker.options)))
@@ -155,7 +155,7 @@ class Fleet:
             self.events += worker.tail.read_new()
             if ended is not None:
                 worker.status, at = ended
-                expected = worker.told_to_go or worker.status == 0
+                expected = worker.asked_to_end or worker.status == 0
                 self._record(
                     Exited(at=at, status=worker.status, expected=expected, **_life(worker.options))
                 )

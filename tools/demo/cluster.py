@@ -42,7 +42,7 @@ class _Life:
     incarnation: int
     process: subprocess.Popen[bytes]
     tail: EventTail
-    told_to_go: bool = False
+    asked_to_end: bool = False
 
 
 @dataclass(slots=True)
@@ -144,7 +144,7 @@ class Cluster:
     def kill(self, group: int, *, whole_group: bool) -> None:
         """SIGKILL the trainer, or with ``whole_group`` all processes of its session at once."""
         life = self._lives[group]
-        life.told_to_go = True
+        life.asked_to_end = True
         at = time.monotonic()
         if whole_group:
             os.killpg(life.process.pid, signal.SIGKILL)
@@ -168,7 +168,7 @@ class Cluster:
                         incarnation=life.incarnation,
                         at=time.monotonic(),
                         status=status,
-                        expected=life.told_to_go or status == 0,
+                        expected=life.asked_to_end or status == 0,
                     )
                 )
         return sorted(events, key=lambda event: event.at)
@@ -180,7 +180,7 @@ class Cluster:
     def ask_to_leave(self, *, at_once: bool = False) -> None:
         """SIGTERM every trainer: it finishes its step and goes; ``at_once``: SIGINT, mid-step."""
         for life in self._lives.values():
-            life.told_to_go = True
+            life.asked_to_end = True
             life.process.send_signal(signal.SIGINT if at_once else signal.SIGTERM)
 
     def stop(self, grace_s: float) -> list[str]:

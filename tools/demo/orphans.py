@@ -19,7 +19,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def die_with_parent() -> None:
-    """Have this child killed when the parent's starting thread ends (Linux).
+    """Make the system kill this child when the parent's starting thread ends (Linux).
 
     For `subprocess.Popen(preexec_fn=...)` in a program that starts its children on the main thread:
     a parent that is killed has no chance to stop them.

@@ -95,7 +95,9 @@ class Series:
         took_s = time.monotonic() - began_at
         outcome = "FAILED" if faults else "good"
         stall = judge_stalls(run).detail
-        self._say(f"seed {program.seed}: {outcome} after {took_s:.1f} s, {stall}: {program}")
+        self._print_progress(
+            f"seed {program.seed}: {outcome} after {took_s:.1f} s, {stall}: {program}"
+        )
         if faults:
             self._show_failure(run)
 
@@ -130,7 +132,7 @@ class Series:
     def _elapsed_s(self) -> float:
         return time.monotonic() - self._began_at
 
-    def _say(self, sentence: str) -> None:
+    def _print_progress(self, sentence: str) -> None:
         # Not wrapped, coloured or buffered: it is read by programs, and by people as it comes.
         print(f"{self._elapsed_s():7.1f} s  {sentence}", flush=True)
 

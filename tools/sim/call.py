@@ -72,7 +72,7 @@ class Call:
             self._finish(_unreachable())
 
     def _cancel(self) -> None:
-        """Does not overtake the request."""
+        """Cancel the call; the cancellation does not overtake the request."""
         assert self._manager is not None
         now = self._process.world.now
         delay_s = max(self._arrives_at - now, 0.0) + self._latency()

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tools.sim.invariants import EVENTS_BETWEEN_WALKS, SLACK_S, Invariants, first_fall, must
+from tools.sim.invariants import EVENTS_BETWEEN_WALKS, SLACK_S, Invariants, first_violation, must
 from tools.sim.lighthouse_actor import QuorumAnswer
 from tools.sim.lighthouses import Lighthouses
 from tools.sim.network import MEAN_LATENCY_S, Network
@@ -105,8 +105,8 @@ class Fleet:
             "crash": lambda site, fault: site.crash(fault.seconds),
             "crash_worker": lambda site, fault: site.crash_worker(fault.value, fault.seconds),
             "crash_manager": lambda site, fault: site.crash_manager(),
-            "lose_decision": lambda site, fault: self._die_telling(site, fault, AnswerVote),
-            "lose_quorum": lambda site, fault: self._die_telling(site, fault, AnswerWorker),
+            "lose_decision": lambda site, fault: self._die_sending(site, fault, AnswerVote),
+            "lose_quorum": lambda site, fault: self._die_sending(site, fault, AnswerWorker),
             "foreign_checkpoint": self._foreign_checkpoint,
             "restart_workers": lambda site, fault: site.restart_workers(),
             "leave": lambda site, fault: site.leave(fault.seconds),
@@ -123,8 +123,8 @@ class Fleet:
         }
 
     def run(self) -> RunOutcome:
-        """To the end: all jobs train together again, or an invariant falls."""
-        fell, what = first_fall(self._run)
+        """Run to the end: all jobs train together again, or an invariant is violated."""
+        fell, what = first_violation(self._run)
         return RunOutcome(
             scenario=self._scenario,
             fell=fell,
@@ -233,10 +233,10 @@ class Fleet:
                 return True
         return False
 
-    def _die_telling(self, site: Site, fault: Fault, what: type) -> None:
-        """The manager dies as soon as it has told ``what`` to one of its workers.
+    def _die_sending(self, site: Site, fault: Fault, what: type) -> None:
+        """Kill the manager as soon as it has sent ``what`` to one of its workers.
 
-        If that happens to two groups in one quorum, those that were told may be of different ranks,
+        If that happens to two groups in one quorum, those that got it may be of different ranks,
         and each waits for its peer in the other group until the timeout of the collective.
         """
 

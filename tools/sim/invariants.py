@@ -32,7 +32,7 @@ NEWS_S = 0.5
 ENTRIES_PER_GROUP, SPARE_ENTRIES = 3, 32
 
 
-class InvariantFell(Exception):
+class InvariantViolated(Exception):
     """``name`` (I1 to I7) does not hold."""
 
     def __init__(self, name: str, what: str) -> None:
@@ -44,11 +44,11 @@ class InvariantFell(Exception):
         return f"{self.name}: {self.what}"
 
 
-def first_fall(run: Callable[[], None]) -> tuple[str | None, str]:
+def first_violation(run: Callable[[], None]) -> tuple[str | None, str]:
     """Which invariant falls in ``run``, and why (None: none does)."""
     try:
         run()
-    except InvariantFell as fall:
+    except InvariantViolated as fall:
         return fall.name, fall.what
     except Exception as error:  # noqa: BLE001 - whatever the core raises is a fall, too
         return "crash", f"{type(error).__name__}: {error}"
@@ -57,7 +57,7 @@ def first_fall(run: Callable[[], None]) -> tuple[str | None, str]:
 
 def must(holds: bool, name: str, what: Callable[[], str] | str) -> None:
     if not holds:
-        raise InvariantFell(name, what if isinstance(what, str) else what())
+        raise InvariantViolated(name, what if isinstance(what, str) else what())
 
 
 SettledSince = Callable[[str], float]  # a newcomer
@@ -78,8 +78,7 @@ class Ids:
         self._spent: dict[str, int] = {}
 
     def restarted(self) -> None:
-        """If the clock was set back, a new lighthouse may repeat an id that no group has
-        reported."""
+        """Forget unreported ids if the clock was set back: a new lighthouse may repeat them."""
         if not self._is_clock_honest:
             self._last.clear()
             self._spent.clear()
@@ -100,7 +99,7 @@ class Ids:
         failed = any(member.commit_failures for member in quorum.participants)
         for member in quorum.participants:
             seen = member.seen_quorum_id
-            must(new_id >= seen, "I1", f"{member.replica_id} was told {seen}, now {new_id}")
+            must(new_id >= seen, "I1", f"{member.replica_id} received {seen}, now {new_id}")
         if places == last_places and not failed:
             must(new_id >= last_id, "I1", f"id {new_id} after {last_id}")
         else:
@@ -232,10 +231,10 @@ class Progress:
     """
 
     def __init__(self, policy: str, went_back: dict[str, int]) -> None:
-        """``went_back`` gets the last quorum of each job that gave up steps, and told so."""
+        """``went_back`` gets the last quorum of each job that gave up steps, and reported it."""
         self._policy = policy
         self._committed: dict[str, int] = {}
-        self._heard: dict[str, int] = {}  # since its last quorum, from those that have a session
+        self._reported: dict[str, int] = {}  # since its last quorum, from those that have a session
         # The last quorum and step that each group has reported.
         self._took_part: dict[str, dict[str, tuple[int, int]]] = {}
         self._accepted: set[str] = set()
@@ -244,8 +243,8 @@ class Progress:
         # ended on purpose.
         self._remaining: dict[tuple[object, str], set[str]] = {}
         self._members: dict[str, set[str]] = {}  # of the last quorum
-        # How far they have told to be in it if its steps may ask nobody, until one of them asks or
-        # is gone.
+        # How far they have reported to be in it if its steps may ask nobody, until one of them asks
+        # or is gone.
         self._reached: dict[str, dict[str, int]] = {}
         self._went_back = went_back
         self._begun_anew: dict[tuple[object, str], int] = {}  # by newcomers, in a lighthouse's life
@@ -258,7 +257,7 @@ class Progress:
             if job not in self._members and last.quorum_id > self._last_ids.get(job, 0):
                 self._committed.pop(job, None)
             took_part[replica_id] = last.quorum_id, last.max_step
-            self._heard[job] = max(self._heard.get(job, 0), last.max_step)
+            self._reported[job] = max(self._reported.get(job, 0), last.max_step)
 
     def asked(self, job: str, member: Member, has_rival: Callable[[], bool]) -> None:
         """A group asks, maybe as another incarnation; it is not let in while a rival with its
@@ -272,7 +271,7 @@ class Progress:
         if member.has_history and member.replica_id not in took_part and not has_rival():
             took_part[member.replica_id] = shown = _shown(member)
             if job not in self._members:  # it is a report, too (rule Q12)
-                self._heard[job] = max(self._heard.get(job, 0), shown[1])
+                self._reported[job] = max(self._reported.get(job, 0), shown[1])
 
     def gone(self, job: str, replica_id: str) -> None:
         """A group has left; that is reported as a loss only if it was let in."""
@@ -285,7 +284,7 @@ class Progress:
             self.gone(job, replica_id)
 
     def reached(self, job: str, replica_id: str, step: int) -> None:
-        """A group has told with a beat how far it is."""
+        """Record that a group has reported with a beat how far it is."""
         reached = self._reached.get(job, {})
         reached[replica_id] = max(reached.get(replica_id, 0), step)
 
@@ -302,7 +301,7 @@ class Progress:
 
     def restarted(self) -> None:
         self._committed.clear()
-        self._heard.clear()
+        self._reported.clear()
         self._accepted.clear()
         self._took_part.clear()
         self._members.clear()
@@ -324,12 +323,12 @@ class Progress:
         took_part = self._took_part.setdefault(order.job, {})
         if order.job in self._committed:
             before = self._committed[order.job]
-            is_told = order.lost_from is not None and order.lost_from >= before
+            is_reported = order.lost_from is not None and order.lost_from >= before
         else:  # some groups that reported more may have died since
             before = max(took_part.values(), default=(0, 0))[1]
-            is_told = order.lost_from is not None
+            is_reported = order.lost_from is not None
         if step < before:
-            must(is_told, "I4", f"from step {before} to {step}, and not told")
+            must(is_reported, "I4", f"from step {before} to {step}, and not reported")
         if order.lost_from is not None:
             self._went_back[order.job] = order.quorum.quorum_id
         remaining = self._remaining.get((by, order.job), {"not known"})
@@ -339,11 +338,15 @@ class Progress:
             must(not is_held, "I4", f"from step {before} to {step} in spite of hold")
             alive = sorted(took_part) if self._policy != "warn" else []
             must(not alive, "I4", f"from step {before} to {step}, though {alive[:4]} live")
-        newest = max(before, self._heard.pop(order.job, 0))
+        newest = max(before, self._reported.pop(order.job, 0))
         if order.job in self._committed:
             # A loss is reported again if a group with the newer state came and went.
             is_true = order.lost_from is None or step < order.lost_from <= newest
-            must(is_true, "I4", f"a loss of {order.lost_from} is told, but {step} follows {newest}")
+            must(
+                is_true,
+                "I4",
+                f"a loss of {order.lost_from} is reported, but {step} follows {newest}",
+            )
         self._check_jump(order, self._begun_anew.get((by, order.job), 0) if is_young else 0)
         self._check_belief(order)
         knows_one = any(each.has_history for each in order.quorum.participants)
@@ -392,7 +395,7 @@ class Progress:
 
 
 def _shown(member: Member) -> tuple[int, int]:
-    """The last quorum that a question tells of, and a step that all its members have reached: one
+    """The last quorum that a question reports, and a step that all its members have reached: one
     that its group committed in that quorum, or does not say where, it may have committed alone."""
     is_shared = 0 < member.step_quorum_id < member.seen_quorum_id
     return member.seen_quorum_id, max(0, member.step - (not is_shared))
@@ -408,7 +411,7 @@ class Waits:
         self._due: list[tuple[float, int, object]] = []
         self._num_begun = 0
 
-    def begin(
+    def begin_wait(
         self,
         key: object,
         process: Process,
@@ -451,7 +454,7 @@ class Waits:
 
 
 class Hangs:
-    """Only a group that something has happened to is reported as hanging."""
+    """Checks that only a group that something has happened to is reported as hanging."""
 
     def __init__(self, world: VirtualWorld) -> None:
         self._world = world
@@ -468,7 +471,7 @@ class Hangs:
         group = hang.replica_id.partition(":")[0]
         began_at = self._world.now - hang.for_s
         until = self._troubled_until.get(group, 0.0)
-        must(until + SLACK_S >= began_at, "I5", f"{hang.replica_id} is fine, but told to hang")
+        must(until + SLACK_S >= began_at, "I5", f"{hang.replica_id} is fine, but reported to hang")
 
 
 class Discards:
@@ -492,16 +495,16 @@ class Discards:
         if len(self._left) > self.MAX_LEFT:
             del self._left[next(iter(self._left))]
 
-    def heard(self, replica_id: str) -> None:
-        """Another session of a group that may have left: a stranger may have left in its name."""
+    def session_opened(self, replica_id: str) -> None:
+        """Record another session of a group that may have left: a stranger may have in its name."""
         self._left.pop(replica_id, None)
 
-    def told_as_lost(self, replica_id: str) -> None:
-        """Its peers discard the step that they are in."""
-        must(replica_id not in self._left, "I6", f"{replica_id} left, and is told as lost")
+    def reported_as_lost(self, replica_id: str) -> None:
+        """Check a report of a loss: the group's peers discard the step that they are in."""
+        must(replica_id not in self._left, "I6", f"{replica_id} left, and is reported as lost")
 
     def drained(self, who: str, num_commits: int) -> None:
-        """It may finish the step that it was in, and one more that was granted meanwhile."""
+        """Check that a drained group finishes its step, and at most one more that was granted."""
         must(num_commits <= 2, "I5", f"{who} has to end, and has committed {num_commits} steps")
 
     def decided(self, who: str, before: StepState, after: StepState, committed: bool) -> None:
@@ -530,7 +533,7 @@ class Newcomers:
             self._asked_at.setdefault(job, {}).setdefault(member.replica_id, now)
 
     def gone(self, job: str, replica_id: str) -> None:
-        """It does not ask any more."""
+        """Forget the question of a group that does not ask any more."""
         self._asked_at.get(job, {}).pop(replica_id, None)
 
     def published(self, order: Publish) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from tools.sim.invariants import first_fall, must
+from tools.sim.invariants import first_violation, must
 from tools.sim.launch_agent import LaunchAgent
 from tools.sim.launch_checks import LOSS_S, LaunchChecks
 from tools.sim.launch_lighthouse import LaunchLighthouse
@@ -78,7 +78,7 @@ class LaunchFleet:
 
     def run(self) -> LaunchOutcome:
         """Run to the end: all that can are in one world, or have ended; or a rule is violated."""
-        fell, what = first_fall(self._run)
+        fell, what = first_violation(self._run)
         return LaunchOutcome(
             scenario=self._scenario,
             fell=fell,

@@ -44,9 +44,9 @@ class LaunchLighthouse:
         self._trace = trace
         self._numbers = itertools.count(1)
         self._num_lives = 0
-        self._begin()
+        self._start_life()
 
-    def _begin(self) -> None:
+    def _start_life(self) -> None:
         self._num_lives += 1
         self.process = self._world.process(f"{self.name}.{self._num_lives}")
         self.core = Rendezvous(self._config, self._world.now)
@@ -65,7 +65,7 @@ class LaunchLighthouse:
         self._world.process("nature").after(down_s, self._come_back)
 
     def _come_back(self) -> None:
-        self._begin()
+        self._start_life()
         self._trace.record(self.name, "is back")
 
     def end_lead(self, leader: str) -> None:

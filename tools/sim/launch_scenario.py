@@ -67,7 +67,7 @@ class LaunchScenario:
 
     @property
     def quiet_at(self) -> float:
-        """When the last fault is over, and no agent starts any more."""
+        """Time when the last fault is over, and no agent starts any more."""
         ends = (fault.at + fault.seconds for fault in self.faults)
         return max(ends, default=0.0) + self.start_spread_s + self.worker_start_s + 1.0
 

@@ -24,7 +24,7 @@ class Ledger:
     recalled: set[str] = field(default_factory=set)
     dead: set[str] = field(default_factory=set)
     doing: dict[str, Activity] = field(default_factory=dict)
-    told_at: dict[str, float] = field(default_factory=dict)  # when they reported that
+    reported_at: dict[str, float] = field(default_factory=dict)  # when they reported that
     left_healing: set[str] = field(default_factory=set)  # and that was reported
     first_back_at: float | None = None  # the first of ``previous`` has asked
     due_since: float | None = None
@@ -45,7 +45,7 @@ class Ledger:
         self.asking.pop(replica_id, None)
         self.gave_up.pop(replica_id, None)
         self.doing.pop(replica_id, None)
-        self.told_at.pop(replica_id, None)
+        self.reported_at.pop(replica_id, None)
         for ids in (self.late, self.evicted, self.recalled, self.left_healing):
             ids.discard(replica_id)
         self.dead.add(replica_id)

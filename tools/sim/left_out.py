@@ -13,7 +13,7 @@ from torchft_svc.core.quorum.types import Quorum, QuorumConfig
 # Phases that a group ends by itself; in others it waits, or has another deadline.
 _OWN_WORK = (Phase.TRAINING, Phase.VOTING)
 # Waiting groups report that with each heartbeat, every 0.3 s.
-HEED_S = 1.0
+HANDLE_S = 1.0
 ROUNDING_S = 1e-6
 
 
@@ -40,7 +40,7 @@ def check_hangs_are_handled(name: str, ledger: Ledger, config: QuorumConfig, now
     elif ledger.hangs_unhandled_since is None:
         ledger.hangs_unhandled_since = now
     else:
-        is_new = now - ledger.hangs_unhandled_since < HEED_S
+        is_new = now - ledger.hangs_unhandled_since < HANDLE_S
         must(is_new, "I5", f"{name} waits for {sorted(hung)[:4]}, which hang")
 
 

@@ -95,20 +95,20 @@ class LighthouseActor:
         self.clock_skew_s = clock_skew_s
         self.leads = True
         self.process = world.process(name)
-        self._begin()
+        self._start_life()
 
     def _first_id(self) -> int:
         wall_s = WALL_CLOCK_AT_START_S + self._world.now + self.clock_skew_s
         return first_quorum_id(wall_s, remainder=0)  # the worst case: one that others have, too
 
-    def _begin(self) -> None:
+    def _start_life(self) -> None:
         self.core = Lighthouse(self._config, self._first_id(), self._world.now)
         self.checks = self._new_checks()
         self._connections: dict[int, Connection] = {}
         self._calls: dict[int, Connection] = {}
         self._timer = DeadlineTimer(self.process.after, self._tick)
         if self._config.max_members_per_job <= MAX_LOOKED_AT:
-            self.process.after(LOOK_S, self._look)
+            self.process.after(LOOK_S, self._check_now)
 
     def _new_checks(self) -> LighthouseChecks:
         self._invariants.ids.restarted()
@@ -132,7 +132,7 @@ class LighthouseActor:
     def _come_back(self) -> None:
         self.process, self.leads = self._next, True
         self.began_at = self._world.now
-        self._begin()
+        self._start_life()
         self._trace.record(self.name, "is back")
 
     def end_lead(self, seconds: float) -> None:
@@ -271,11 +271,11 @@ class LighthouseActor:
     def _tick(self) -> None:
         self.feed(self.core.tick)
 
-    def _look(self) -> None:
+    def _check_now(self) -> None:
         self.feed(self.core.tick)
         if self.process.thawed_at + SLACK_S < self._world.now:
-            self.checks.look()
-        self.process.after(LOOK_S, self._look)
+            self.checks.check_liveness()
+        self.process.after(LOOK_S, self._check_now)
 
 
 class Connection(ClientRecord):

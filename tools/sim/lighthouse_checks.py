@@ -129,7 +129,7 @@ class LighthouseChecks:
         self._waiting.add(client)
         member, timeout_s = question.member, question.timeout_s
         what = member.replica_id
-        self._invariants.waits.begin(
+        self._invariants.waits.begin_wait(
             client.question, self._process, what, timeout_s, slack_s=TIMER_SLACK_S
         )
         if client in self._sessions:
@@ -171,7 +171,7 @@ class LighthouseChecks:
     def _record_sign(self, client: ClientRecord) -> None:
         key = client.key
         if client in self._sessions:
-            self._invariants.discards.heard(key[1])
+            self._invariants.discards.session_opened(key[1])
         self._signs_at[key] = self._now
         self._signs_awake_at[key] = self._awake_at
         self._liveness.record_sign(key)
@@ -272,7 +272,7 @@ class LighthouseChecks:
         if all(job != loss.job for job, _ in self._signs_at):
             self._liveness.over(loss.job)
         if {*loss.recipients} - {loss.replica_id} and not loss.between_steps:
-            self._invariants.discards.told_as_lost(loss.replica_id)
+            self._invariants.discards.reported_as_lost(loss.replica_id)
 
     def _expect_loss(self, lost: ReportLoss | ReportEviction | ReportStraggler) -> None:
         """Expect a loss to be sent over all sessions of its recipients: nobody knows which one is
@@ -282,8 +282,8 @@ class LighthouseChecks:
 
     # -- what is looked at -----------------------------------------------------------------------
 
-    def look(self) -> None:
-        self._liveness.look(self._core.jobs, self._alive(), self._now)
+    def check_liveness(self) -> None:
+        self._liveness.check_jobs(self._core.jobs, self._alive(), self._now)
         for client, at in self._asked_at.items():
             waits_s = self._now - at
             must(waits_s <= MAX_UNINFORMED_S, "I5", f"{client.key} does not receive why it waits")

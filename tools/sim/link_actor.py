@@ -41,7 +41,7 @@ Input = Callable[[ManagerLink, float], object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkSite:
-    """Where a link is: in which job, under which name, with which lighthouses."""
+    """The place of a link: in which job, under which name, with which lighthouses."""
 
     job: str
     name: str
@@ -88,9 +88,9 @@ class LinkActor(SimulatedLink[ManagerLink]):
         machine = ManagerLink(config, new_id, process.chance.random, reached, process.name)
         super().__init__(process, site.network, site.lighthouses.hosts, machine)
         if config.resumed is None:
-            self.begin()
+            self.start_proving()
 
-    def begin(self) -> None:
+    def start_proving(self) -> None:
         """Begin to prove that the group is alive, unless it has begun."""
         if not self._number:
             self.feed(lambda machine, now: machine.start(now))

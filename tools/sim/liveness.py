@@ -62,7 +62,7 @@ class LivenessChecks:
 
     def does(self, key: Key, activity: Activity, now: float) -> None:
         ledger = self._ledger(key[0])
-        ledger.doing[key[1]], ledger.told_at[key[1]] = activity, now
+        ledger.doing[key[1]], ledger.reported_at[key[1]] = activity, now
 
     def withdrew(self, key: Key, now: float) -> None:
         ledger = self._ledger(key[0])
@@ -106,7 +106,9 @@ class LivenessChecks:
         since = [doing.since for doing in waiting if doing.step == over.step]
         due_at = min(since, default=now) + self._config.join_timeout_s - ROUNDING_S
         if now >= due_at:
-            known = {each for each in ledger.going_on() if ledger.told_at.get(each, 0.0) >= due_at}
+            known = {
+                each for each in ledger.going_on() if ledger.reported_at.get(each, 0.0) >= due_at
+            }
             began = {each for each in known if _has_begun(ledger, each, over.step)}
             ledger.late |= known - ledger.asking.keys() - began
 
@@ -123,7 +125,7 @@ class LivenessChecks:
         for replica_id in ledger.previous:
             ledger.asking.pop(replica_id, None)
 
-    def look(self, core: Jobs, alive: Collection[Key], now: float) -> None:
+    def check_jobs(self, core: Jobs, alive: Collection[Key], now: float) -> None:
         """A straggler delays the others once, a dead group not at all."""
         for name, ledger in self._ledgers.items():
             decision = core.pause(name, now).decision

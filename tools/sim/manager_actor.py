@@ -100,11 +100,11 @@ class ManagerActor(GroupShell):
     def receive_phase(self, group_rank: int, report: PhaseReport) -> None:
         self._execute(self.group.phase_reported(group_rank, report, self._now()))
         if self.group.is_whole:
-            self.link.begin()
+            self.link.start_proving()
 
     def request_quorum(self, request: WorkerRequest, timeout_s: float, reply: Reply) -> int:
         """Ask for the quorum; returns the number of the call, for `cancel_call`."""
-        self.link.begin()
+        self.link.start_proving()
         caller = self._begin_call("quorum", timeout_s, reply)
         self._askers[caller] = request.worker_id
         lives = {_life(each) for each in self._askers.values()}
@@ -133,7 +133,7 @@ class ManagerActor(GroupShell):
     def _begin_call(self, action: str, timeout_s: float, reply: Reply) -> int:
         caller = next(self._callers)
         self._replies[caller] = reply
-        self._invariants.waits.begin((self, caller), self.process, action, timeout_s)
+        self._invariants.waits.begin_wait((self, caller), self.process, action, timeout_s)
         return caller
 
     def _end_call(self, caller: int, answer: WorkerAnswer) -> None:

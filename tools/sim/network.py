@@ -1,4 +1,4 @@
-"""Carries messages: late, but in order; a stream breaks as a whole, and both ends hear of it.
+"""Carries messages: late, but in order; a stream breaks as a whole, and both ends notice it.
 
 That is what the real transport allows. A cut host's messages are kept by its system and arrive when
 the cut is over, unless the keepalive has given the stream up by then.
@@ -15,7 +15,7 @@ from torchft_svc.errors import TorchFTError
 
 MEAN_LATENCY_S = 0.0005
 # As the real channels: managers and agents send all the time, so their systems miss the other one's
-# before a ping does. A server hears of it when its ping is not answered.
+# before a ping does. A server notices it when its ping is not answered.
 MIN_KEEPALIVE_S, MAX_KEEPALIVE_S = 5.0, 10.0
 MAX_SERVER_KEEPALIVE_S = 25.0
 # How long a connection may take, as `torchft_svc.rpc.channel` has it.
@@ -167,7 +167,7 @@ class Stream:
         self._network.forget(self)
 
     def lose_client(self) -> None:
-        """Only the client notices that the connection is gone; its messages still arrive."""
+        """Break the connection for the client alone; its messages still arrive."""
         self._is_half_open = True
         client, server = self.ends
         client.last_arrival = server.process.world.now
@@ -177,7 +177,7 @@ class Stream:
         server.process.after(patience_s, self._deliver, server, None, "the keepalive timed out")
 
     def on_death(self, end: StreamEnd) -> Callable[[], None]:
-        """When the process at ``end`` dies, its system informs the other end."""
+        """Return what to do when the process at ``end`` dies: its system informs the other end."""
 
         def died() -> None:
             end.is_open = False

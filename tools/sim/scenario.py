@@ -94,7 +94,7 @@ class TrainerRules:
     use_async_quorum: bool
     num_wanted: int | None
     shrink_only_rate: float
-    tells_phases: bool
+    reports_phases: bool
     mean_copy_s: float
     is_steady: bool
 
@@ -143,7 +143,7 @@ class Scenario:
 
     @property
     def quiet_at(self) -> float:
-        """When the last fault is over."""
+        """Time when the last fault is over."""
         ends = (fault.at + fault.seconds for fault in self.faults)
         return max(ends, default=0.0) + self.start_spread_s + 1.0
 
@@ -188,7 +188,7 @@ def draw_steady(seed: int, num_groups: int | None = None) -> Scenario:
 
 
 def _draw_lone_deaths_of_managers(seed: int, scenario: Scenario) -> Scenario:
-    """In some runs nothing happens but that managers die, which costs nobody a step."""
+    """Draw, in some runs, deaths of managers alone, which cost nobody a step."""
     chance = random.Random(f"{seed}/managers")
     if chance.random() >= LONE_DEATHS_RATE or scenario.num_groups > LARGE:
         return scenario
@@ -250,7 +250,7 @@ def draw_long_terms(seed: int, num_groups: int | None = None) -> Scenario:
         min_replica_size=1,
         num_wanted=None,
         shrink_only_rate=0.0,
-        tells_phases=False,
+        reports_phases=False,
         mean_copy_s=MEAN_COPY_S,
         is_steady=True,
     )
@@ -299,7 +299,7 @@ def draw_returns(seed: int, num_groups: int | None = None) -> Scenario:
 
 
 def _draw_story(chance: random.Random, scenario: Scenario, at: float) -> list[Fault]:
-    """A long term ends, or has a reason to; and those that should hear of it may be deaf."""
+    """A long term ends, or has a reason to; and those that should learn of it may be deaf."""
     kinds, rates = list(ENDS_OF_LONG_TERMS), list(ENDS_OF_LONG_TERMS.values())
     kind = chance.choices(kinds, rates)[0]
     target, *others = chance.sample(range(scenario.num_groups), scenario.num_groups)
@@ -354,7 +354,7 @@ def draw_asking(seed: int, num_groups: int | None = None) -> Scenario:
         use_async_quorum=chance.random() < 0.7,
         num_wanted=chance.choice([None, None, None, min_replica_size]),
         shrink_only_rate=chance.choice([0.0, 0.0, 0.0, 0.2 / groups]),
-        tells_phases=config.hang_timeout_s is not None,
+        reports_phases=config.hang_timeout_s is not None,
         mean_copy_s=MEAN_COPY_S,
         is_steady=False,
     )
@@ -394,13 +394,13 @@ def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) ->
         if not is_large:
             timeouts_s = [SHORT_HANG_S, SHORT_HANG_S, trainer.collective_s + 3.0]
             config = replace(config, hang_timeout_s=chance.choice(timeouts_s))
-            trainer = replace(trainer, tells_phases=True)
+            trainer = replace(trainer, reports_phases=True)
     if chance.random() < 0.35 and not is_large:
         join_timeout_s = chance.choice([config.join_timeout_s, 0.2, 1.0])
         heal_timeout_s = join_timeout_s + chance.choice([2.0, 8.0])
         config = replace(config, join_timeout_s=join_timeout_s, heal_timeout_s=heal_timeout_s)
         mean_copy_s = max(LONG_COPY_S, trainer.collective_s / 3)
-        trainer = replace(trainer, tells_phases=True, mean_copy_s=mean_copy_s)
+        trainer = replace(trainer, reports_phases=True, mean_copy_s=mean_copy_s)
         for _ in range(chance.randint(0, MAX_OCCASIONS)):
             more += _draw_broken_heals(chance, scenario.num_groups)
     hang_timeout_s = config.hang_timeout_s
@@ -475,12 +475,12 @@ def _draw_moves(chance: random.Random, num_groups: int, is_elected: bool) -> lis
 
 
 def _draw_rare(chance: random.Random, scenario: Scenario) -> Scenario:
-    """What needs a moment of its own: a manager dies while it tells a decision or a quorum, or a
+    """What needs a moment of its own: a manager dies while it sends a decision or a quorum, or a
     group begins with the checkpoint of another run while the job is at step 0."""
     num_groups = scenario.num_groups
     more: list[Fault] = []
     if scenario.group_world_size > 1 and chance.random() < LOST_DECISION_RATE:
-        more += _draw_deaths_telling(chance, num_groups, "lose_decision")
+        more += _draw_deaths_while_sending(chance, num_groups, "lose_decision")
     if chance.random() < FOREIGN_CHECKPOINT_RATE:
         later = tuple(fault for fault in scenario.faults if fault.at > ALONE_S)
         scenario = replace(scenario, start_spread_s=0.0, faults=later)
@@ -490,11 +490,11 @@ def _draw_rare(chance: random.Random, scenario: Scenario) -> Scenario:
             more.append(Fault(at=0.02, kind=kind, target=target, seconds=0.02))
     chance = random.Random(f"{scenario.seed}/quorums")
     if scenario.group_world_size > 1 and chance.random() < LOST_QUORUM_RATE:
-        more += _draw_deaths_telling(chance, num_groups, "lose_quorum")
+        more += _draw_deaths_while_sending(chance, num_groups, "lose_quorum")
     return replace(scenario, faults=_in_order((*scenario.faults, *more)))
 
 
-def _draw_deaths_telling(chance: random.Random, num_groups: int, kind: str) -> list[Fault]:
+def _draw_deaths_while_sending(chance: random.Random, num_groups: int, kind: str) -> list[Fault]:
     """Managers die when only one of their workers knows the decision, or has the quorum."""
     faults = []
     for _ in range(chance.randint(1, MAX_OCCASIONS)):

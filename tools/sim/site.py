@@ -176,16 +176,16 @@ class Site:
         self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
 
     def _manager_ended(self) -> None:
-        """It was told to end its group."""
+        """End the group, as its manager was asked to."""
         self._kill_manager()
-        self.worker_failed("its manager was told to end it")
+        self.worker_failed("its manager was asked to end it")
 
     def is_manager_over(self) -> bool:
-        """It has ended with the first worker, which would have started another one."""
+        """Whether the manager has ended with the first worker, which would have started another."""
         return not self._is_sidecar and self.workers[0].process.is_dead
 
     def worker_drained(self) -> None:
-        """When all workers have ended in good order, the group is started again later."""
+        """Start the group again later, once all workers have ended in good order."""
         if all(worker.process.is_dead for worker in self.workers):
             self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
 
@@ -249,7 +249,7 @@ class Site:
         self._start_workers()
 
     def leave(self, down_s: float) -> None:
-        """It is shut down in the middle of a step, and is back later."""
+        """Shut the group down in the middle of a step; it is back later."""
         if self.manager is not None and not self.manager.process.is_dead:
             self.manager.link.leave(Leave("it wants to", ends=True))
         self._launcher.after(NOTICE_S, self.crash, down_s)

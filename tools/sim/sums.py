@@ -38,7 +38,7 @@ class Contribution:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """Of all members' states, as a ``digest``, and of their ``wishes`` to end the term."""
+    """The sum of all members' states, as a ``digest``, and of their ``wishes`` to end the term."""
 
     digest: int
     wishes: float
@@ -166,11 +166,11 @@ class Ring:
         identity.divided(str(self.key), {who: part.num_groups for who, part in parts.items()})
         digest = hash(tuple(states[who] for who in sorted(states)))
         result = Sum(digest, sum(part.wish for part, _ in arrived.values()))
-        for who, (_, tell) in arrived.items():
+        for who, (_, hand_over) in arrived.items():
             other = self.seats[who]
             delay_s = self.sums.network.latency(other.process)
             other.result_at = self.sums.network.world.now + delay_s
-            other.process.after(delay_s, other.receive, number, result, tell)
+            other.process.after(delay_s, other.receive, number, result, hand_over)
 
     def break_up(self, but: Seat, in_order: bool = False) -> None:
         """A member has closed its connections: the others notice, if ``in_order`` after its

@@ -16,7 +16,7 @@ MAX_WAIT_FOR_ASKER_S = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommittedStep:
     """Group ``me`` of ``job`` has committed ``step``, which it began at ``began_at``, as its worker
-    ``group_rank`` tells; ``goes_on``: it had asked nobody."""
+    ``group_rank`` reports; ``goes_on``: it had asked nobody."""
 
     job: str
     me: str
@@ -120,8 +120,8 @@ class Companions:
     def trouble(
         self, group: str, until: float, *, is_reachable: bool = False, is_costly: bool = True
     ) -> None:
-        """Something happens to ``group``; ``is_reachable``: to its program alone, which hears of
-        all that its lighthouse has to say; not ``is_costly``: the others lose no step by it."""
+        """Something happens to ``group``; ``is_reachable``: to its program alone, which receives
+        all that its lighthouse sends; not ``is_costly``: the others lose no step by it."""
         _extend(self._unwell_until, group, until)
         if is_costly:
             _extend(self._costly_until, group, until)
@@ -187,12 +187,11 @@ class Companions:
 
     @property
     def longest_wait_s(self) -> float:
-        """For a member that does not begin the step."""
+        """The longest wait for a member that does not begin the step."""
         return self.join_timeout_s + LOOK_S + SLACK_S
 
     def calm_since(self, groups: Collection[str]) -> float:
-        """Since when these groups and the lighthouses reach one another, and have had the time to
-        connect again."""
+        """Time since which these groups and the lighthouses reach one another, and may connect."""
         untils = [self._troubled_until.get(each, -math.inf) for each in groups]
         return max(self._lighthouse_until, *untils) + SLACK_S
 
@@ -212,11 +211,11 @@ TRAINS_S = 3.0
 @dataclass(slots=True)
 class Histories:
     """A job has one history (I4): no group begins another one beside groups that train, also not at
-    a lighthouse that was restarted and has heard of none of them yet."""
+    a lighthouse that was restarted and knows none of them yet."""
 
     companions: Companions
     is_checked: bool  # all groups have a session with one lighthouse, and ids grow
-    went_back: Mapping[str, int]  # by job: the last quorum that gave up steps, and told so
+    went_back: Mapping[str, int]  # by job: the last quorum that gave up steps, and reported it
     _last: dict[str, dict[str, tuple[int, int, float]]] = field(default_factory=dict)
 
     def committed(self, it: CommittedStep, now: float) -> None:
@@ -234,11 +233,11 @@ class Histories:
             is_first = it.began_at - self.companions.lighthouse_began_at() < SLACK_S
             if is_first and it.quorum_id > quorum_id:  # the other gives its step up, and follows
                 self.companions.trouble(group, now, is_reachable=True)
-            is_told = quorum_id < self.went_back.get(it.job, 0)
-            must(not (trains and is_behind) or is_first or is_told, "I4", what)
+            is_reported = quorum_id < self.went_back.get(it.job, 0)
+            must(not (trains and is_behind) or is_first or is_reported, "I4", what)
 
     def ended(self, job: str, group: str) -> None:
-        """Its workers are gone."""
+        """Forget a group whose workers are gone."""
         self._last.get(job, {}).pop(group, None)
 
 
@@ -249,7 +248,7 @@ class NewcomerPatience:
     _waiting: set[str] = field(default_factory=set)
     _num_steps: int = 0
 
-    def heard(self, replica_id: str) -> None:
+    def announced(self, replica_id: str) -> None:
         self._waiting.add(replica_id)
 
     def met(self, members: Collection[str]) -> None:

@@ -1,6 +1,6 @@
 """A worker of a simulated world: the real round and step, executed as `client/step/` does it.
 
-Weights are one number, a hash chain over all updates, so different histories can be told apart.
+Weights are one number, a hash chain over all updates, so different histories differ.
 """
 
 from __future__ import annotations
@@ -459,7 +459,7 @@ class WorkerActor:
             self._lose(self.round.peers.record_loss(news.replica_id, news.reason, news.quorum_id))
         elif isinstance(news, NewcomerWaits):
             self.round.peers.record_newcomer(news.replica_id)
-            self._newcomers.heard(news.replica_id)
+            self._newcomers.announced(news.replica_id)
         elif isinstance(news, TermEnds):
             self._lose(self.round.record_term_end(news))
         elif isinstance(news, Drain):
@@ -585,7 +585,7 @@ class WorkerActor:
         return Fetched(self._state(), state.batches_committed, state.quorum_id)
 
     def _report_phase(self, phase: Phase | None = None) -> None:
-        reports = self._rules.tells_phases or self._rules.is_steady
+        reports = self._rules.reports_phases or self._rules.is_steady
         if reports or self.home.collective is not None:
             self.line.report_phase(self.round.report(phase))
 

@@ -96,8 +96,8 @@ class Process:
             return
         self.is_dead = True
         self.backlog.clear()
-        told, self.on_death = self.on_death, []
-        for action in told:
+        actions, self.on_death = self.on_death, []
+        for action in actions:
             action()
 
     def freeze(self) -> None:
@@ -117,4 +117,4 @@ class Process:
 
 
 def _nothing() -> None:
-    """Nobody looks."""
+    """Do nothing."""

@@ -190,8 +190,8 @@ class _ShardedSums:
         """See `Reducing.begin_step`."""
         self.has_averaged = False
 
-    def settle(self) -> Exception | None:
-        """See `Reducing.settle`; the manager tracks passes that sum something."""
+    def settle_step(self) -> Exception | None:
+        """See `Reducing.settle_step`; the manager tracks passes that sum something."""
         return None
 
 

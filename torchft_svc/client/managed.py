@@ -82,8 +82,8 @@ class ManagedProcessGroup(ProcessGroup):
     def begin_step(self) -> None:
         """Do nothing; see `Reducing.begin_step`."""
 
-    def settle(self) -> Exception | None:
-        """See `Reducing.settle`; the manager tracks passes that sum something."""
+    def settle_step(self) -> Exception | None:
+        """See `Reducing.settle_step`; the manager tracks passes that sum something."""
         return None
 
     def rank(self) -> int:

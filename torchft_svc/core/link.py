@@ -53,7 +53,7 @@ MOMENTS_PER_INTERVAL = 16
 
 
 class LinkState(Enum):
-    """Where a client is with its lighthouse; each state but PAUSED and LEFT has a connection."""
+    """The state of a link; each but PAUSED and LEFT has a connection."""
 
     PAUSED = auto()  # not started, or until `Attempts.retry_at`
     OPENING = auto()  # there is no welcome yet

@@ -124,12 +124,12 @@ class Reattach:
 
 
 class AttachRetry:
-    """When a worker opens its stream to the manager again, and what its end means (rule M3)."""
+    """Decides when a worker opens its stream to the manager again, and what its end means (M3)."""
 
     def __init__(self, draw: Callable[[], float]) -> None:
         self._backoff = Backoff(draw)
         self._failing_since: float | None = None
-        self._is_cut = False  # and the worker has been told so
+        self._is_cut = False  # and the worker was informed
         self._ended_at = -math.inf  # the stream, or the attempt to open one
 
     def received(self) -> None:

@@ -72,7 +72,7 @@ News = LinkNews | PolledNews
 
 
 class Meeting(Protocol):
-    """Where agents meet: `RendezvousLink`, or `PolledMeeting`."""
+    """The meeting place of agents: `RendezvousLink`, or `PolledMeeting`."""
 
     def send_state(self, state: AgentState) -> None:
         """Send ``state``, which replaces the one before; returns at once."""

@@ -253,7 +253,7 @@ def launch_agent(
         raise ConfigError("rdzv_backend", "static", reason)
     if isinstance(strategy, SoftRestartPolicyStrategy):
         # torch's agents would keep the address of the first world's store, which a node that joins
-        # later does not hear of. Workers get another one.
+        # later does not know. Workers get another one.
         env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     handler = _rendezvous_handler(parameters)
     preload = config.warm_start_preload if config.warm_start else None

@@ -154,13 +154,13 @@ def _add_failure_arguments(parser: ArgumentParser) -> None:
 
 
 def _add(group: Any, flag: str, text: str, **more: Any) -> None:
-    """In both spellings, as all flags of torchrun's, and from the environment."""
+    """Add a flag in both spellings, as torchrun has them, that the environment may set."""
     action = more.pop("action", from_argument_or_environment)
     group.add_argument(flag, "--" + flag[2:].replace("-", "_"), action=action, help=text, **more)
 
 
 def parse_args(args: Sequence[str] | None = None) -> Namespace:
-    """Also checks what torchrun leaves to whoever uses the values.
+    """Parse the arguments, and check what torchrun leaves to whoever uses the values.
 
     Raises:
         ConfigError: a value that cannot work.

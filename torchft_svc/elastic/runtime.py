@@ -37,7 +37,7 @@ from torchft_svc.elastic.messages import (
     WorkerLeft,
     WorkerStarted,
 )
-from torchft_svc.env import Environment, TorchrunWorker, tell_worker
+from torchft_svc.env import Environment, TorchrunWorker, set_worker_variables
 from torchft_svc.errors import (
     ChannelClosed,
     ConfigError,
@@ -380,7 +380,7 @@ class _ChannelWorker:
         from torchft_svc.elastic import world_group  # it imports torch
 
         world_group.handle(_begin_group)
-        tell_worker(_torchrun_worker(info), info.round)
+        set_worker_variables(_torchrun_worker(info), info.round)
         self._send(WorkerAck(info.round))
         return {
             "init_method": world_group.url(info.master_addr, info.master_port, info.round),

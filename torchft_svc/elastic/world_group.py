@@ -202,7 +202,7 @@ def url(host: str, port: int, round_: int) -> str:
 
 
 def handle(begin: Callable[[int], WorldGroup]) -> None:
-    """Have ``init_process_group`` form the groups of worlds; ``begin`` makes the one of a round.
+    """Make ``init_process_group`` form the groups of worlds; ``begin`` makes the one of a round.
 
     Called before each: torch numbers its groups, and counts one that failed. Its name is part of
     the keys in the store, so a survivor and a newcomer would wait for each other's.

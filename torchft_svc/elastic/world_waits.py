@@ -167,7 +167,7 @@ class _LeavableGroup(dist.ProcessGroup):
         self._operations = operations
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """Not gloo: DDP's logger would look for its backend here."""
+        """Return a name that is not gloo: DDP's logger would look for its backend here."""
         return "torchft-world"
 
     def allreduce(self, *args: Any) -> Any:
@@ -262,7 +262,7 @@ class _Operation:
 
 
 def _destroy_elsewhere() -> None:
-    """Have no thread of the program wait until the present process groups are destroyed.
+    """Destroy the present process groups where no thread of the program waits for it.
 
     torch drops the store of a group when the group is destroyed, and has all groups of the process
     in its other tables then.
@@ -366,7 +366,7 @@ class _Left:
 
 
 def _keep_for_ever(waiting: deque[_Left], news: queue.SimpleQueue[_Left | None]) -> bool:
-    """Never destroy the oldest group that waits; whether there is one."""
+    """Keep the oldest waiting group for ever; returns whether there is one."""
     try:
         left = waiting.popleft() if waiting else news.get_nowait()
     except (IndexError, queue.Empty):

@@ -25,7 +25,7 @@ from torchft_svc.rpc.cli import (
     log_level_option,
     option,
     security_options,
-    telling_usage,
+    showing_usage,
 )
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.running import run
@@ -75,7 +75,7 @@ def _election_options(main: Callable[..., None]) -> Callable[..., None]:
         etcd = {flag: others.pop(f"etcd_{flag}") for flag in ("user", "password_file")}
         etcd |= {f"{flag}_file": others.pop(f"etcd_{flag}") for flag in ("ca", "cert", "key")}
         election = None
-        with telling_usage():
+        with showing_usage():
             if leader_election is not None:
                 access = resolve_etcd_access(Environment(), leader_election, **etcd)
                 election = Election(etcd=access, lease_ttl_s=lease_ttl_s, advertise=advertise)
@@ -193,7 +193,7 @@ def main(
     **settings: Any,
 ) -> None:
     """Decide for every step which replica groups train together."""
-    with telling_usage():
+    with showing_usage():
         config = QuorumConfig(**in_seconds(settings))
 
     async def serve(stop: asyncio.Event) -> int:

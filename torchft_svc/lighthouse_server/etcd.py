@@ -116,7 +116,7 @@ class Etcd:
         answer = await self._as_user(ask, timeout_s)
         return answer.kv.lease, answer.kv.value.decode("utf-8", "replace")
 
-    async def go_on(self) -> None:
+    async def use_next_server(self) -> None:
         """Use the next server of the list: the present one has failed."""
         await self.close()
         self._next = (self._next + 1) % len(self._access.addresses)

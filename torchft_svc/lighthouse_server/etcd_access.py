@@ -1,4 +1,4 @@
-"""Where etcd is, and as whom this lighthouse comes to it."""
+"""The addresses of etcd, and the credentials of this lighthouse there."""
 
 from __future__ import annotations
 

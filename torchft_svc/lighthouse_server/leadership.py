@@ -80,14 +80,14 @@ class Leadership:
             try:
                 await self._candidacy()
             except TorchFTError as error:
-                self._tell_failure(str(error))
-                await self._etcd.go_on()
+                self._log_failure(str(error))
+                await self._etcd.use_next_server()
             finally:
                 self._set(False)
             await asyncio.sleep(self._retry_s)
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
 
-    def _tell_failure(self, why_not: str) -> None:
+    def _log_failure(self, why_not: str) -> None:
         if self._why_not.get(self._etcd.address) != why_not:
             log.warning("this lighthouse cannot be elected: %s", why_not)
             self._why_not[self._etcd.address] = why_not
@@ -128,7 +128,7 @@ class Leadership:
             if not is_elected:
                 raise
             log.warning("the lease was not renewed: %s", error)
-            await self._etcd.go_on()
+            await self._etcd.use_next_server()
             return
         self._why_not.clear()
         self._retry_s = MIN_RETRY_S

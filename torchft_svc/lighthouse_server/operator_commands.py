@@ -89,15 +89,17 @@ def status(
     there is no such job or run, 1 if no lighthouse answers.
     """
 
-    def look() -> list[JobStatus]:
+    def show_status() -> list[JobStatus]:
         jobs, runs = _jobs_and_runs(lighthouse, security, job_id)
         shown = status_json(jobs, runs) if as_json else status_text(jobs, runs, show_all=show_all)
         click.echo(f"{_CLEAR}{shown}" if watch and not as_json else shown)
         return jobs
 
     if watch:
-        _repeat(look)
-    stalled = [job for job in look() if stalled_after is not None and _stalls(job, stalled_after)]
+        _repeat(show_status)
+    stalled = [
+        job for job in show_status() if stalled_after is not None and _stalls(job, stalled_after)
+    ]
     if stalled:
         click.get_current_context().exit(STALLED)
 
@@ -131,12 +133,12 @@ def _stalls(job: JobStatus, limit_s: float) -> bool:
     return not job.finished and max(job.stalled_s, job.ended_s or 0.0) > limit_s
 
 
-def _repeat(look: Callable[[], object]) -> NoReturn:
+def _repeat(show_status: Callable[[], object]) -> NoReturn:
     """Repeat until Ctrl-C, also while the lighthouse is away."""
     try:
         while True:
             try:
-                look()
+                show_status()
             except click.ClickException as error:
                 click.echo(f"{_CLEAR}Error: {error.format_message()}")
             time.sleep(WATCH_S)
@@ -177,7 +179,7 @@ def drain(
     request = pb.LighthouseDrainRequest(replica_id=replica, node=node, reason=reason)
     ask("lighthouse", lighthouse, security, job_id, request, pb.LighthouseDrainResponse)
     what = "end its workers, and itself" if node else "finish its step and end"
-    click.echo(f"{node or replica} was told to {what}")
+    click.echo(f"{node or replica} was asked to {what}")
 
 
 @click.command()
@@ -190,7 +192,7 @@ def kill(lighthouse: str, job_id: str, replica: str, reason: str, security: Secu
     """End a group's processes at once."""
     request = pb.LighthouseKillRequest(replica_id=replica, reason=reason)
     ask("lighthouse", lighthouse, security, job_id, request, pb.LighthouseKillResponse)
-    click.echo(f"{replica} was told to end at once")
+    click.echo(f"{replica} was asked to end at once")
 
 
 @click.command(name="accept-loss")

@@ -20,7 +20,7 @@ from torchft_svc.rpc.cli import (
     log_level_option,
     option,
     security_options,
-    telling_usage,
+    showing_usage,
 )
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.security import Security
@@ -107,7 +107,7 @@ def main(
     **settings: Any,
 ) -> None:
     """Speak for one replica group: forward its quorum requests, collect its votes."""
-    with telling_usage():
+    with showing_usage():
         config = ManagerConfig(
             lighthouse_address=lighthouse,
             replica_name=replica_name,

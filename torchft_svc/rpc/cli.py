@@ -73,7 +73,7 @@ def security_options(main: Callable[..., None]) -> Callable[..., None]:
         *, tls_cert: str, tls_key: str, tls_ca: str, token_file: str, **others: Any
     ) -> None:
         files = {"cert_file": tls_cert, "key_file": tls_key, "ca_file": tls_ca}
-        with telling_usage():
+        with showing_usage():
             security = resolve_security(Environment(), **files, token_file=token_file)
         main(security=security, **others)
 
@@ -81,7 +81,7 @@ def security_options(main: Callable[..., None]) -> Callable[..., None]:
 
 
 @contextlib.contextmanager
-def telling_usage() -> Iterator[None]:
+def showing_usage() -> Iterator[None]:
     """A setting that cannot work ends the command as click's own usage errors do."""
     try:
         yield

@@ -100,7 +100,7 @@ class LinkDriver(ABC, Generic[Machine]):
         if isinstance(order, Connect):
             self._number = order.connection
             self._holding[order.connection] = self._tasks.start(
-                self._hold(order), "connection to the lighthouse"
+                self._use_connection(order), "connection to the lighthouse"
             )
         elif isinstance(order, Close):
             self._transports.pop(order.connection, None)
@@ -113,7 +113,7 @@ class LinkDriver(ABC, Generic[Machine]):
         else:
             self._execute_own(order)
 
-    async def _hold(self, order: Connect) -> None:
+    async def _use_connection(self, order: Connect) -> None:
         """Use one connection, to its end."""
         number = order.connection
         channel = open_aio_channel(order.address, self._security, self._patience_ms)

@@ -292,8 +292,8 @@ class CheckpointWriter:
             self._on_written(written)
         except Exception as error:
             step = state.position.step
-            is_told = isinstance(error, CheckpointError)  # all that there is to know
-            log.warning("no checkpoint of step %d: %s", step, error, exc_info=not is_told)
+            is_known = isinstance(error, CheckpointError)  # all that there is to know
+            log.warning("no checkpoint of step %d: %s", step, error, exc_info=not is_known)
         finally:
             self._over.set()
 

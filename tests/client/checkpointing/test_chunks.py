@@ -103,7 +103,7 @@ def test_the_law_outlives_the_lead() -> None:
     assert table.chunks.shares() == {0: 1, 1: 1}
 
 
-def test_a_source_that_leaves_gives_its_chunks_back_and_the_last_one_is_told() -> None:
+def test_a_source_that_leaves_gives_its_chunks_back_and_the_last_one_is_informed() -> None:
     table = Table(1, 1)
     assert table.chunks.next_chunk(B) == 0
     assert table.chunks.remove_source(1)

@@ -106,7 +106,7 @@ def test_who_asks_early_waits(source: HTTPTransport[Any], receiver: HTTPTranspor
         assert asked.result(20) == {"step": 5}
 
 
-def test_who_asks_too_early_is_told_so_at_the_deadline(
+def test_who_asks_too_early_is_informed_at_the_deadline(
     source: HTTPTransport[Any], receiver: HTTPTransport[Any]
 ) -> None:
     with raises_in_time(PeerError, r"step 5 .* timed out after 0\.3 s: .*not offered"):

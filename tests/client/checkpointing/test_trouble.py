@@ -305,7 +305,7 @@ def test_connections_that_say_nothing_do_not_keep_others_out(
     assert torch.equal(received["w"], weights()["w"])
 
 
-def test_who_finds_no_free_connection_is_told_so(
+def test_who_finds_no_free_connection_is_informed(
     source: Transport, receiver: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server, "MAX_CONNECTIONS", 0)

@@ -268,10 +268,10 @@ def test_a_signal_to_one_worker_drains_its_group_at_one_step(tmp_path: Path) -> 
         lighthouse(join_timeout_ms=JOIN_TIMEOUT_MS) as address,
         groups(address, tmp_path, "ab", 2) as made,
     ):
-        told_at = made["b"][1].send(signal.SIGTERM)
+        reported_at = made["b"][1].send(signal.SIGTERM)
         for worker in made["b"]:
             worker.ends()
-            check("a preempted group is at its end", worker.drained_at() - told_at, ONE_STEP_S)
+            check("a preempted group is at its end", worker.drained_at() - reported_at, ONE_STEP_S)
         assert made["b"][0].last_step() == made["b"][1].last_step(), "they end at one step"
         for worker in made["a"]:
             eventually(lambda worker=worker: worker.steps(1) >= 3, DEADLINE_S)
@@ -286,10 +286,10 @@ def test_preempted_groups_cost_nobody_a_step(tmp_path: Path) -> None:
         LighthouseClient(address, timedelta(seconds=20)) as operator,
     ):
         (a,), (b,), (c,) = made.values()
-        told_at = time.monotonic()
+        reported_at = time.monotonic()
         c.send_all(signal.SIGTERM)
         c.ends()
-        check("a preempted group is at its end", c.drained_at() - told_at, ONE_STEP_S)
+        check("a preempted group is at its end", c.drained_at() - reported_at, ONE_STEP_S)
         for worker in (a, b):
             eventually(lambda worker=worker: worker.steps(2) >= 3, DEADLINE_S)
         operator.drain("b", "maintenance")

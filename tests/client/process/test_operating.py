@@ -20,7 +20,7 @@ pytestmark = pytest.mark.processes
 CONNECT = timedelta(seconds=20)
 
 
-def is_told(operator: LighthouseClient, name: str) -> bool:
+def is_informed(operator: LighthouseClient, name: str) -> bool:
     """Whether the group is killed; its manager may be about to join, or to join once more."""
     try:
         operator.kill(name, "it hangs")
@@ -34,7 +34,7 @@ def test_a_kill_of_a_trainer_that_moves_shows_no_stacks() -> None:
         trainer.read_until("training")
         with LighthouseClient(address, CONNECT) as operator:
             name = f"trains-{trainer.process.pid}"
-            eventually(lambda: is_told(operator, name), what=f"{name} does not join")
+            eventually(lambda: is_informed(operator, name), what=f"{name} does not join")
         assert trainer.process.wait(DEADLINE_S) == 1
         log = trainer.errors()
         assert "this process is killed: it hangs" in log
@@ -49,7 +49,7 @@ def test_a_kill_ends_a_trainer_that_hangs(program: str, status: int) -> None:
         trainer.read_until("training")
         with LighthouseClient(address, CONNECT) as operator:
             name = f"{program}-{trainer.process.pid}"
-            eventually(lambda: is_told(operator, name), what=f"{name} does not join")
+            eventually(lambda: is_informed(operator, name), what=f"{name} does not join")
         ended = trainer.process.wait(DEADLINE_S)
         if program == "sleeps" and ended == -signal.SIGKILL:
             raise Late("its manager killed it before it had ended by itself")

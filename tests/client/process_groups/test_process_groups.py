@@ -151,7 +151,7 @@ def test_a_cut_ends_waits_also_for_operations_that_gloo_does_not_end(
     check("leaving what gloo does not end", max(first, second) - cut_at, 2.0)
 
 
-def test_operations_of_whose_end_nobody_is_told_are_not_kept_for_ever(
+def test_operations_of_whose_end_nobody_is_informed_are_not_kept_for_ever(
     store: MeetingPlace, gloo: list[ProcessGroupGloo]
 ) -> None:
     group = gloo[0]

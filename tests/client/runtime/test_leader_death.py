@@ -81,7 +81,9 @@ WHOLE = pytest.mark.parametrize("whole", [False, True], ids=["alone", "with its 
 
 
 @WHOLE
-def test_who_waits_for_a_quorum_is_told(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> None:
+def test_who_waits_for_a_quorum_is_informed(
+    monkeypatch: pytest.MonkeyPatch, *, whole: bool
+) -> None:
     with group("leads", monkeypatch) as (leader, other):
         other.manager.start_quorum()
         killed_at: list[float] = []
@@ -99,7 +101,7 @@ def test_who_waits_for_a_quorum_is_told(monkeypatch: pytest.MonkeyPatch, *, whol
 
 
 @WHOLE
-def test_who_votes_is_told(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> None:
+def test_who_votes_is_informed(monkeypatch: pytest.MonkeyPatch, *, whole: bool) -> None:
     with group("leads_into_a_step", monkeypatch) as (leader, other):
         other.backward()
         killed_at = kill(leader, whole)

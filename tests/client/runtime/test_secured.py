@@ -81,7 +81,7 @@ def complaint(address: str, security: Security, **options: Any) -> TorchFTError:
 
 
 @pytest.mark.parametrize("in_process", [True, False], ids=["in-process", "sidecar"])
-def test_a_trainer_with_a_wrong_token_is_told_what_to_set(
+def test_a_trainer_with_a_wrong_token_is_informed_what_to_set(
     address: str, known: Security, some: Papers, in_process: bool
 ) -> None:
     for security, reason in (
@@ -94,7 +94,7 @@ def test_a_trainer_with_a_wrong_token_is_told_what_to_set(
         assert "lighthouse at " in str(error)
 
 
-def test_a_trainer_that_resumed_is_told_too(address: str, some: Papers) -> None:
+def test_a_trainer_that_resumed_is_informed_too(address: str, some: Papers) -> None:
     """After step 0 the quorum is asynchronous, and its error would only discard the steps."""
     with Trainer(address, "a", 0, security=some.local) as a:
         a.manager.load_state_dict({"step": 7, "batches_committed": 7})
@@ -103,7 +103,7 @@ def test_a_trainer_that_resumed_is_told_too(address: str, some: Papers) -> None:
             a.optimizer.step()
 
 
-def test_a_trainer_with_a_wrong_certificate_is_told_what_to_set(
+def test_a_trainer_with_a_wrong_certificate_is_informed_what_to_set(
     address: str, known: Security, some: Papers
 ) -> None:
     stranger = replace(some.theirs.issue("127.0.0.1"), token=TOKEN)
@@ -112,7 +112,7 @@ def test_a_trainer_with_a_wrong_certificate_is_told_what_to_set(
     assert "set TORCHFT_TLS_CA to the CA that signed it" in str(error)
 
 
-def test_a_plain_trainer_is_told_within_the_connect_timeout(address: str) -> None:
+def test_a_plain_trainer_is_informed_within_the_connect_timeout(address: str) -> None:
     error = complaint(address, PLAIN, connect_timeout=timedelta(seconds=1))
     assert isinstance(error, Unreachable)
     if "it may require TLS" not in str(error):

@@ -144,7 +144,7 @@ def test_heals_quorums_and_lost_groups_are_told_without_secrets(
     assert not any(secret in caplog.text for secret in secrets)
 
 
-def test_a_step_in_vain_is_told_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_in_vain_is_reported_with_its_reason(caplog: pytest.LogCaptureFixture) -> None:
     with (
         lighthouse(min_replicas=2, join_timeout_ms=3000) as address,
         trainers(address, 2) as (a, b),
@@ -219,7 +219,7 @@ def test_a_trainer_that_does_not_shut_down_says_after_which_step(tmp_path: Path)
     assert messages(errors) == [JOINS, QUORUM, LEAVES]
 
 
-def test_a_program_without_torch_is_told_what_is_missing(tmp_path: Path) -> None:
+def test_a_program_without_torch_is_informed_what_is_missing(tmp_path: Path) -> None:
     hide = "import sys; sys.modules['torch'] = None; "
     script = hide + "from torchft_svc import Manager"
     done = subprocess.run(

@@ -66,7 +66,7 @@ def workers(
 
 
 @pytest.mark.processes
-def test_who_waits_for_a_manager_that_does_not_start_is_told_why(address: str) -> None:
+def test_who_waits_for_a_manager_that_does_not_start_is_informed_why(address: str) -> None:
     taken = int(address.rpartition(":")[2])
     began_at = time.monotonic()
     errors = []

@@ -36,7 +36,7 @@ class Wrapper:
     def begin_step(self) -> None:
         return None
 
-    def settle(self) -> None:
+    def settle_step(self) -> None:
         return None
 
     def average_of(self, parameter: torch.Tensor) -> None:

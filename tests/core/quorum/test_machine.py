@@ -210,7 +210,7 @@ class Groups(RuleBasedStateMachine):
             assert at == math.inf or (wake_at is not None and world.now < wake_at <= at)
 
     @invariant()
-    def who_hangs_is_told(self) -> None:
+    def who_hangs_is_informed(self) -> None:
         world = self.world
         timeout_s = world.config.hang_timeout_s
         for (job, replica_id), group in world.groups.items():

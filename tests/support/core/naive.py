@@ -78,18 +78,18 @@ class Naive:
             self.stragglers.discard(member.replica_id)
             self._has_come(member, now)
         self.requests.append(Request(member, caller, asked_at, held))
-        self._settle(now)
+        self._settle_job(now)
 
     def withdraw(self, caller: int, now: float) -> None:
         for request in [each for each in self.requests if each.caller == caller]:
             self.requests.remove(request)
             if not request.held:
                 self.gave_up.append((request, now))
-        self._settle(now)
+        self._settle_job(now)
 
     def heartbeat(self, replica_id: str, now: float) -> None:
         self._sign_of_life(replica_id, now)
-        self._settle(now)
+        self._settle_job(now)
 
     def hello(self, replica_id: str, last: LastQuorum, now: float) -> None:
         self._sign_of_life(replica_id, now)
@@ -104,12 +104,12 @@ class Naive:
                 if last > self.newest:
                     self.newest = last
                     self.loss_accepted = False
-        self._settle(now)
+        self._settle_job(now)
 
     def leave(self, replica_id: str, now: float) -> None:
         if replica_id in self.groups:
             self._lose(replica_id)
-        self._settle(now)
+        self._settle_job(now)
 
     def accept_loss(self, now: float) -> None:
         """Refused, with a word in the log, unless nothing but the policy could hold them back:
@@ -128,13 +128,13 @@ class Naive:
             self.log.append(("nothing to accept",))
             return
         self.loss_accepted = True
-        self._settle(now)
+        self._settle_job(now)
 
     def time_passed(self, now: float) -> None:
         for replica_id, seen_at in list(self.groups.items()):
             if now - seen_at >= self.config.heartbeat_timeout_s:
                 self._lose(replica_id)
-        self._settle(now)
+        self._settle_job(now)
 
     def view(self, now: float) -> JobView:
         asking = [request for request in self.requests if not request.held]
@@ -202,7 +202,7 @@ class Naive:
         }
         return len(reported - {each.split(":")[0] for each in self.groups})
 
-    def _settle(self, now: float) -> None:
+    def _settle_job(self, now: float) -> None:
         for request in self.requests:
             if request.held and not self._is_held(request.member.replica_id):
                 request.held = False

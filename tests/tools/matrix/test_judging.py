@@ -123,7 +123,7 @@ def test_who_heals_by_replacing_parameters_is_ended_with_the_cause() -> None:
     assert "not in time" in faults(program=ENDS, missed="not in time", **others)
 
 
-def test_a_failure_is_told_with_the_last_words() -> None:
+def test_a_failure_is_reported_with_the_last_words() -> None:
     report = report_failure(
         Run(program=PROGRAM, events=GOOD[:5], words={"group-0.0.0": "one\ntwo\n"})
     )

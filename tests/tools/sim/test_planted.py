@@ -86,7 +86,7 @@ def lost_steps_are_not_noticed(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(quorum, "check_progress", unchecked)
 
 
-def a_loss_is_told_where_there_is_none(plant: pytest.MonkeyPatch) -> None:
+def a_loss_is_reported_where_there_is_none(plant: pytest.MonkeyPatch) -> None:
     real = quorum.check_progress
 
     def tell(view: JobView, config: QuorumConfig, members: list[Member]) -> Any:
@@ -251,7 +251,7 @@ def who_asks_again_has_a_new_patience(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Membership, "asked", asked)
 
 
-def a_drained_group_is_told_as_lost(plant: pytest.MonkeyPatch) -> None:
+def a_drained_group_is_reported_as_lost(plant: pytest.MonkeyPatch) -> None:
     def how_it_ended(self: Any, replica_id: str, how: Any) -> Any:
         return dataclasses.replace(how, between_steps=False, ends=False)
 
@@ -325,7 +325,7 @@ def who_was_waited_for_again_is_never_left_out(plant: pytest.MonkeyPatch) -> Non
     plant.setattr(activity.HangWatch, "handle_again", lambda self, replica_ids: None)
 
 
-def who_lost_his_answer_is_told_no(plant: pytest.MonkeyPatch) -> None:
+def who_lost_his_answer_is_sent_no(plant: pytest.MonkeyPatch) -> None:
     def answer(vote: Any, caller: int, ended: Any) -> AnswerVote:
         return AnswerVote(caller, should_commit=False)
 
@@ -393,7 +393,7 @@ def spoiled_weights_count(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(StepMachine, "check_whole", lambda self: None)
 
 
-def who_is_told_to_end_trains_on(plant: pytest.MonkeyPatch) -> None:
+def who_is_asked_to_end_trains_on(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Round, "check_left", lambda self: None)
 
 
@@ -542,7 +542,7 @@ PLANTS: dict[Plant, int] = {
     joining_is_ignored: 120,
     the_silent_never_die: 6,
     lost_steps_are_not_noticed: 9,
-    a_loss_is_told_where_there_is_none: 0,
+    a_loss_is_reported_where_there_is_none: 0,
     veterans_are_forgotten: 86,
     a_survivor_counts_as_a_restart: 46,
     every_job_that_ends_has_finished: 4,
@@ -556,7 +556,7 @@ PLANTS: dict[Plant, int] = {
     a_discarded_step_counts: 31,
     an_error_is_forgotten: 29,
     a_late_vote_counts: 8573,
-    who_lost_his_answer_is_told_no: 8,
+    who_lost_his_answer_is_sent_no: 8,
     who_comes_late_waits_for_those_that_have_gone_on: 820,
     what_holds_up_a_worker_is_ignored: 5020,
     a_healed_step_counts_at_once: 77,
@@ -564,7 +564,7 @@ PLANTS: dict[Plant, int] = {
     the_dead_are_awaited: 17,
     stragglers_are_awaited_for_ever: 11,
     who_asks_again_has_a_new_patience: 630,
-    a_drained_group_is_told_as_lost: 7,
+    a_drained_group_is_reported_as_lost: 7,
     a_group_that_drains_stays: 7,
     who_was_left_out_is_awaited: 321,
     who_heals_is_not_waited_for: 35,
@@ -586,7 +586,7 @@ PLANTS: dict[Plant, int] = {
     who_has_missed_a_quorum_keeps_its_connections: 25,
     who_is_behind_contributes: 0,
     spoiled_weights_count: 29,
-    who_is_told_to_end_trains_on: 7,
+    who_is_asked_to_end_trains_on: 7,
     a_vote_names_the_round_before: 2,
     a_manager_that_is_restarted_is_not_asked_again: 2,
     a_lost_decision_counts_as_no: 2,

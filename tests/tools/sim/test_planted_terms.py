@@ -103,7 +103,7 @@ def a_session_that_begins_does_not_hear_of_newcomers(plant: pytest.MonkeyPatch) 
 # -- the end of a term (E4) ----------------------------------------------------------------------
 
 
-def nobody_is_told_that_a_member_asks(plant: pytest.MonkeyPatch) -> None:
+def nobody_is_informed_that_a_member_asks(plant: pytest.MonkeyPatch) -> None:
     real = Job.end_term_for_request
 
     def end_term_for_request(self: Any, member: Any, *, agreed: bool) -> tuple[str, ...]:
@@ -356,7 +356,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     each_worker_goes_by_its_own_wish: (draw_long_terms, 9),
     who_drains_does_not_say_so: (draw_long_terms, 9),
     a_session_that_begins_does_not_hear_of_newcomers: (draw_long_terms, 42),
-    nobody_is_told_that_a_member_asks: (draw_long_terms, 0),
+    nobody_is_informed_that_a_member_asks: (draw_long_terms, 0),
     a_session_that_begins_does_not_hear_of_the_end: (draw_long_terms, 134),
     a_worker_does_not_heed_the_end: (draw_long_terms, 0),
     the_end_of_an_earlier_quorum_counts: (draw_long_terms, 5),

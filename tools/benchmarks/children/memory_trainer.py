@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import parallel
 from torch.optim import SGD
 
-from tools.benchmarks.children.workload import say
+from tools.benchmarks.children.workload import print_line
 
 TRAINERS = ("plain", "ddp", "ddp_views", "ours")
 
@@ -104,7 +104,7 @@ def main() -> None:
     # The kernel updates its high-water mark a few pages late.
     peak = max(peak_bytes(), *after)
     report = {"imported": imported, "after": after, "peak": peak, "others": others}
-    say(json.dumps(report))
+    print_line(json.dumps(report))
 
 
 if __name__ == "__main__":

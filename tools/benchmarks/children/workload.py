@@ -63,7 +63,7 @@ def build(shape: Shape) -> tuple[nn.Module, SGD]:
         layers += [nn.Linear(shape.width, shape.width), nn.ReLU()]
     model = nn.Sequential(*layers, nn.Linear(shape.width, _WIDTH_OF_CLASSES))
     sgd = SGD(model.parameters(), lr=1e-3)
-    say(f"built {time.monotonic_ns()}")
+    print_line(f"built {time.monotonic_ns()}")
     return model, sgd
 
 
@@ -90,11 +90,11 @@ class Training:
 
     def obey(self) -> None:
         """Serve standard input until it ends."""
-        say("ready")
+        print_line("ready")
         for line in sys.stdin:
             command, *arguments = line.split()
             if command == "measure":
-                say(json.dumps(self.measure(int(arguments[0]))))
+                print_line(json.dumps(self.measure(int(arguments[0]))))
             elif command == "train":
                 self.train()
                 break
@@ -148,7 +148,7 @@ class Training:
             participants = self.num_participants()
             self.optimizer.step()
             if self.current_step() > before:
-                say(f"commit {self.current_step()} {participants} {time.monotonic_ns()}")
+                print_line(f"commit {self.current_step()} {participants} {time.monotonic_ns()}")
 
     def _data(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._batch is None:
@@ -158,7 +158,7 @@ class Training:
         return self._batch
 
 
-def say(line: str) -> None:
+def print_line(line: str) -> None:
     print(line, flush=True)
 
 

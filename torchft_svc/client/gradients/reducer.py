@@ -130,7 +130,7 @@ class Reducer:
         traceback of an error.
         """
         self.enabled = False
-        self.settle()
+        self.settle_step()
         self._remove_hooks()
         self._sums.remove_reducer(self)
 
@@ -183,8 +183,8 @@ class Reducer:
         """See `Reducing.begin_step`."""
         self.has_averaged = False
 
-    def settle(self) -> Exception | None:
-        """See `Reducing.settle`; replaces memory that an operation may still write to."""
+    def settle_step(self) -> Exception | None:
+        """See `Reducing.settle_step`; replaces memory that an operation may still write to."""
         if not self._active:
             return None
         for bucket in self._buckets[: self._next]:
@@ -200,7 +200,7 @@ class Reducer:
         other groups' sums.
         """
         if self._active and (self._pass is None or self._pass() is None):
-            error = self.settle()
+            error = self.settle_step()
             if error is not None and not self._manager.has_fresh_step():
                 self._manager.report_error(error)
 
@@ -266,7 +266,7 @@ class Reducer:
         if self._active or self._will_accumulate():
             check()
             if self.enabled and not self._active:
-                self._begin(_present_graph())
+                self._begin_pass(_present_graph())
         elif self.enabled and (self._outer is None or self._outer.is_over()):
             # All parameters may be inside reentrant checkpoints: then they are in nested graphs,
             # and their first gradient shows that this is a backward pass.
@@ -321,14 +321,14 @@ class Reducer:
         if not self._active:
             outer, self._outer = self._outer, None
             if outer is None or outer.is_over():
-                self._begin(graph)
+                self._begin_pass(graph)
             else:
                 outer.check()
-                self._begin(outer.graph, outer.running)
+                self._begin_pass(outer.graph, outer.running)
         if graph != self.graph:
             self._is_nested = True  # a parameter may get several gradients: sum at the end
 
-    def _begin(
+    def _begin_pass(
         self, graph: int, running: weakref.ref[functools.partial[None]] | None = None
     ) -> None:
         """Begin the pass of ``graph``; ``running``: what torch calls at its end, if it is queued
@@ -351,7 +351,7 @@ class Reducer:
         self._pass = weakref.ref(self._queue_end()) if running is None else running
 
     def _queue_end(self) -> functools.partial[None]:
-        """Have torch call `_end_graph` at the end of the present graph.
+        """Make torch call `_end_graph` at the end of the present graph.
 
         It drops the returned function if the pass raises.
         """

@@ -59,7 +59,7 @@ class Reducing(Protocol):
     def begin_step(self) -> None:
         """Begin a step, in which nothing is averaged yet. Called on the training thread."""
 
-    def settle(self) -> Exception | None:
+    def settle_step(self) -> Exception | None:
         """End the step: abandon an unfinished backward pass, and return an error if there was one.
 
         Called on the training thread, outside of a backward pass.

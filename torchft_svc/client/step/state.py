@@ -45,7 +45,7 @@ class _Piece:
 
 
 class ReadGate:
-    """While the gate is shut the state must not be read, because it is being changed."""
+    """A gate that is shut while the state is being changed and must not be read."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
@@ -235,14 +235,14 @@ class StateRegistry:
         owned = self._owned_storages()
         early = EarlyTensors([], {})
 
-        def note(value: Any) -> Any:
+        def number_tensor(value: Any) -> Any:
             if isinstance(value, torch.Tensor) and _storage(value) in owned:
                 number = early.numbers.setdefault(_identity(value), len(early.tensors))
                 if number == len(early.tensors):
                     early.tensors.append(value)
             return value
 
-        map_nodes(self.collect({}, timeout_s), note)
+        map_nodes(self.collect({}, timeout_s), number_tensor)
         return early
 
     def collect_rest(
@@ -389,12 +389,12 @@ def _storages(state: Any) -> set[int]:
     """The memory of the tensors in ``state``."""
     found: set[int] = set()
 
-    def note(value: Any) -> Any:
+    def add_storage(value: Any) -> Any:
         if _may_be_owned(value):
             found.add(_storage(value))
         return value
 
-    map_nodes(take_apart(state), note)
+    map_nodes(take_apart(state), add_storage)
     return found - {0}
 
 

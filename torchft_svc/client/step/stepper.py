@@ -246,7 +246,7 @@ class Stepper:
         sums.check_under_way()
         runner.wait_until_ready()
         round_.check_left()
-        sums.settle()
+        sums.settle_step()
         sums.collectives.launch_end()
         finding = self._checks.compare_states()
         if self.state.error is not None and self._deps.pg.errored() is not None:

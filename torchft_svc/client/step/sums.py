@@ -249,7 +249,7 @@ class StepSums:
         return self._worker.who_is_lost() or str(self._state.error)
 
     def show_participation(self) -> Participation:
-        """Who contributes in this step; for the program, whose step may depend on it then."""
+        """Return who contributes in this step; the program's step may depend on it then."""
         self._runner.wait_until_ready()
         self._has_shown_members = True
         return self._state.participation
@@ -335,21 +335,21 @@ class StepSums:
     def abandon_step(self) -> None:
         """Wait for no sum of the step any more; an unfinished pass ends with it."""
         for reducer in self.reducers():
-            reducer.settle()
+            reducer.settle_step()
         self.collectives.give_up()
 
     def finish_reports(self) -> None:
         """Wait for the reductions since the last step."""
         self._reports.finish()
 
-    def settle(self) -> None:
+    def settle_step(self) -> None:
         """Latch an error if no gradients, or not all, were averaged.
 
         Raises:
             ConfigError: a wrapped module trains a parameter that nothing sums.
         """
         reducers = self.reducers()
-        problems = [reducer.settle() for reducer in reducers]
+        problems = [reducer.settle_step() for reducer in reducers]
         for error in filter(None, [*problems, self.collectives.unfinished()]):
             self._runner.fail_step(error)
         self._check_new_parameters(reducers)

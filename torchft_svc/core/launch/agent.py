@@ -353,7 +353,7 @@ class AgentMachine:
         return AgentHello(self.config.node, self.config.settings, self.state, world)
 
     def next_deadline(self) -> float | None:
-        """When to `tick`, on the clock of ``now``; may be too early, never too late."""
+        """The time to `tick`, on the clock of ``now``; may be too early, never too late."""
         at = self._due_at()
         return None if at == math.inf or self._has_ended else self._clock.look_by(at)
 

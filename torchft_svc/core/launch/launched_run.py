@@ -396,7 +396,7 @@ class LaunchedRun:
     # -- questions -------------------------------------------------------------------------------
 
     def next_deadline(self) -> float:
-        """When to `tick`; may be too early, never too late."""
+        """The time to `tick`; may be too early, never too late."""
         if not self.agents:
             return self._due_at
         silent = next(iter(self.agents.values()))
@@ -937,7 +937,7 @@ class LaunchedRun:
         self._next_replaces_at, self._calm_at = at + spacing_s, at + CALM_S
 
     def _first_world_at(self, joiners: Sequence[ConnectedAgent]) -> float:
-        """When the first world is made of ``joiners`` (L1); infinity: they are not enough."""
+        """The time to make the first world of ``joiners`` (L1); infinity: they are not enough."""
         since = self._enough_since
         if since is None:
             return math.inf
@@ -951,7 +951,7 @@ class LaunchedRun:
         return min((at, *map(self._gives_up_at, joiners)))
 
     def joins_at(self, joiners: Sequence[ConnectedAgent]) -> float:
-        """When ``joiners`` are taken into a world with the members (L3)."""
+        """The time at which ``joiners`` join the members in a world (L3)."""
         if self.has_unreached_members():
             return self._published_at + self._join_timeout_s
         since = -math.inf
@@ -962,13 +962,13 @@ class LaunchedRun:
         return min((at, *map(self._gives_up_at, joiners)))
 
     def _pauses_until(self, at: float) -> float:
-        """When members that are too few have waited for long enough (L9)."""
+        """The time at which members that are too few have waited for long enough (L9)."""
         if self._paused_since is None:
             self._paused_since = at
         return self._paused_since + self._join_timeout_s
 
     def _gives_up_at(self, agent: ConnectedAgent) -> float:
-        """When a node outside is dismissed (L10); time before the run may begin does not count."""
+        """The time to dismiss a node outside (L10), counted from when the run may begin."""
         if agent.waits_since is None:
             return math.inf
         return max(agent.waits_since, self._begins_at) + self._join_timeout_s
@@ -978,7 +978,7 @@ class LaunchedRun:
         return max(self.settings.join_timeout_s, MIN_JOIN_TIMEOUT_S)
 
     def _next_due(self, at: float) -> float:
-        """When time alone changes something."""
+        """The time at which time alone changes something."""
         dues = [self._replaces_at, self._held_until, self._awaited_until]
         if not self._finished_by:
             joiners = self._joiners()
@@ -1106,7 +1106,7 @@ _Place = tuple[str, int | None]
 
 
 class FailureCounts:
-    """When the nodes of a run have failed, as far as its limits need that (L34, L35).
+    """The times at which nodes of a run have failed, as far as its limits need that (L34, L35).
 
     A node is known by its host, and by the rank that was given to it by hand: its id is new at
     every start of its agent. Of too many nodes, the one that failed the longest ago is dropped.

@@ -193,7 +193,7 @@ class Rendezvous:
     # -- questions -------------------------------------------------------------------------------
 
     def next_deadline(self) -> float | None:
-        """When to `tick`, on the clock of ``now``; may be too early, never too late."""
+        """The time to `tick`, on the clock of ``now``; may be too early, never too late."""
         return None if self._due_at == math.inf else self.clock.look_by(self._due_at)
 
     def status(self, name: str, now: float) -> list[RunStatus]:

@@ -34,7 +34,7 @@ class StoppedWorkers:
 
     @property
     def look_at(self) -> float:
-        """When to call `overdue` next, in monotonic seconds."""
+        """The time to call `overdue` next, in monotonic seconds."""
         return self._look_at
 
     def overdue(self, stopped: Collection[int], now: float) -> list[int]:

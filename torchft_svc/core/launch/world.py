@@ -299,7 +299,7 @@ class WorldPaused:
 
 @dataclass(frozen=True, slots=True)
 class RunWaiting:
-    """There is no world with this node yet, for ``reason`` (for people).
+    """No world has this node yet, for ``reason`` (for people).
 
     ``num_failures``: how often its workers have failed, as far as the lighthouse knows.
     """

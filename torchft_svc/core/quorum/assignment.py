@@ -1,4 +1,4 @@
-"""From a quorum to what one worker has to do: its rank, its store, the group to heal from.
+"""What one worker has to do in a quorum: its rank, its store, the group to heal from.
 
 Every member computes this from the same quorum, with the same result (I2).
 """
@@ -54,7 +54,7 @@ class QuorumResult:
 
     @property
     def store_prefix(self) -> str:
-        """Where in the store the workers with this group rank meet: new for every quorum id."""
+        """The place in the store where workers of this group rank meet: new for every quorum id."""
         return f"torchft/{self.quorum_id}/{self.group_rank}"
 
 

@@ -77,7 +77,7 @@ class NodeDrained(RendezvousClosedError):
 
 
 class LighthouseRendezvous(RendezvousHandler):
-    """For agents of torch, which stop their workers before each rendezvous.
+    """Rendezvous of torch's agents, which stop their workers before each rendezvous.
 
     To be used on one thread; news come on another one. Without an endpoint it starts a lighthouse
     of its own, in this process.
@@ -269,7 +269,7 @@ class LighthouseRendezvous(RendezvousHandler):
         return self._stores
 
     def _opened_link(self) -> RendezvousLink:
-        """For an agent that leaves and comes back, a new one."""
+        """Return the open link; a new one for an agent that leaves and comes back."""
         if self._link is None:
             config = self._config
             endpoint, security = config.endpoint, None

@@ -8,6 +8,6 @@ from torchft_svc.rpc.security import PLAIN
 
 
 def own_lighthouse() -> coordination.LighthouseServer:
-    """Only this machine reaches it. It begins a run at once, as it is the first of this run."""
+    """Start a lighthouse for this machine alone; it begins a run at once, being its first."""
     bind = str(HostPort(LOOPBACK, 0))
     return coordination.LighthouseServer(bind, min_replicas=1, settle_in_ms=0, security=PLAIN)

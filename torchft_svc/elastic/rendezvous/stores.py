@@ -33,7 +33,7 @@ _TERMINAL_STATE = "torchelastic/agent/terminal_state"
 
 
 class WorldChanged(Exception):
-    """There is a newer world, or none any more: this one's store is not worth waiting for."""
+    """The world of a store is not the newest any more: its store is not worth waiting for."""
 
 
 @dataclass(slots=True)

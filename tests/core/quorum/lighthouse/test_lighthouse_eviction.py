@@ -204,17 +204,17 @@ def test_nobody_is_left_out_unless_that_is_wanted(on_hang: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("phase", "is_told"),
+    ("phase", "is_reported"),
     [(Phase.TRAINING, True), (Phase.QUORUM, True), (Phase.IDLE, True), (Phase.HEALING, False)],
 )
-def test_q4_a_straggler_is_informed_that_the_others_go_on(phase: Phase, is_told: bool) -> None:
+def test_q4_a_straggler_is_informed_that_the_others_go_on(phase: Phase, is_reported: bool) -> None:
     """It may be in a collective with one that is frozen, and is in no quorum whose losses count."""
     scene = formed("a:1", "b:1", step=7, settings=config(join_timeout_s=3, heal_timeout_s=3))
     scene.report("b:1", phase, 7)
     scene.ask("a:1", 8)
     scene.until(103)
     reported = [order for order in scene.pop_orders() if isinstance(order, ReportStraggler)]
-    assert reported == ([ReportStraggler(JOB, "b:1", 1, ("b:1",))] if is_told else [])
+    assert reported == ([ReportStraggler(JOB, "b:1", 1, ("b:1",))] if is_reported else [])
     assert scene.house._jobs[JOB].members.quorum_left() == ["a:1"]
     scene.ask("a:1", 9)
     assert not any(isinstance(order, ReportStraggler) for order in scene.pop_orders()), "once"

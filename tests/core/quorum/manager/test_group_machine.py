@@ -83,8 +83,8 @@ class Barriers(RuleBasedStateMachine):
         before = {self.known.get(rank), self.streams.get(rank)}
         is_new = not before <= {None, request.worker_id}
         self.is_new |= is_new
-        is_told = bool(request.drain_reason)
-        self.is_draining = is_told or (self.is_draining and not is_new)
+        is_requested = bool(request.drain_reason)
+        self.is_draining = is_requested or (self.is_draining and not is_new)
         self.asking[caller] = request
         self.known[rank] = request.worker_id
         self.lives.admit_worker(rank, request.worker_id)

@@ -119,7 +119,7 @@ class IsolatedProcessGroup(ProcessGroup):
         was_member, self._error = self._error is None, self._error or left_error()
         self._lock.release()
         if child.is_busy or child.has_failed or child.ended is not None:
-            self._drop(child)
+            self._drop_child(child)
         elif was_member:
             child.send(Abort())
 
@@ -148,7 +148,7 @@ class IsolatedProcessGroup(ProcessGroup):
             self._error = self._error or left_error()
             child = self._child
         if child is not None:
-            self._drop(child)
+            self._drop_child(child)
         self._killed.close(_GONE_S)
 
     @property
@@ -172,7 +172,7 @@ class IsolatedProcessGroup(ProcessGroup):
         try:
             self._await(over, self._timeout.total_seconds() + _ANSWER_GRACE_S, members.quorum_id)
         except PeerError:
-            self._drop(child)
+            self._drop_child(child)
             raise
         if outcome[0] is not None:
             raise outcome[0]
@@ -239,7 +239,7 @@ class IsolatedProcessGroup(ProcessGroup):
         action = "configuring the process group"
         wait_checking(event.wait, lambda: self._check_meeting(quorum_id), timeout_s, action)
 
-    def _drop(self, child: ChildProcess) -> None:
+    def _drop_child(self, child: ChildProcess) -> None:
         """Kill ``child``, and stop using the memory that was shared with it."""
         with self._lock:
             if self._child is not child:

@@ -155,7 +155,7 @@ JobReport = ReportLoss | ReportHang | ReportEviction | ReportStraggler | ReportL
 
 
 class Outputs(Protocol):
-    """Where `Jobs` puts what follows from an input; it comes in the order of these calls."""
+    """The receiver of what follows from an input of `Jobs`, in the order of these calls."""
 
     def send(self, job: str, replica_ids: Iterable[str], news: News, /) -> None:
         """Send ``news`` to these groups, as far as they have a session."""
@@ -627,7 +627,7 @@ class Jobs:
         else:
             self._record_request(job, member, caller, now, agreed=agreed)
         self._handle_hangs(job, now, (member.replica_id,))
-        self._settle(job, now, asked=[member.replica_id])
+        self._settle_job(job, now, asked=[member.replica_id])
 
     def withdraw(self, job_name: str, caller: int, now: float) -> None:
         """Record that ``caller`` waits no longer (cancelled, or its deadline is over)."""
@@ -637,7 +637,7 @@ class Jobs:
         job.members.withdrew(caller, now)
         for key in [key for key, held in job.held.items() if held[1] == caller]:
             del job.held[key]
-        self._settle(job, now)
+        self._settle_job(job, now)
 
     def opened(
         self, job_name: str, replica_id: str, last: LastQuorum, now: float, *, num_groups: int = 0
@@ -656,7 +656,7 @@ class Jobs:
         job.record_last_quorum(replica_id, last, num_groups, now)
         if job.term.may_go_on and job.rivals() == {replica_id}:
             self._outputs.send(job_name, job.members.quorum_left(), job.end_for_rivals())
-        self._settle(job, now)
+        self._settle_job(job, now)
 
     def heartbeat(
         self, job_name: str, replica_id: str, now: float, activity: Activity | None = None
@@ -675,7 +675,7 @@ class Jobs:
         if activity is not None:
             has_changed |= self._record_activity(job, replica_id, activity, now)
         if is_new or has_changed:
-            self._settle(job, now)
+            self._settle_job(job, now)
 
     def record_difference(self, job_name: str, replica_id: str, report: DifferenceReport) -> None:
         """Count a check that has found a difference, if a living group reports it."""
@@ -690,7 +690,7 @@ class Jobs:
             return
         job.record_leave(replica_id, leave, until=now + self._config.heartbeat_timeout_s)
         self._remove(job, replica_id, leave, now)
-        self._settle(job, now)
+        self._settle_job(job, now)
 
     def went_silent(self, job_name: str, replica_id: str, now: float) -> None:
         """Record that a group's session has ended without a `Leave`: in a term it stays a member
@@ -721,7 +721,7 @@ class Jobs:
                 "that is held back because it would lose committed steps can be let through"
             )
         job.members.accept_loss()
-        self._settle(job, now)
+        self._settle_job(job, now)
 
     def tick(self, now: float) -> None:
         """Draw conclusions from the time; call it at `next_deadline`, or more often."""
@@ -732,7 +732,7 @@ class Jobs:
                 self._remove(job, replica_id, silent, now)
             self._handle_hangs(job, now)
             self._end_stalled_term(job, now)
-            self._settle(job, now)
+            self._settle_job(job, now)
 
     # -- questions -------------------------------------------------------------------------------
 
@@ -1062,7 +1062,7 @@ class Jobs:
         ends = TermEnds(job.members.last.quorum_id, step, why)
         self._outputs.send(job.name, job.members.quorum_left(), ends)
 
-    def _settle(self, job: Job, now: float, asked: Sequence[str] = ()) -> None:
+    def _settle_job(self, job: Job, now: float, asked: Sequence[str] = ()) -> None:
         """Draw all conclusions for one job, after ``asked`` have asked."""
         newcomers = list(asked)
         for replica_id in job.members.names.pop_newly_unique():

@@ -83,7 +83,7 @@ TRANSITIONS: dict[tuple[Phase, StepEvent], Phase] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Participation:
-    """Who contributes gradients in this step.
+    """The groups that contribute gradients in this step.
 
     ``participating_rank`` is None for a group that does not.
     """
