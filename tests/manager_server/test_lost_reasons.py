@@ -67,11 +67,14 @@ def failure_of(channel: Any) -> TorchFTError:
         address="a:1",
         channel=channel,
         config=CONFIG,
-        tell=lambda tell: None,
+        feed=lambda call_machine: None,
+        make_hello=lambda: Hello("g:1", NO_QUORUM),
+        make_beat=Beat,
         on_news=lambda number, news: None,
-        beat=Beat,
     )
-    return asyncio.run(SessionTransport(contact, Hello("g:1", NO_QUORUM)).run())
+    error = asyncio.run(SessionTransport(contact).run())
+    assert error is not None
+    return error
 
 
 def test_it_is_asked_again_why() -> None:
