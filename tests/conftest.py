@@ -98,6 +98,12 @@ def _no_active_ddp_module() -> Iterator[None]:
         torch_ddp.DistributedDataParallel._active_ddp_module = None
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Start with the tests of Ray: they wait longest, and the process that begins with them starts
+    Ray once, because others steal from the end of its tests."""
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
 def pytest_collection_finish() -> None:
     """Exempt what has been imported from collections of garbage: it stays."""
     gc.collect()
