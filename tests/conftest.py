@@ -39,6 +39,8 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 # A shell lets what it starts in the background ignore this, and so would all that the tests start.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for _ignored in (signal.SIGHUP, signal.SIGQUIT):  # so does `nohup`
+    signal.signal(_ignored, signal.SIG_DFL)
 # Inherited by all that a test starts: it is found again even after its parent has died.
 _MARK = "TORCHFT_TEST_SESSION"
 # These run until the session ends: multiprocessing's own process, and the fork servers of the

@@ -33,9 +33,13 @@ class Group:
             self.may_end.wait(60)
 
 
+_others: set[threading.Thread] = set()
+
+
 @pytest.fixture
 def make() -> Iterator[MakeDestroyer]:
     made: list[_Destroyer] = []
+    _others.update(threading.enumerate())  # an earlier test may have left this process' own one
 
     def make_one(**options: float) -> _Destroyer:
         made.append(_Destroyer(**options))  # type: ignore[arg-type]
@@ -44,10 +48,12 @@ def make() -> Iterator[MakeDestroyer]:
     yield make_one
     for destroyer in made:
         destroyer.stop()
+    _others.clear()
 
 
 def num_threads() -> int:
-    return sum(each.name == "torchft-world-destroyer" for each in threading.enumerate())
+    started = set(threading.enumerate()) - _others
+    return sum(each.name == "torchft-world-destroyer" for each in started)
 
 
 def test_one_thread_destroys_the_groups_of_all_worlds(make: MakeDestroyer) -> None:

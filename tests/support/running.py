@@ -254,13 +254,15 @@ def start_manager(lighthouse: str, **changes: Any) -> ManagerServer:
 
 def sidecar_of(name: str) -> psutil.Process:
     """The manager that a trainer in this process, of group ``name``, has started."""
-    told = json.dumps({"replica_name": name})[1:-1]
-    (found,) = [
-        child
-        for child in psutil.Process().children()
-        if lives(child) and SIDECAR in child.cmdline() and told in child.cmdline()[4]
-    ]
-    return found
+    setting = json.dumps({"replica_name": name})[1:-1]
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):  # it ends now
+            command = child.cmdline()
+            if lives(child) and SIDECAR in command and setting in command[4]:
+                found.append(child)
+    (sidecar,) = found
+    return sidecar
 
 
 def command(module: str, *flags: str, **variables: str) -> subprocess.CompletedProcess[str]:

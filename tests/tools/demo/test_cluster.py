@@ -221,8 +221,8 @@ class TestDirector:
         run, _ = direct(tmp_path, "deaf", num_kills=0, min_kills=0)
         assert missed(run) == ["no process was left over"]
         assert run.leftovers == [
-            "group 0 did not end when told to",
-            "group 1 did not end when told to",
+            "group 0 did not end when asked to",
+            "group 1 did not end when asked to",
         ]
 
     def test_a_trainer_that_dies_ends_the_run(self, tmp_path: Path) -> None:
