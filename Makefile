@@ -7,10 +7,10 @@ DEMO_FLAGS ?=
 SEED ?= 0
 MINUTES ?= 10
 SECONDS ?= 60
-# Tests mostly wait, so several processes run them. Each begins with neighbouring files, so that most
-# tests share their fixtures; one that has no more tests takes over half of what another one has left.
+# Tests mostly wait, so several processes run them. Those of one file share fixtures, and one process.
+# The order is that of tests/conftest.py: xdist's own would start the files with few tests last.
 RUNNERS ?= 4
-PARALLEL ?= -n $(RUNNERS) --dist worksteal
+PARALLEL ?= -n $(RUNNERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test quick check proto proto-check bench soak soak-rounds sim programs chaos clean
 

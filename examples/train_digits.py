@@ -10,6 +10,7 @@ Needs scikit-learn; with matplotlib it draws the run (--report run.png).
 """
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -151,8 +152,9 @@ def train(trainer: Trainer, options: argparse.Namespace) -> float:
     while trainer.position.epoch < options.passes:
         result = trainer.train(max_retries=-1, checkpoint="auto", info=info)
         retries += result["retries"]
+        loss = result.get("train_loss", math.nan)  # none: the pass was done before a restart
         print(
-            f"pass {result['epoch']:2d} step {result['step']:4d} loss {result['train_loss']:.3f} "
+            f"pass {result['epoch']:2d} step {result['step']:4d} loss {loss:.3f} "
             f"workers {result['num_workers']} retries {result['retries']}",
             flush=True,
         )

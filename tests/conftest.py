@@ -101,9 +101,13 @@ def _no_active_ddp_module() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the tests of Ray: they wait longest, and the process that begins with them starts
-    Ray once, because others steal from the end of its tests."""
-    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+    """Start with the files that use Ray, then those that start processes: they wait longest, and
+    what only computes fills the gaps at the end."""
+    waits = {
+        marker: {item.path for item in items if item.get_closest_marker(marker)}
+        for marker in ("ray", "processes")
+    }
+    items.sort(key=lambda item: [item.path not in files for files in waits.values()])
 
 
 def pytest_collection_finish() -> None:
