@@ -1008,8 +1008,7 @@ class Jobs:
             report = ReportHang(job.name, replica_id, hang.phase, hang.step, for_s, kill)
             self._outputs.report(report)
             if kill:
-                why = f"it hangs: {hang.phase.value} in step {hang.step} for {for_s:.1f} s"
-                self._outputs.send(job.name, (replica_id,), Kill(why))
+                self._outputs.send(job.name, (replica_id,), Kill(job.hangs.why(replica_id, now)))
         if self._config.on_hang != "evict":
             return bool(newly_hung)
         candidates = job.members.previous_ids if newly_hung else waiting
