@@ -107,7 +107,7 @@ class LinkQuestion:
 
     def settles_at(self, connection: LinkConnection) -> float:
         """Return when a newcomer asks it, if the job may be at another lighthouse."""
-        return connection.opened_at + min(NEWCOMER_PAUSE_S, self.timeout_s * NEWCOMER_SHARE)
+        return self.begins_at(connection, NEWCOMER_PAUSE_S)
 
     def begins_at(self, connection: LinkConnection, pause_s: float) -> float:
         """Return when a newcomer asks it, if it lets others come first for ``pause_s``."""
@@ -459,9 +459,8 @@ class ManagerLink(LinkMachine[OwnOrder]):
             self._last = LastQuorum(outcome.quorum_id, outcome.max_step)
             self._end_question(question, outcome)
         elif self.state is LinkState.LEAVING and isinstance(outcome, PeerError):
-            self._pursue_question(
-                now
-            )  # withdrawn by leaving: asked again elsewhere, if it goes on there
+            # Withdrawn by leaving: asked again elsewhere, if it goes on there.
+            self._pursue_question(now)
         elif isinstance(outcome, Unreachable | NotLeader):
             self._log("info", f"the lighthouse could not be asked: {outcome}")
             if now - question.sent_at >= self.config.connect_timeout_s:  # it was reachable
