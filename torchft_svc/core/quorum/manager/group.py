@@ -267,8 +267,7 @@ class Group:
             vote.check()
             if not self.belongs_to(vote.group_rank, vote.worker_id):
                 raise self._rank_taken(vote.group_rank, "is there")
-            asking = [request for request, _ in self._requests.values()]
-            answers = self.commits.count_vote(vote, caller, asking)
+            answers = self.commits.count_vote(vote, caller, self._requests_in_barrier())
             self._voters[vote.group_rank] = vote.worker_id
             self._refuse_held(vote.group_rank)
             self._send_answers(answers)
@@ -562,7 +561,7 @@ class Group:
             self._drain_reason = self._drain_reason or request.drain_reason
 
     def _ask_lighthouse(self, now: float) -> None:
-        requests = [request for request, _ in self._requests.values()]
+        requests = self._requests_in_barrier()
         self._lives.join_workers({each.group_rank: each.worker_id for each in requests})
         self._round += 1
         self.commits.announce_round(self._round)
@@ -603,7 +602,7 @@ class Group:
         self._asking = False
 
     def _answer_barrier(self, quorum: Quorum, replica_id: str, now: float) -> None:
-        requests = [request for request, _ in self._requests.values()]
+        requests = self._requests_in_barrier()
         steps = {request.step for request in requests}
         if self._is_torn(steps, quorum.max_step):
             self._fail_barrier(_different_steps(requests))
@@ -644,9 +643,7 @@ class Group:
             if rank not in self._requests
             and (worker_id := next(filter(None, (each.get(rank) for each in known)), ""))
         }  # a worker that was never there has begun no step
-        self._over.record_failure(
-            [request for request, _ in self._requests.values()], absent, error
-        )
+        self._over.record_failure(self._requests_in_barrier(), absent, error)
         self._refuse_requests(error)
 
     def _refuse_requests(self, error: TorchFTError) -> None:
@@ -692,6 +689,10 @@ class Group:
         self._admit_worker(request)
         return RefuseWorker(caller, error)
 
+    def _requests_in_barrier(self) -> list[WorkerRequest]:
+        """The requests that wait in the quorum barrier."""
+        return [request for request, _ in self._requests.values()]
+
     # -- the end of the group --------------------------------------------------------------------
 
     def begin_drain(self, reason: str) -> None:
@@ -729,7 +730,7 @@ class Group:
 
         In a term the others may be in a step with this group, unless all have agreed to ask.
         """
-        requests = [request for request, _ in self._requests.values()]
+        requests = self._requests_in_barrier()
         # The manager that has formed their quorum may have died.
         may_be = any(request.last_quorum_id for request in requests)
         in_term = self._formed[0].steady if self._formed else may_be
