@@ -92,8 +92,7 @@ class Member:
                 f"unknown fields have {len(self.unknown)} bytes, {MAX_DATA_LENGTH} are allowed"
             )
         for field in ("step", "commit_failures", "doubted_step"):
-            if not 0 <= getattr(self, field) <= MAX_INT64:
-                raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
+            check_count(field, getattr(self, field))
         check_text("layout", self.layout, MAX_LAYOUT_LENGTH)
         check_quorum_id("seen_quorum_id", self.seen_quorum_id)
         check_quorum_id("step_quorum_id", self.step_quorum_id)
@@ -232,8 +231,7 @@ class WorkerRequest:
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
         for field in ("step", "commit_failures", "question", "last_num_groups"):
-            if not 0 <= getattr(self, field) <= MAX_INT64:
-                raise RequestRefused(f"{field} is {getattr(self, field)}, must be 0 or more")
+            check_count(field, getattr(self, field))
         check_quorum_id("last_quorum_id", self.last_quorum_id)
         check_quorum_id("step_quorum_id", self.step_quorum_id)
         check_text("checkpoint address", self.checkpoint_address, MAX_ADDRESS_LENGTH)
@@ -416,5 +414,11 @@ def check_quorum_id(field: str, quorum_id: int) -> None:
 
 
 def check_step(step: int) -> None:
-    if not 0 <= step <= MAX_INT64:
-        raise RequestRefused(f"step is {step}, must be 0 or more")
+    """Refuse a step that nobody can have reached."""
+    check_count("step", step)
+
+
+def check_count(field: str, value: int) -> None:
+    """Refuse a ``value`` that counts nothing, or more than the wire can carry."""
+    if not 0 <= value <= MAX_INT64:
+        raise RequestRefused(f"{field} is {value}, must be 0 or more")
