@@ -12,6 +12,7 @@ from tools.sim.network import Network, Stream
 from tools.sim.simulated_link import SimulatedLink
 from tools.sim.world import Process
 from torchft_svc.core.link import BEAT_TIMEOUT_S, ConfirmLeft, Connect, LinkState, SendBeat
+from torchft_svc.core.quorum.manager.group import LighthouseNews
 from torchft_svc.core.quorum.manager.lighthouse_link import (
     AnswerAsker,
     ManagerLink,
@@ -20,12 +21,8 @@ from torchft_svc.core.quorum.manager.lighthouse_link import (
 )
 from torchft_svc.core.quorum.session_messages import (
     Beat,
-    Drain,
     Hello,
-    Kill,
     Leave,
-    Lost,
-    NewcomerWaits,
     News,
     Question,
     Refusal,
@@ -70,7 +67,7 @@ class LinkActor(SimulatedLink[ManagerLink]):
         process: Process,
         site: LinkSite,
         config: ManagerLinkConfig,
-        on_news: Callable[[Lost | Kill | Drain | NewcomerWaits | TermEnds], None],
+        on_news: Callable[[LighthouseNews], None],
         on_outcome: Callable[[int, Outcome], None],
         make_beat: Callable[[], Beat],
         reached: Callable[[], int],
@@ -186,7 +183,5 @@ class LinkActor(SimulatedLink[ManagerLink]):
             self.feed(lambda machine, now: machine.answered(number, *news, now))
         elif isinstance(news, Refusal):
             self.feed(lambda machine, now: machine.answered(number, news.number, news.error, now))
-        elif isinstance(
-            news, Lost | Kill | Drain | NewcomerWaits | TermEnds
-        ) and self.machine.accepts_news(number):
+        elif isinstance(news, LighthouseNews) and self.machine.accepts_news(number):
             self._on_news(news)
