@@ -151,6 +151,7 @@ class LighthouseActor:
 
     @property
     def is_up(self) -> bool:
+        """Whether its process runs, so that commands of an operator reach it."""
         return not (self.process.is_dead or self.process.is_frozen)
 
     def is_away_for(self, seconds: float) -> None:
@@ -179,7 +180,7 @@ class LighthouseActor:
         """Let ``job`` go back, as an operator; whether it was held back for that."""
         with contextlib.suppress(RequestRefused):
             self._command(lambda now: self.core.loss_accepted(job, now))
-            return self._is_there()
+            return self.is_up
         return False
 
     def drain(self, job: str, name: str) -> None:
@@ -187,12 +188,8 @@ class LighthouseActor:
             self._command(lambda now: self.core.commanded(job, name, Drain("enough"), now))
 
     def _command(self, call_core: Callable[[float], Orders]) -> None:
-        if self._is_there():
+        if self.is_up:
             self.feed(call_core)
-
-    def _is_there(self) -> bool:
-        """Whether commands of an operator reach it."""
-        return not (self.process.is_dead or self.process.is_frozen)
 
     # -- the driver ------------------------------------------------------------------------------
 
