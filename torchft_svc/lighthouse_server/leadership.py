@@ -13,18 +13,18 @@ from torchft_svc.lighthouse_server.etcd import Etcd
 
 log = logging.getLogger(__name__)
 
-# A leader stops so much of the lease's time before the lease can end: clocks differ in their speed,
-# and an answer takes its time to leave.
+# The share of the lease's time by which a leader stops before the lease can end: clocks differ in
+# their speed, and an answer needs time to leave.
 MARGIN = 0.25
-# So often the lease is renewed, and the leader asked for, in the lease's time.
+# How often the lease is renewed, and the leader asked for, in the lease's time.
 RENEWALS_PER_LEASE = 5
-# A server of etcd that does not answer for so long is passed over, and nothing is asked any more of
-# one that would hold up this lighthouse's end.
+# How long a call to a server of etcd may take. One that does not answer by then is passed over, and
+# cannot hold up the end of this lighthouse.
 MAX_CALL_S = 2.0
 # etcd grants no shorter ones.
 MIN_LEASE_S = 2
 # The pause before the next attempt to be elected doubles from the first to the second: comparing a
-# password costs etcd much, also one that it does not take.
+# password costs etcd much, also one that it does not accept.
 MIN_RETRY_S, MAX_RETRY_S = 0.2, 1.0
 
 

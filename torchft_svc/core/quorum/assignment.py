@@ -59,7 +59,7 @@ class QuorumResult:
 
 
 def check_answer(asked: Member, answer: Quorum, *, ids_grow: bool) -> None:
-    """Whether a group takes ``answer`` for the answer to its question (rule Q23).
+    """Check that ``answer`` answers the question of the group ``asked`` (rule Q23).
 
     ``ids_grow``: this lighthouse never repeats an id (the public release's does).
 
