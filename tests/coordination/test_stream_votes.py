@@ -29,7 +29,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 LONG = timedelta(seconds=20)
 END_S = LONG.total_seconds()
 VOTE = Vote(group_rank=1, step=7, should_commit=True, wish=Wish.NONE)
-COMMITS = pb.ShouldCommitResponse(should_commit=True, fate=pb.FATE_GOES_ON)
+COMMITS = pb.ShouldCommitResponse(should_commit=True, fate=pb.FATE_CONTINUES)
 
 
 class ScriptedManager:

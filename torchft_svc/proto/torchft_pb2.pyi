@@ -34,8 +34,8 @@ class Wish(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
 
 class Fate(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
-    FATE_BREAKS_OFF: _ClassVar[Fate]
-    FATE_GOES_ON: _ClassVar[Fate]
+    FATE_ABORTED: _ClassVar[Fate]
+    FATE_CONTINUES: _ClassVar[Fate]
     FATE_ENDS: _ClassVar[Fate]
 PHASE_UNKNOWN: Phase
 PHASE_IDLE: Phase
@@ -52,8 +52,8 @@ AGENT_FINISHED: AgentStatus
 WISH_SOME: Wish
 WISH_NONE: Wish
 WISH_ALONE: Wish
-FATE_BREAKS_OFF: Fate
-FATE_GOES_ON: Fate
+FATE_ABORTED: Fate
+FATE_CONTINUES: Fate
 FATE_ENDS: Fate
 
 class QuorumMember(_message.Message):

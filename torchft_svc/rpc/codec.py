@@ -220,8 +220,8 @@ def vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
 
 
 _FATES = {
-    Fate.ABORTED: pb.FATE_BREAKS_OFF,
-    Fate.CONTINUES: pb.FATE_GOES_ON,
+    Fate.ABORTED: pb.FATE_ABORTED,
+    Fate.CONTINUES: pb.FATE_CONTINUES,
     Fate.ENDS: pb.FATE_ENDS,
 }
 _DECISION = Codec(
