@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 
 from tools.sim.agent_link_actor import AgentLinkActor
@@ -11,7 +10,7 @@ from tools.sim.launch_checks import LaunchChecks, NodeLedger
 from tools.sim.launch_lighthouse import LaunchLighthouse
 from tools.sim.network import Network
 from tools.sim.trace import Trace
-from tools.sim.world import Event, Process, VirtualWorld
+from tools.sim.world import Process, VirtualWorld
 from torchft_svc.core.launch.agent import (
     AgentConfig,
     AgentMachine,
@@ -27,6 +26,7 @@ from torchft_svc.core.launch.agent import (
 )
 from torchft_svc.core.launch.agent_link import LinkNews, LinkTrouble
 from torchft_svc.core.launch.world import AgentLeave, AgentState, World
+from torchft_svc.core.timer import DeadlineTimer
 
 # The longest that a worker takes to look at its events, and to end.
 MAX_STEP_S, MAX_STOP_S = 0.5, 1.0
@@ -60,8 +60,7 @@ class LaunchAgent:
         self._link = AgentLinkActor(self.process, config, network, lighthouses, self._receive)
         self._ports = itertools.count(1000)
         self._queue = OrderQueue(self)
-        self._timer: Event | None = None
-        self._timer_at = math.inf
+        self._timer = DeadlineTimer(self.process.after, lambda: self.feed(self.machine.tick))
         checks.record_start(self.ledger)
         self.feed(self.machine.started)
 
@@ -81,21 +80,13 @@ class LaunchAgent:
     # -- the driver ------------------------------------------------------------------------------
 
     def feed(self, input_: Callable[[float], Orders]) -> None:
-        """Hand an input to the machine, and execute its orders."""
+        """Hand an input to the machine, execute its orders, and set the timer."""
         if self.ended is not None:
             return
-        self._queue.execute(input_(self._universe.now))
+        now = self._universe.now
+        self._queue.execute(input_(now))
         self._checks.check_agent(self.ledger)
-        at = self.machine.next_deadline()
-        if at is not None and at < self._timer_at:
-            if self._timer is not None:
-                self._timer.cancelled = True
-            self._timer_at = at
-            self._timer = self.process.after(at - self._universe.now, self._tick)
-
-    def _tick(self) -> None:
-        self._timer, self._timer_at = None, math.inf
-        self.feed(self.machine.tick)
+        self._timer.set(self.machine.next_deadline(), now)
 
     def _feed_after(self, delay_s: float, input_: Callable[[float], Orders]) -> None:
         self.process.after(delay_s, self.feed, input_)

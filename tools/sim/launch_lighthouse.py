@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable
 
 from tools.sim.launch_checks import LaunchChecks, Maker
 from tools.sim.network import Reason, Stream, StreamEnd
 from tools.sim.trace import Trace
-from tools.sim.world import Event, VirtualWorld
+from tools.sim.world import VirtualWorld
 from torchft_svc.core.launch.launched_run import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.launch.world import AgentHello, AgentMessage, AgentState
 from torchft_svc.core.streams import EndStream
+from torchft_svc.core.timer import DeadlineTimer
 from torchft_svc.errors import NotLeader, RequestRefused
 
 RUN = "run"
@@ -52,8 +52,7 @@ class LaunchLighthouse:
         self.core = Rendezvous(self._config, self._world.now)
         self.met: set[str] = set()  # nodes
         self._connections: dict[int, _Connection] = {}
-        self._timer: Event | None = None
-        self._timer_at = math.inf
+        self._timer = DeadlineTimer(self.process.after, lambda: self.feed(self.core.tick))
 
     def crash(self, down_s: float) -> None:
         """Send it SIGKILL, and start a new one after ``down_s``."""
@@ -96,19 +95,11 @@ class LaunchLighthouse:
     # -- the driver ------------------------------------------------------------------------------
 
     def feed(self, input_: Callable[[float], Orders]) -> None:
-        """Hand an input to the core, and execute its orders."""
-        for order in input_(self._world.now):
+        """Hand an input to the core, execute its orders, and set the timer."""
+        now = self._world.now
+        for order in input_(now):
             self._execute(order)
-        at = self.core.next_deadline()
-        if at is not None and at < self._timer_at:
-            if self._timer is not None:
-                self._timer.cancelled = True
-            self._timer_at = at
-            self._timer = self.process.after(at - self._world.now, self._tick)
-
-    def _tick(self) -> None:
-        self._timer, self._timer_at = None, math.inf
-        self.feed(self.core.tick)
+        self._timer.set(self.core.next_deadline(), now)
 
     def closed(self, number: int) -> None:
         if self._connections.pop(number, None) is not None:
