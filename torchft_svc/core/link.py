@@ -239,7 +239,7 @@ class LinkMachine(ABC, Generic[OwnOrder]):
 
     def __init__(self, config: LinkConfig, draw: Callable[[], float]) -> None:
         self.state = LinkState.PAUSED
-        self._link_config = config
+        self.config = config
         self._draw = draw
         self._route = Route(config.lighthouses)
         self._attempts = Attempts(Backoff(draw))
@@ -314,7 +314,7 @@ class LinkMachine(ABC, Generic[OwnOrder]):
         if connection is not None and self.state is LinkState.OPENING:
             self._log("info", "the lighthouse has no sessions, sending heartbeats")
             connection.is_unary = True
-            connection.interval_s = self._link_config.heartbeat_interval_s
+            connection.interval_s = self.config.heartbeat_interval_s
             connection.closes_at = math.inf
             self._send_beat(connection, now)
 
@@ -325,7 +325,7 @@ class LinkMachine(ABC, Generic[OwnOrder]):
         if connection is None or self.state not in (LinkState.OPENING, LinkState.OPEN):
             return
         wanted_s = min(min_interval_s, MAX_WANTED_INTERVAL_S)
-        connection.interval_s = max(self._link_config.heartbeat_interval_s, wanted_s)
+        connection.interval_s = max(self.config.heartbeat_interval_s, wanted_s)
         if connection.is_unary:
             self._plan_call(connection, now)
         elif self.state is LinkState.OPENING:
@@ -408,7 +408,7 @@ class LinkMachine(ABC, Generic[OwnOrder]):
                 now,
                 wait_s * self._between(1 - EARLY_SHARE),
                 connection.interval_s,
-                self._link_config.wall_offset_s,
+                self.config.wall_offset_s,
             )
         if now >= connection.look_at:
             self._probe(connection, self._route.preferred, now)

@@ -61,7 +61,7 @@ class LighthouseLink(LinkDriver[ManagerLink]):
         )
         self._config = config
         machine = ManagerLink(settings, self._new_replica_id, draw, lambda: self.reached())
-        super().__init__(machine, config.lighthouses, config.job_id, config.security, tasks)
+        super().__init__(machine, config.job_id, config.security, tasks)
         self._left = asyncio.Event()
 
     def _new_replica_id(self) -> str:

@@ -44,7 +44,6 @@ class LinkDriver(ABC, Generic[Machine]):
     def __init__(
         self,
         machine: Machine,
-        addresses: tuple[str, ...],
         job_id: str,
         security: Security,
         tasks: Tasks,
@@ -53,7 +52,7 @@ class LinkDriver(ABC, Generic[Machine]):
         self.on_change: Callable[[bool], None] = lambda is_open: None
         self._job_id = job_id
         self._security = security
-        self._patience_ms = keepalive_of_beating_ms(len(addresses))
+        self._patience_ms = keepalive_of_beating_ms(len(machine.config.lighthouses))
         self._tasks = tasks
         self._number = 0  # of the connection that messages go over
         self._transports: dict[int, Transport] = {}

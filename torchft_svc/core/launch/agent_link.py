@@ -194,7 +194,7 @@ class AgentLink(LinkMachine[OwnOrder]):
 
     def _go_back(self, move: RunMove, now: float) -> None:
         """Connect to the earlier lighthouse; only to one of this agent's list."""
-        addresses = self._link_config.lighthouses
+        addresses = self.config.lighthouses
         address = move.address if move.address in addresses else addresses[0]
         self._log("info", f"lighthouse {address} accepts this run again, returning to it")
         self._route.return_to(address)

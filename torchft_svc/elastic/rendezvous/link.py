@@ -108,7 +108,6 @@ class RendezvousLink:
         async with Tasks() as tasks:
             driver = _AgentLinkDriver(
                 machine,
-                self._config.lighthouses,
                 self._security,
                 tasks,
                 self._run_id,
@@ -148,13 +147,12 @@ class _AgentLinkDriver(LinkDriver[AgentLink]):
     def __init__(
         self,
         machine: AgentLink,
-        addresses: tuple[str, ...],
         security: Security,
         tasks: Tasks,
         run_id: str,
         on_news: Callable[[LinkNews], None],
     ) -> None:
-        super().__init__(machine, addresses, DEFAULT_JOB, security, tasks)
+        super().__init__(machine, DEFAULT_JOB, security, tasks)
         self.run_id = run_id
         self.has_left = threading.Event()
         self._on_news = on_news

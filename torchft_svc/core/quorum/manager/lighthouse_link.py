@@ -143,6 +143,7 @@ class ManagerLink(LinkMachine[OwnOrder]):
     set before `start`.
     """
 
+    config: ManagerLinkConfig
     _looks_at_once = True  # before the first look, a group does not ask (F4)
 
     def __init__(
@@ -154,7 +155,6 @@ class ManagerLink(LinkMachine[OwnOrder]):
         address: str = "",
     ) -> None:
         super().__init__(config, draw)
-        self.config = config
         self.reached = reached
         self.address = address
         self._new_replica_id = new_replica_id
