@@ -125,7 +125,7 @@ def test_a_cold_start() -> None:
     play.tells(AgentStatus.WORKING, round=1, reached=False, store_port=0)
     play.does("workers_reached", (1,))
     play.tells(AgentStatus.WORKING, reached=True)
-    assert play.machine.hello().world == ALONE
+    assert play.machine.world == ALONE
 
 
 def test_a_warm_start() -> None:
@@ -187,18 +187,6 @@ def test_soft_workers_pause_until_there_is_another_world(news: Any) -> None:
     play.hears(news)
     play.tells(AgentStatus.WORKING, round=1)
     play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
-
-
-def test_l13_a_node_that_was_left_out_tells_the_next_lighthouse_no_world() -> None:
-    """It would be believed to be the whole run, if it comes before those that have gone on."""
-    play = working()
-    play.hears(WorldPaused("too few"), Broadcast(WorkerState.PAUSED, ALONE, DOWN))
-    assert play.machine.hello().world == ALONE
-    play.hears(RunWaiting("it goes on"))
-    assert play.machine.hello().world is None
-    assert play.machine.hello().state.round == ALONE.round
-    play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
-    assert play.machine.hello().world == BOTH
 
 
 def test_a_node_that_was_left_out_opens_another_store() -> None:

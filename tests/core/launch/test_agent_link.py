@@ -78,13 +78,17 @@ def test_l19_a_hello_has_the_world_of_the_state_not_a_later_one() -> None:
 
 @pytest.mark.parametrize("news", [RunWaiting("it goes on"), WarmUp(WORLDS[2])])
 def test_l13_a_node_that_was_left_out_shows_the_next_lighthouse_no_world(news: Any) -> None:
+    """It would be taken for the whole run if it comes before those that have gone on."""
     link = AgentPlay().opened()
     link.receive(WORLDS[1])
     link.report(WORKING[1])
     link.receive(WorldPaused("too few"))
     assert link.machine.hello().world == WORLDS[1]
     assert link.receive(news) == [DeliverNews(news)]
-    assert link.machine.hello().world is None
+    assert link.machine.hello() == AgentHello(NODE, SETTINGS, WORKING[1])
+    link.receive(WORLDS[3])
+    link.report(WORKING[3])
+    assert link.machine.hello().world == WORLDS[3]
 
 
 def test_news_over_a_connection_that_is_over_are_ignored() -> None:

@@ -18,10 +18,20 @@ from torchft_svc.core.launch.agent import (
     WorkerState,
 )
 from torchft_svc.core.launch.agent import Orders as AgentOrders
+from torchft_svc.core.launch.agent_link import MIN_BEAT_INTERVAL_S, AgentLink
 from torchft_svc.core.launch.launched_run import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.launch.restart import RestartPolicy
-from torchft_svc.core.launch.world import AgentLeave, AgentState, Node, RunSettings, World
+from torchft_svc.core.launch.world import (
+    AgentHello,
+    AgentLeave,
+    AgentState,
+    Node,
+    RunSettings,
+    World,
+    WorldNews,
+)
+from torchft_svc.core.link import Connect, LinkConfig
 from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import RequestRefused
 
@@ -30,7 +40,10 @@ RUN = "r"
 
 @dataclass(eq=False)
 class Agent:
-    """An agent and its workers, which start and answer at once unless they are ``slow``."""
+    """An agent and its workers, which start and answer at once unless they are ``slow``.
+
+    Its link keeps one connection whatever becomes of the streams: only its hello is of interest.
+    """
 
     launch: Launch
     machine: AgentMachine
@@ -44,9 +57,30 @@ class Agent:
 
     def __post_init__(self) -> None:
         self._queue = OrderQueue(self)
+        link = LinkConfig(lighthouses=("first",), heartbeat_interval_s=MIN_BEAT_INTERVAL_S)
+        config = self.machine.config
+        self._link = AgentLink(link, config.node, config.settings, lambda: 1.0)
+        self._connection = 0
 
     def execute(self, orders: AgentOrders) -> None:
         self._queue.execute(orders)
+
+    def hello(self) -> AgentHello:
+        """The hello of its link, with the present state."""
+        self._link.report_state(self.machine.state, self.launch.now)
+        self._find_connection()
+        return self._link.hello()
+
+    def receive(self, news: WorldNews) -> None:
+        """Accept news of the lighthouse: first the link, then the machine."""
+        self._link.received(self._connection, news, self.launch.now)
+        self._find_connection()
+        self.execute(self.machine.news_received(news, self.launch.now))
+
+    def _find_connection(self) -> None:
+        for order in self._link.take_orders():
+            if isinstance(order, Connect):
+                self._connection = order.connection
 
     @property
     def names(self) -> list[str]:
@@ -173,7 +207,7 @@ class Launch:
         self._num_streams += 1
         agent.stream = self._num_streams
         try:
-            orders = self.rendezvous.opened(agent.stream, RUN, agent.machine.hello(), self.now)
+            orders = self.rendezvous.opened(agent.stream, RUN, agent.hello(), self.now)
         except RequestRefused as error:
             agent.stream, agent.refused = 0, error
             return
@@ -257,7 +291,7 @@ class Launch:
         if isinstance(order, SendNews):
             for agent in list(self.agents.values()):
                 if agent.stream in order.streams and agent.stream and not agent.is_silent:
-                    agent.execute(agent.machine.news_received(order.news, self.now))
+                    agent.receive(order.news)
         elif isinstance(order, EndStream):
             for agent in self.agents.values():
                 if agent.stream == order.stream:

@@ -3,7 +3,6 @@
     agent = AgentMachine(config, now)
     agent.started(now)                            # the first input
     agent.news_received(news, now)                # what the lighthouse pushes, on any stream
-    agent.hello()                                 # how to introduce it on a new stream
     agent.store_opened(port, now)
     agent.workers_ready(now), .workers_reached(round, now), .workers_succeeded(now)
     agent.workers_failed(reason, local_ranks, now), .workers_stopped(now)
@@ -34,7 +33,6 @@ from torchft_svc.core.launch.restart import (
 )
 from torchft_svc.core.launch.world import (
     FAILURE_WINDOW_S,
-    AgentHello,
     AgentLeave,
     AgentState,
     AgentStatus,
@@ -298,8 +296,6 @@ class AgentMachine:
         self._num_welcomes = 0
         #: Whether a world that it has not received may have used its store (L7).
         self._may_store_be_used = False
-        #: Whether the run goes on without it, as far as it knows.
-        self._is_outside = False
         #: Whether the lighthouse has not confirmed yet that it has counted the last failure (L17).
         self._awaits_failure_count = False
         #: The highest round that is not to be entered any more.
@@ -342,15 +338,6 @@ class AgentMachine:
     @property
     def num_restarts(self) -> int:
         return self.config.max_restarts - self.num_restarts_left
-
-    def hello(self) -> AgentHello:
-        """The first message of a stream.
-
-        It has no world if the run goes on without this node: another lighthouse would take that
-        world over (L13).
-        """
-        world = None if self._is_outside else self.world
-        return AgentHello(self.config.node, self.config.settings, self.state, world)
 
     def next_deadline(self) -> float | None:
         """The time to `tick`, on the clock of ``now``; may be too early, never too late."""
@@ -487,8 +474,6 @@ class AgentMachine:
 
     def _accept_waiting(self, news: WorldPaused | RunWaiting | WarmUp, now: float) -> None:
         is_working = self._is_in_world() and self._step is None
-        if not isinstance(news, WorldPaused):
-            self._is_outside = True
         if isinstance(news, RunWaiting) and news.num_failures == self._num_failures:
             self._awaits_failure_count = False
         if isinstance(news, RunWaiting) and (is_working or self._may_store_be_used):
@@ -509,7 +494,7 @@ class AgentMachine:
         known = 0 if self.world is None else self.world.round
         if world.round <= known or self.config.node.node_id not in world.node_ids:
             return
-        self.world, self._reached, self._is_outside = world, False, False
+        self.world, self._reached = world, False
         self.replace_used_store(world)
         if self._end is not None or self._status is AgentStatus.FINISHED:
             return
