@@ -12,6 +12,7 @@ from torchft_svc.core.launch.launched_run import (
     ReportRunClosed,
     ReportRunMoved,
     ReportRunPaused,
+    ReportWorld,
     SendNews,
 )
 from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
@@ -289,6 +290,16 @@ def test_l13_who_does_not_come_back_is_lost() -> None:
     launch.passes(0.3)
     assert launch.worlds[1:] == [("a", "c")]
     assert launch.world.round == 2
+
+
+def test_l13_lost_nodes_are_reported_by_rank() -> None:
+    """Two runs of one simulator seed are the same run (rule X2)."""
+    launch = started("1:8", "hgfedcba")
+    launch.restart_lighthouse()
+    launch.connect("a")
+    launch.passes(6.0, step_s=0.1)
+    [report] = [each for each in launch.reports[1:] if isinstance(each, ReportWorld)]
+    assert report.lost == tuple("hgfedcb")
 
 
 def test_l13_a_node_that_waits_and_is_back_first_takes_no_place() -> None:

@@ -587,7 +587,7 @@ class LaunchedRun:
             self._record_reached(node_id, world.round, state)
         if not self._is_reached():
             return []
-        for key in self.members & self.agents.keys():
+        for key in sorted(self.members & self.agents.keys()):
             self._record_trained(key)
         return [SendNews(self._streams_of_members(), WorldReached(world.round))]
 
@@ -610,17 +610,18 @@ class LaunchedRun:
         return orders
 
     def _act_on_losses(self, at: float) -> None:
+        nodes = () if self.world is None else self.world.nodes
         if self._awaited and at >= self._awaited_until:
-            for node_id in list(self._awaited):
-                self._lose(node_id, at)
-            self._awaited.clear()
+            for node in nodes:
+                if node.node_id in self._awaited:
+                    self._lose(node.node_id, at)
             self._replaces_at = at
         if not self._awaited:
             self._awaited_until = math.inf
         if not self.members or not (self._missing or self._is_broken):
             self._cancel_replacement()
         if at >= self._replaces_at:
-            for node in self.world.nodes if self.world is not None else ():
+            for node in nodes:
                 if node.node_id in self._missing:
                     self._lose(node.node_id, at)
                     self._failures.record_failures(node, at)
