@@ -32,6 +32,7 @@ from torchft_svc.core.quorum.worker.round import (
     FetchState,
     LoseDecision,
     MeetMembers,
+    Prepare,
     Ready,
     Round,
     RoundRequest,
@@ -199,6 +200,8 @@ class WorkerActor:
             assert step.part is not None
             self.offers.offer(step.part.max_step, self._to_offer())
         match ready.then:
+            case Prepare():
+                self._execute(step, self.round.prepared(self.process.world.now))
             case AskManager(pause_s, deadline):
                 self._after(pause_s, self._ask, step, deadline)
             case EnterQuorum():

@@ -35,6 +35,7 @@ from torchft_svc.core.quorum.worker.round import (
     LoseDecision,
     MeetMembers,
     OfferState,
+    Prepare,
     Ready,
     RefuseState,
     SlowAction,
@@ -154,11 +155,11 @@ class RoundRunner:
 
     # -- for the training thread -----------------------------------------------------------------
 
-    def begin_round(self, ready: Ready, *, allow_heal: bool) -> None:
+    def begin_round(self, ready: Ready) -> None:
         """Run the round that begins with ``ready`` on the background thread."""
         self._is_ready.clear()
         self.quorum = self.state = None
-        task = self._task = Task(partial(self._run, ready, allow_heal))
+        task = self._task = Task(partial(self._run, ready))
         self._thread.submit(task)
         if task.done and task.error is not None:
             raise task.error
@@ -230,13 +231,9 @@ class RoundRunner:
 
     # -- on the background thread ----------------------------------------------------------------
 
-    def _run(self, ready: Ready, allow_heal: bool) -> None:
+    def _run(self, ready: Ready) -> None:
         """Run the round that begins with ``ready``; raises nothing."""
         try:
-            if self._worker.round.peers.quorum is None:
-                if allow_heal:
-                    self._expect_state()
-                self._deps.pg.prepare()
             self._execute(ready)
         except Exception as error:
             if not isinstance(error, TorchFTError):
@@ -270,6 +267,8 @@ class RoundRunner:
     def _await(self, action: SlowAction) -> Ready:
         """Run ``action``, and give its outcome to the machine; returns what follows."""
         match action:
+            case Prepare(expects_state):
+                return self._prepare(expects_state)
             case AskManager(pause_s, deadline):
                 return self._ask(pause_s, deadline)
             case EnterQuorum():
@@ -283,11 +282,15 @@ class RoundRunner:
         if not isinstance(error, GroupLeft):
             log.debug("step %d cannot be committed", self._worker.state.step, exc_info=error)
 
-    def _expect_state(self) -> None:
-        """Prepare for a heal while the quorum forms.
+    def _prepare(self, expects_state: bool) -> Ready:
+        if expects_state:
+            self._expect_state()
+        self._deps.pg.prepare()
+        with self._worker.changing() as round_:
+            return round_.prepared(time.monotonic())
 
-        A worker that has just started is usually behind.
-        """
+    def _expect_state(self) -> None:
+        """Prepare the transport for a heal, by the state that this worker has."""
         try:
             state = self._deps.registry.collect({}, self._rules.timeouts.quorum_s)
             self._deps.transport.check_state(state)

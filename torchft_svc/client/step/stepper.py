@@ -67,7 +67,7 @@ class Stepper:
         """See `Manager.start_quorum`."""
         runner, weights, sums = self._runner, self.weights, self.sums
         weights.check_not_reading()
-        sums.prepare_step(allow_heal=request.allow_heal)
+        sums.has_begun = False
         self._end_last_step()
         sums.clear_averages()
         self._clearing.begin_step()
@@ -84,7 +84,7 @@ class Stepper:
             sums.begin_step()
             weights.begin_step()
             if not self._worker.round.keeps_quorum:
-                runner.begin_round(ready, allow_heal=request.allow_heal)
+                runner.begin_round(ready)
             elif ready.leave is not None:
                 self._deps.leave_members(ready.leave)
         except BaseException as error:

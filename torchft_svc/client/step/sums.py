@@ -82,10 +82,9 @@ class StepSums:
         self._has_warned = False  # about gradients that are not summed
         self._updated: list[int] = []  # what the optimizers update: the parameters' identities,
         self._apart: list[torch.Tensor] = []  # and those of them that no reducer sums
-        self.has_begun = False  # whether no exception has ended the last `begin_step`
+        self.has_begun = False  # whether no exception has ended the beginning of the step
         self._sum_error: Exception | None = None  # of a sum, or of the way to the members
         self._has_shown_members = False  # in this step, to the program
-        self._allows_heal = True  # this step
 
     def _make_collectives(
         self,
@@ -221,7 +220,7 @@ class StepSums:
             with self._worker.changing() as round_:
                 ready = round_.sum_again(time.monotonic())
             self._begin_sums()
-            self._runner.begin_round(ready, allow_heal=self._allows_heal)
+            self._runner.begin_round(ready)
         except BaseException as error:
             reason = f"the sums were not begun again ({error!r})"
             self._runner.cancel_round(QuorumFailed(reason))
@@ -309,11 +308,6 @@ class StepSums:
             )
 
     # -- a step ----------------------------------------------------------------------------------
-
-    def prepare_step(self, *, allow_heal: bool) -> None:
-        """Record that another step is about to begin, and may heal this group or not."""
-        self.has_begun = False
-        self._allows_heal = allow_heal
 
     def clear_averages(self) -> None:
         """Record that nothing is averaged in the next step yet."""

@@ -21,6 +21,7 @@ from torchft_svc.core.quorum.worker.round import (
     LoseDecision,
     MeetMembers,
     OfferState,
+    Prepare,
     Ready,
     RefuseState,
     Round,
@@ -86,7 +87,11 @@ def worker(step: int = 3, **rules: object) -> Round:
 
 def asking(round_: Round, **request: object) -> Round:
     """Begin a step at 100 s, whose quorum is asked for."""
+    is_first = round_.peers.quorum is None
     ready = round_.begin_step(RoundRequest(timeout_s=60.0, **request), 100.0)  # type: ignore[arg-type]
+    if is_first:
+        assert ready == Ready(then=Prepare(expects_state=bool(request.get("allow_heal", True))))
+        ready = round_.prepared(100.0)
     assert ready == Ready(then=AskManager(0.0, 160.0))
     round_.question("here", are_connections_broken=False)
     return round_
@@ -122,6 +127,13 @@ def test_the_question_reports_the_step_and_the_outcome_of_those_before() -> None
         layout="x",
     )
     assert round_.question("here", are_connections_broken=False) == expected
+
+
+def test_preparing_for_the_first_quorum_is_no_part_of_the_wait_for_it() -> None:
+    round_ = worker()
+    round_.begin_step(RoundRequest(timeout_s=60.0), 100.0)
+    assert round_.prepared(190.0) == Ready(then=AskManager(0.0, 250.0))
+    assert round_.peers.record_no_quorum("nobody asks", 194.0) == "", "a wait of 4 s"
 
 
 def test_only_a_worker_that_had_connections_asks_for_new_ones() -> None:

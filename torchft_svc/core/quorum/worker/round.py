@@ -1,11 +1,11 @@
 """Decides a worker's round: ask for the quorum, meet its members, offer or fetch state, vote.
 
-    begin_step ─> [question_failed] ─> quorum_received ─> [quorum_entered] ─> members_met
-      │                                                                         │
-      │                                                     [state_fetched] <───┤
-      │                                                            └────────────┤
-      └─ the quorum is kept (rule E1) ──────────────────────────────────────────┴─> begin_vote
-                                                 vote_decided, vote_failed <──────────┘
+    begin_step ─> [prepared] ─> [question_failed] ─> quorum_received ─┐
+      │                              members_met <─ [quorum_entered] <┘
+      │                                │
+      │            [state_fetched] <───┤
+      │                   └────────────┤
+      └─ the quorum is kept (rule E1) ─┴─> begin_vote ─> vote_decided, vote_failed
 
 Each input returns one `Ready`: what to do at once, and `Ready.then`, the slow action whose outcome
 is the next input. Whatever fails on the way to the vote goes to `record_failure`, and becomes an
@@ -50,6 +50,16 @@ UNDER_WAY = (Phase.TRAINING, Phase.HEALING)
 
 
 @dataclass(frozen=True, slots=True)
+class Prepare:
+    """Prepare what the first quorum needs, then call `Round.prepared`.
+
+    ``expects_state``: a state may come, because a worker that has just started is usually behind.
+    """
+
+    expects_state: bool
+
+
+@dataclass(frozen=True, slots=True)
 class AskManager:
     """Send `Round.question` to the manager after ``pause_s``, and wait until ``deadline``.
 
@@ -84,7 +94,7 @@ class FetchState:
     """Get the state that the quorum assigns, then call `Round.state_fetched`."""
 
 
-SlowAction = AskManager | EnterQuorum | MeetMembers | FetchState
+SlowAction = Prepare | AskManager | EnterQuorum | MeetMembers | FetchState
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +247,8 @@ class Round:
     ) -> Ready:
         """Begin a step: ask for its quorum, or keep the one of the step before (`keeps_quorum`).
 
-        ``broken``: why the connections with the members do not work, if they do not.
+        ``broken``: why the connections with the members do not work, if they do not. The first
+        quorum is asked for when it is `prepared`.
 
         Raises:
             RequestRefused: this worker may begin none; nothing has changed.
@@ -257,11 +268,18 @@ class Round:
         self.error = self._leaves_for = None
         self.has_connected = False
         if keeps_quorum:
-            if why_not is not None:
-                self.step.latch(why_not)
+            if why_not is None:
+                return NOTHING
+            self.step.latch(why_not)
             return Ready(leave=why_not)
         self.quorum = None
         self._asked_for_in = 0
+        if self.peers.quorum is None:
+            return Ready(then=Prepare(request.allow_heal))
+        return self._ask(now)
+
+    def prepared(self, now: float) -> Ready:
+        """Ask for the first quorum; only now starts its deadline, because nobody was waited for."""
         return self._ask(now)
 
     def _ask(self, now: float) -> Ready:
