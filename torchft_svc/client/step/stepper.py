@@ -210,11 +210,18 @@ class Stepper:
 
     def _decide(self, timeout_s: float) -> bool:
         finding = self._end_sums()
+        wishes = self.sums.collectives.wishes()
+        self._runner.offer_rest()
+        swallowed = self._deps.pg.failure()  # an error that the group did not raise
+        if swallowed is not None and self.state.error is None:
+            self._runner.fail_step(swallowed)
         self.weights.apply_heal()
         self.weights.protect()
         if self._worker.round.needs_news(time.monotonic()):
             self._deps.client.listen()
         with self._worker.changing() as round_:
+            if wishes is not None:
+                round_.record_wishes(*wishes)
             output = round_.begin_vote(time.monotonic(), timeout_s)
             if isinstance(output, Decide) and output.committed:  # a lone worker waits for nobody
                 round_.apply_decision(output)
@@ -254,14 +261,6 @@ class Stepper:
         runner.wait_until_over()
         round_.check_left()
         sums.collectives.finish()
-        wishes = sums.collectives.wishes()
-        if wishes is not None:
-            with self._worker.changing() as round_:
-                round_.record_wishes(*wishes)
-        runner.offer_rest()
-        swallowed = self._deps.pg.failure()  # an error that the group did not raise
-        if swallowed is not None and self.state.error is None:
-            runner.fail_step(swallowed)
         return finding
 
     def _end_vote(self, decided: Decide, finding: Finding | None) -> None:
