@@ -62,8 +62,8 @@ class Reducer:
     the parameters in ``buckets``; ``names`` are their names by id, in the model's order.
 
     A failed sum does not raise into the backward pass: the manager latches the error, and the other
-    sums of the step are skipped. A pass that an exception ends stays open until `settle`, which the
-    manager calls before each vote.
+    sums of the step are skipped. A pass that an exception ends stays open until `settle_step`,
+    which the manager calls before each vote.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Reducer:
         self._hands_out = hands_out
         self._names = names
         parts = [bucket.parameters for bucket in buckets]
-        self._places = {
+        places = self._places = {
             id(each): (bucket, index)
             for bucket in buckets
             for index, each in enumerate(bucket.parameters)
@@ -90,8 +90,7 @@ class Reducer:
         self.layout = describe_tensors(
             parts, [[names[id(each)] for each in part] for part in parts]
         )
-        summed = frozenset(map(id, self.parameters))
-        self._module_watch = ModuleWatch(module, lambda: summed)
+        self._module_watch = ModuleWatch(module, lambda: places)
         self._kind_watch = KindWatch(self.parameters)
         self.enabled = True
         self._active = False
@@ -140,16 +139,14 @@ class Reducer:
 
     @property
     def names(self) -> list[str]:
-        summed = {id(parameter) for parameter in self.parameters}
-        return [name for key, name in self._names.items() if key in summed]
+        return [name for key, name in self._names.items() if key in self._places]
 
     def walk_parameters(self) -> list[CurrentParameter]:
         """See `Walking`."""
-        wrapped = {id(parameter) for parameter in self.parameters}
         return [
-            CurrentParameter(plain_name(name), parameter, id(parameter) in wrapped)
+            CurrentParameter(plain_name(name), parameter, id(parameter) in self._places)
             for name, parameter in self._module.named_parameters()
-            if parameter.requires_grad or id(parameter) in wrapped
+            if parameter.requires_grad or id(parameter) in self._places
         ]
 
     @uncompiled
@@ -165,7 +162,7 @@ class Reducer:
 
     def replaced(self) -> list[str]:
         """See `Reducing.replaced`."""
-        gone = {id(each) for each in self.parameters} - set(map(id, self._module.parameters()))
+        gone = self._places.keys() - set(map(id, self._module.parameters()))
         return [name for key, name in self._names.items() if key in gone]
 
     def unsummed(self) -> list[tuple[str, nn.Parameter]]:

@@ -111,7 +111,7 @@ class Chunks:
             return bool(self._sources)
 
     def stop(self) -> None:
-        """Let every `take` return None."""
+        """Make every `next_chunk` return None."""
         with self._changed:
             self._is_stopped = True
             self._changed.notify_all()
