@@ -69,7 +69,7 @@ class SessionTransport(LighthouseStream[Question | Withdrawal | Leave]):
                 self._receive_outcome(news.answers, quorum_from_wire(news.quorum))
             except QuorumFailed as error:
                 self._receive_outcome(news.answers, error)
-        elif kind in ("lost", "kill", "drain", "waiting", "term_ends", "no_quorum_yet"):
+        elif kind is not None:  # else only a newer version knows it
             self._contact.on_news(self._contact.number, news)
 
     def _receive_welcome(self, welcome: pb.SessionWelcome) -> None:
