@@ -122,7 +122,7 @@ def test_a_hang_that_is_reported_late_is_reported_at_once() -> None:
     scene.until(101)
     scene.report("a:1", Phase.TRAINING, 7, for_s=60)
     assert scene.pop_orders() == [hang("a:1", for_s=60)]
-    assert scene.house.next_deadline() > scene.now
+    assert scene.jobs.next_deadline() > scene.now
 
 
 def test_nobody_hangs_where_no_timeout_is_set() -> None:

@@ -196,7 +196,7 @@ class Groups(RuleBasedStateMachine):
             if group.caller is not None:
                 asking[group.job].add(group.caller)
         for job in JOBS:
-            state = world.house._jobs.get(job)
+            state = world.jobs._jobs.get(job)
             assert state is not None or not asking[job]
             if state is None:
                 continue
@@ -206,7 +206,7 @@ class Groups(RuleBasedStateMachine):
                 assert state.members.names.earlier(replica_id)
             at = twin.decide(state.members.view(world.now), world.config, world.now)
             assert isinstance(at, float), "a quorum is there, but not published"
-            wake_at = world.house.next_deadline()
+            wake_at = world.jobs.next_deadline()
             assert at == math.inf or (wake_at is not None and world.now < wake_at <= at)
 
     @invariant()
@@ -216,7 +216,7 @@ class Groups(RuleBasedStateMachine):
         for (job, replica_id), group in world.groups.items():
             stands_s = 0 if group.quorum is None else world.now - group.trains_since
             hangs = timeout_s is not None and stands_s >= timeout_s and not group.is_healing
-            state = world.house._jobs.get(job)
+            state = world.jobs._jobs.get(job)
             known = state.hangs.activity(replica_id) if state else None
             if state and known == group.activity(world.now) and not group.is_frozen:
                 assert state.hangs.is_hung(replica_id) == hangs
@@ -228,7 +228,7 @@ class Groups(RuleBasedStateMachine):
         if world.config.on_hang != "evict" or world.config.hang_timeout_s is None:
             return
         for job in JOBS:
-            state = world.house._jobs.get(job)
+            state = world.jobs._jobs.get(job)
             if state is None:
                 continue
             members = state.members
@@ -240,11 +240,11 @@ class Groups(RuleBasedStateMachine):
 
     @invariant()
     def i7_only_the_living_are_remembered(self) -> None:
-        house = self.world.house
-        assert len(house._ended) <= self.world.config.max_jobs
+        jobs = self.world.jobs
+        assert len(jobs._ended) <= self.world.config.max_jobs
         for job in JOBS:
             living = self.world.living(job)
-            state = house._jobs.get(job)
+            state = jobs._jobs.get(job)
             assert (state is not None) == bool(living)
             if state is None:
                 continue
@@ -293,7 +293,7 @@ class Groups(RuleBasedStateMachine):
                 group.quorum = None
         for group in world.groups.values():
             if group.caller is not None and group.caller in waiting:
-                why = world.house.why(group.job, world.now)
+                why = world.jobs.why(group.job, world.now)
                 is_held = "the job has committed step" in why or "the job has finished" in why
                 assert "of at least" in why or is_held, why
                 reported = [each.min_replicas for each in world.groups.values()]

@@ -10,7 +10,7 @@ import time
 from enum import Enum
 
 from support.core.barriers import TimelessGroup
-from support.core.house import House
+from support.core.recorded_jobs import RecordedJobs
 from support.core.scenes import JOB, Refused, Scene, config, formed, loss, member, plain, quorum
 
 from torchft_svc.core.quorum.types import GroupRequest, WorkerRequest
@@ -34,11 +34,11 @@ def test_trap_the_id_restarts_with_the_lighthouse() -> None:
         scene.ask("b")
     last = scene.pop_quorums()[-1][0]
     assert last == 6
-    scene.house = House(config(min_replicas=2))
+    scene.jobs = RecordedJobs(config(min_replicas=2))
     scene.ask("a", seen_quorum_id=last)
     scene.ask("b", seen_quorum_id=last)
     assert scene.pop_quorums() == [(7, ["a", "b"])]
-    scene.house = House(config(min_replicas=2), first_id=1_000)  # the clients tell nothing
+    scene.jobs = RecordedJobs(config(min_replicas=2), first_id=1_000)  # the clients tell nothing
     scene.ask_all("a", "b")
     assert scene.pop_quorums() == [(1_001, ["a", "b"])]
 
@@ -58,11 +58,11 @@ def test_trap_the_map_of_heartbeats_grows_for_ever() -> None:
             scene.leave(replica_id, job=job)
         scene.until(scene.now + 0.1)
         if number % 100 == 99:
-            assert size(scene.house) < 1500
+            assert size(scene.jobs) < 1500
     scene.until(scene.now + 10)
-    assert scene.house._jobs == {}
-    assert len(scene.house._ended) <= 8
-    assert scene.house.next_deadline() is None
+    assert scene.jobs._jobs == {}
+    assert len(scene.jobs._ended) <= 8
+    assert scene.jobs.next_deadline() is None
 
 
 def size(value: object) -> int:

@@ -9,8 +9,8 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from support.core import twin
-from support.core.house import AnswerQuorum, House, Record, RefuseRequest
 from support.core.naive import Naive
+from support.core.recorded_jobs import AnswerQuorum, Record, RecordedJobs, RefuseRequest
 from support.core.scenes import JOB, member
 from support.core.views import job_view
 
@@ -146,19 +146,19 @@ def test_the_lighthouse_publishes_exactly_when_a_naive_one_does(
     begin += [("request", member(replica_id)) for replica_id in sorted(first)]
     for number, (kind, what) in enumerate(begin + play, start=1):
         if kind == "request":
-            run.fast += run.orders(run.house.request(JOB, what, number, run.now))
+            run.fast += run.orders(run.jobs.request(JOB, what, number, run.now))
             run.naive.request(what, number, run.now)
         elif kind == "beat":
-            run.fast += run.orders(run.house.heartbeat(JOB, what, run.now))
+            run.fast += run.orders(run.jobs.heartbeat(JOB, what, run.now))
             run.naive.heartbeat(what, run.now)
         elif kind == "hello":
-            run.fast += run.orders(run.house.opened(JOB, *what, run.now))
+            run.fast += run.orders(run.jobs.opened(JOB, *what, run.now))
             run.naive.hello(*what, run.now)
         elif kind == "leave":
-            run.fast += run.orders(run.house.leave(JOB, what, Leave("bye"), run.now))
+            run.fast += run.orders(run.jobs.leave(JOB, what, Leave("bye"), run.now))
             run.naive.leave(what, run.now)
         elif kind == "withdraw":
-            run.fast += run.orders(run.house.withdraw(JOB, number - what, run.now))
+            run.fast += run.orders(run.jobs.withdraw(JOB, number - what, run.now))
             run.naive.withdraw(number - what, run.now)
         else:
             run.happens(kind, what)
@@ -172,7 +172,7 @@ class Side:
     """Both lighthouses side by side; the fast one is woken only when it asks for that."""
 
     def __init__(self, config: QuorumConfig) -> None:
-        self.house = House(config)
+        self.jobs = RecordedJobs(config)
         self.naive = Naive(config)
         self.fast: list[tuple[Any, ...]] = []
         self.now = 0
@@ -180,9 +180,9 @@ class Side:
     def wait(self) -> None:
         """One second passes; all times in these plays are whole seconds."""
         self.now += 1
-        at = self.house.next_deadline()
+        at = self.jobs.next_deadline()
         if at is not None and at <= self.now:
-            self.fast += self.orders(self.house.tick(self.now))
+            self.fast += self.orders(self.jobs.tick(self.now))
         self.naive.time_passed(self.now)
 
     def happens(self, kind: str, what: Any) -> None:
@@ -191,11 +191,11 @@ class Side:
             for _ in range(what):
                 self.wait()
         elif kind == "question":
-            self.house.why(JOB, self.now)
+            self.jobs.why(JOB, self.now)
         else:
             assert kind == "accept"
             try:
-                self.fast += self.orders(self.house.accept_loss(JOB, self.now))
+                self.fast += self.orders(self.jobs.accept_loss(JOB, self.now))
             except RequestRefused:
                 self.fast.append(("nothing to accept",))
             self.naive.accept_loss(self.now)
@@ -204,9 +204,9 @@ class Side:
         assert sorted(self.fast, key=repr) == sorted(self.naive.log, key=repr)
         self.fast.clear()
         self.naive.log.clear()
-        at = self.house.next_deadline()
+        at = self.jobs.next_deadline()
         assert at is None or at > self.now, "the lighthouse does not sleep"
-        state = self.house._jobs.get(JOB)
+        state = self.jobs._jobs.get(JOB)
         assert (state is not None) == bool(self.naive.groups)
         if state is None:
             return

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from support.core.house import Announce, AnswerQuorum, House, Record, RefuseRequest
+from support.core.recorded_jobs import Announce, AnswerQuorum, Record, RecordedJobs, RefuseRequest
 from torchft_svc.core.quorum.activity import Activity, Phase
 from torchft_svc.core.quorum.lighthouse.jobs import ReportLoss
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus
@@ -81,7 +81,7 @@ class Scene:
     def __init__(
         self, config: QuorumConfig = SECONDS, first_id: int = 0, id_stride: int = 1
     ) -> None:
-        self.house = House(config, first_id, id_stride)
+        self.jobs = RecordedJobs(config, first_id, id_stride)
         self.now = 0.0
         self.orders: list[Any] = []
         self.newcomers: list[str] = []
@@ -91,7 +91,7 @@ class Scene:
         """Ask for a quorum; returns the number of the caller, counted from 1."""
         self._caller += 1
         asker = member(replica_id, step, **fields)
-        self._record(self.house.request(job, asker, self._caller, self.now))
+        self._record(self.jobs.request(job, asker, self._caller, self.now))
         return self._caller
 
     def ask_all(self, *replica_ids: str, step: int = 0) -> None:
@@ -100,59 +100,59 @@ class Scene:
 
     def beat(self, *replica_ids: str, job: str = JOB) -> None:
         for replica_id in replica_ids:
-            self._record(self.house.heartbeat(job, replica_id, self.now))
+            self._record(self.jobs.heartbeat(job, replica_id, self.now))
 
     def opened(
         self, replica_id: str, quorum_id: int = 0, max_step: int = 0, num_groups: int = 0
     ) -> None:
         """Begin a session; its group was in this quorum, maybe of another lighthouse."""
         last = LastQuorum(quorum_id, max_step)
-        opened = self.house.opened(JOB, replica_id, last, self.now, num_groups=num_groups)
+        opened = self.jobs.opened(JOB, replica_id, last, self.now, num_groups=num_groups)
         self._record(opened)
 
     def report(self, replica_id: str, phase: Phase, step: int = 0, for_s: float = 0.0) -> None:
         """Send a beat with what the group does, and for how long already."""
         doing = Activity(phase, step, self.now - for_s)
-        self._record(self.house.heartbeat(JOB, replica_id, self.now, doing))
+        self._record(self.jobs.heartbeat(JOB, replica_id, self.now, doing))
 
     def group(self, replica_id: str) -> GroupStatus:
         """The status of a living group."""
-        (job,) = self.house.status(JOB, self.now)
+        (job,) = self.jobs.status(JOB, self.now)
         return next(group for group in job.groups if group.replica_id == replica_id)
 
     def withdraw(self, caller: int, job: str = JOB) -> None:
-        self._record(self.house.withdraw(job, caller, self.now))
+        self._record(self.jobs.withdraw(job, caller, self.now))
 
     def leave(
         self, replica_id: str, reason: str = "bye", job: str = JOB, *, ends: bool = False
     ) -> None:
-        self._record(self.house.leave(job, replica_id, Leave(reason, ends=ends), self.now))
+        self._record(self.jobs.leave(job, replica_id, Leave(reason, ends=ends), self.now))
 
     def session_ends(self, replica_id: str) -> None:
         """End the only session of a group without a `Leave`."""
-        self._record(self.house.went_silent(JOB, replica_id, self.now))
+        self._record(self.jobs.went_silent(JOB, replica_id, self.now))
 
     def accept_loss(self, job: str = JOB) -> None:
-        self._record(self.house.accept_loss(job, self.now))
+        self._record(self.jobs.accept_loss(job, self.now))
 
     def until(self, now: float) -> None:
         """Move the clock, waking the lighthouse whenever it asked for that."""
         for _ in range(10_000):
-            at = self.house.next_deadline()
+            at = self.jobs.next_deadline()
             if at is None or at > now:
                 self.now = now
                 return
             self.now = max(self.now, at)
-            self._record(self.house.tick(self.now))
+            self._record(self.jobs.tick(self.now))
         raise AssertionError(f"the lighthouse keeps asking to be woken at {self.now}")
 
     def before(self, now: float) -> None:
         """Move the clock to the last instant before ``now``, and look again although not asked."""
         self.until(now - 1e-6)
-        self._record(self.house.tick(self.now))
+        self._record(self.jobs.tick(self.now))
 
     def why(self, job: str = JOB) -> str:
-        return self.house.why(job, self.now)
+        return self.jobs.why(job, self.now)
 
     def pop_orders(self) -> list[Any]:
         """The orders since the last call."""

@@ -9,7 +9,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 
-from support.core.house import Announce, AnswerQuorum, EndTerm, House, Record, RefuseRequest
+from support.core.recorded_jobs import (
+    Announce,
+    AnswerQuorum,
+    EndTerm,
+    Record,
+    RecordedJobs,
+    RefuseRequest,
+)
 from support.core.scenes import member
 from torchft_svc.core.quorum.activity import Activity, Phase
 from torchft_svc.core.quorum.assignment import assign
@@ -99,7 +106,7 @@ class JobLedger:
 class World:
     config: QuorumConfig
     now: int = 0
-    house: House = field(init=False)
+    jobs: RecordedJobs = field(init=False)
     groups: dict[tuple[str, str], Group] = field(default_factory=dict)
     seen_at: dict[tuple[str, str], int] = field(default_factory=dict)
     ledger: dict[str, JobLedger] = field(default_factory=dict)
@@ -114,7 +121,7 @@ class World:
     num_quorums: int = 0
 
     def __post_init__(self) -> None:
-        self.house = House(self.config)
+        self.jobs = RecordedJobs(self.config)
 
     # -- what happens ----------------------------------------------------------------------------
 
@@ -138,13 +145,13 @@ class World:
                 ledger.is_finished &= group.last <= ledger.last
                 ledger.last = max(ledger.last, group.last)
         self.live(group)
-        self.carry_out(self.house.opened(group.job, group.replica_id, group.last, self.now))
+        self.carry_out(self.jobs.opened(group.job, group.replica_id, group.last, self.now))
 
     def beat(self, group: Group) -> None:
         self.greet(group)
         self.live(group)
         doing = self.beats[group.job, group.replica_id] = group.activity(self.now)
-        self.carry_out(self.house.heartbeat(group.job, group.replica_id, self.now, doing))
+        self.carry_out(self.jobs.heartbeat(group.job, group.replica_id, self.now, doing))
 
     def ask(self, group: Group, shrink_only: bool) -> None:
         self.greet(group)
@@ -162,7 +169,7 @@ class World:
                 known = LastQuorum(group.seen_quorum_id, max(0, group.step - 1))
                 ledger.asked = max(ledger.asked, known)
         self.live(group)
-        orders = self.house.request(group.job, group.asked, self.callers, self.now)
+        orders = self.jobs.request(group.job, group.asked, self.callers, self.now)
         if replaced is not None:
             refused = [each.caller for each in orders if isinstance(each, RefuseRequest)]
             assert replaced in refused, "I5: the call that was replaced is reported"
@@ -178,7 +185,7 @@ class World:
         assert group.caller is not None
         caller, group.caller, group.asked = group.caller, None, None
         del self.asked_by[caller]
-        self.carry_out(self.house.withdraw(group.job, caller, self.now))
+        self.carry_out(self.jobs.withdraw(group.job, caller, self.now))
 
     def end_step(self, group: Group, commits: bool, has_healed: bool) -> None:
         """Commit or discard; who was behind has the state of max_step if it got that far."""
@@ -198,7 +205,7 @@ class World:
         if noticed:
             if ends and (job, replica_id) in self.seen_at:
                 self.ledger.setdefault(job, JobLedger()).remaining.discard(replica_id)
-            orders = self.house.leave(
+            orders = self.jobs.leave(
                 job, replica_id, Leave("its session ended", ends=ends), self.now
             )
             self.carry_out(orders)
@@ -218,11 +225,11 @@ class World:
         Whoever died unnoticed still asks.
         """
         ledger = self.ledger.get(job, JobLedger())
-        callers = set(self.house._jobs[job].members._replica_of) if job in self.house._jobs else ()
+        callers = set(self.jobs._jobs[job].members._replica_of) if job in self.jobs._jobs else ()
         asking = [self.asked_by[caller] for caller in callers]
-        why = self.house.why(job, self.now)
+        why = self.jobs.why(job, self.now)
         try:
-            orders = self.house.accept_loss(job, self.now)
+            orders = self.jobs.accept_loss(job, self.now)
         except RequestRefused:
             return
         policy = self.config.on_step_regression
@@ -238,7 +245,7 @@ class World:
     def restart_lighthouse(self) -> None:
         """Everything is forgotten, every call is broken; its ids begin above any before."""
         first_id = max((ledger.last_id for ledger in self.ledger.values()), default=0)
-        self.house, self.began_at = House(self.config, first_id, now=self.now), self.now
+        self.jobs, self.began_at = RecordedJobs(self.config, first_id, now=self.now), self.now
         self.seen_at.clear()
         self.greeted.clear()
         self.hangs_reported.clear()
@@ -262,9 +269,9 @@ class World:
     def pass_second(self) -> None:
         """The lighthouse wakes if it wanted to, then all who can show that they live."""
         self.now += 1
-        at = self.house.next_deadline()
+        at = self.jobs.next_deadline()
         if at is not None and at <= self.now:
-            self.carry_out(self.house.tick(self.now))
+            self.carry_out(self.jobs.tick(self.now))
         for group in list(self.groups.values()):
             if not group.is_frozen and (group.job, group.replica_id) in self.groups:
                 self.beat(group)
@@ -297,7 +304,7 @@ class World:
             else:
                 self.publish(order)
         for job, ledger in self.ledger.items():  # who is awaited again may be evicted again
-            state = self.house._jobs.get(job)
+            state = self.jobs._jobs.get(job)
             left_out = state.members.groups[GroupState.EVICTED] if state else set()
             ledger.evicted &= left_out
 

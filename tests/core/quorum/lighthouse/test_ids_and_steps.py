@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from support.core.house import AnswerQuorum
+from support.core.recorded_jobs import AnswerQuorum
 from support.core.scenes import JOB, Refused, Scene, answer, config, formed, loss, member
 
 from torchft_svc.core.quorum.assignment import assign
@@ -24,7 +24,7 @@ def ids_after(*groups: Member, first_id: int = 0) -> list[int]:
     scene.beat("a", "b")
     scene.ask_all("a", "b")
     for number, each in enumerate(groups, start=3):
-        scene._record(scene.house.request("job", each, number, scene.now))
+        scene._record(scene.jobs.request("job", each, number, scene.now))
     return [quorum_id for quorum_id, _ in scene.pop_quorums()]
 
 
@@ -106,7 +106,7 @@ def test_q6_an_id_of_the_far_future_is_refused() -> None:
             RequestRefused, match=f"quorum {reported}, which a group reported, was never issued"
         ):
             scene.ask("b", seen_quorum_id=reported)
-    assert [each.groups[0].replica_id for each in scene.house.status("", scene.now)] == ["a"]
+    assert [each.groups[0].replica_id for each in scene.jobs.status("", scene.now)] == ["a"]
     scene.ask("b", seen_quorum_id=of_running)
     scene.ask("a")
     assert scene.pop_quorums() == [(of_running + 1, ["a", "b"])]
@@ -178,7 +178,7 @@ def test_doubt_a_newcomer_more_than_a_step_ahead_of_the_job_has_to_heal(reported
     scene.pop_orders()
     scene.ask_all("a", "b", step=72)
     assert scene.pop_quorums() == [(3, ["a", "b"])]
-    assert scene.house.committed_step(JOB) == 72
+    assert scene.jobs.committed_step(JOB) == 72
 
 
 def test_doubt_the_commit_that_the_others_discarded_is_believed() -> None:
@@ -189,7 +189,7 @@ def test_doubt_the_commit_that_the_others_discarded_is_believed() -> None:
     scene.ask("b", step=70, commit_failures=1)
     ((_, members),) = scene.pop_quorums()
     assert members == ["a", "b"]
-    assert scene.house.committed_step(JOB) == 71
+    assert scene.jobs.committed_step(JOB) == 71
 
 
 def test_doubt_who_could_not_heal_is_not_believed_the_next_time_either() -> None:
@@ -212,7 +212,7 @@ def test_doubt_where_no_group_of_the_last_quorum_lives_the_highest_wins() -> Non
     scene.ask("d", step=900)
     scene.leave("a")
     assert scene.pop_quorums() == [(2, ["c", "d"])]
-    assert scene.house.committed_step(JOB) == 1000
+    assert scene.jobs.committed_step(JOB) == 1000
 
 
 def test_doubt_nobody_takes_the_job_over_while_its_last_group_hangs() -> None:
@@ -235,7 +235,7 @@ def test_doubt_groups_that_all_went_on_from_another_checkpoint_are_believed() ->
     scene = formed("a", "b", step=70)
     scene.ask_all("a", "b", step=1000)
     assert scene.pop_quorums() == [(1, ["a", "b"])]
-    assert scene.house.committed_step(JOB) == 1000
+    assert scene.jobs.committed_step(JOB) == 1000
 
 
 def test_doubt_who_was_in_a_newer_quorum_elsewhere_is_believed() -> None:
@@ -251,7 +251,7 @@ def test_doubt_who_was_in_a_newer_quorum_elsewhere_is_believed() -> None:
     (order,) = scene.pop_orders()
     steps = {each.replica_id: each.step for each in order.quorum.participants}
     assert steps == {"a:2": 301, "b:2": 301, "c:1": 100, "d:1": 0}
-    assert scene.house.committed_step(JOB) == 301
+    assert scene.jobs.committed_step(JOB) == 301
 
 
 def forge(scene: Scene, *replica_ids: str, step: int = 2**62) -> None:
@@ -284,7 +284,7 @@ def test_doubt_a_history_that_strangers_have_made_up_is_not_believed(
     scene.pop_orders()
     scene.ask_all("a:1", "c:1", step=72)
     assert [members for _, members in scene.pop_quorums()] == [["a:1", "c:1"]]
-    assert scene.house.committed_step(JOB) == 72
+    assert scene.jobs.committed_step(JOB) == 72
 
 
 def test_doubt_of_two_groups_the_one_that_stayed_is_believed() -> None:
@@ -314,7 +314,7 @@ def test_doubt_a_lighthouse_that_is_new_to_the_job_believes_those_that_tell_of_i
     for replica_id in "ab":
         scene.ask(replica_id, step=71, seen_quorum_id=50, last_num_groups=2)
     assert scene.pop_quorums() == [(51, ["a", "b", "c"])]
-    assert scene.house.committed_step(JOB) == 71
+    assert scene.jobs.committed_step(JOB) == 71
 
 
 def test_doubt_a_lighthouse_that_knows_only_a_part_of_the_last_quorum_believes_a_newer_step() -> (
@@ -327,7 +327,7 @@ def test_doubt_a_lighthouse_that_knows_only_a_part_of_the_last_quorum_believes_a
     scene.ask("a", step=71, seen_quorum_id=50, last_num_groups=2, has_history=True)
     scene.until(GATHER_S)
     assert scene.pop_quorums() == [(51, ["a", "c"])]
-    assert scene.house.committed_step(JOB) == 200
+    assert scene.jobs.committed_step(JOB) == 200
 
 
 def test_doubt_a_lighthouse_can_let_the_job_follow() -> None:
@@ -335,7 +335,7 @@ def test_doubt_a_lighthouse_can_let_the_job_follow() -> None:
     scene.ask("c", step=1000)
     scene.ask("a", step=71)
     assert scene.pop_quorums() == [(2, ["a", "c"])]
-    assert scene.house.committed_step(JOB) == 1000
+    assert scene.jobs.committed_step(JOB) == 1000
 
 
 def test_doubt_at_the_first_step_nobody_begins_with_the_weights_of_one_that_is_not_believed() -> (
@@ -469,10 +469,10 @@ def test_q7_a_job_is_finished_only_if_all_its_groups_ended_on_purpose() -> None:
 
 def test_who_is_killed_by_an_operator_ends_on_purpose_however_it_goes() -> None:
     scene = formed("a", step=7)
-    scene.house.killed(JOB, "a", "killed: wanted")
+    scene.jobs.killed(JOB, "a", "killed: wanted")
     scene.leave("a", "its session ended")
     assert scene.pop_orders() == [replace(loss("a", "killed: wanted"), is_orderly=True)]
-    assert scene.house.status(JOB, scene.now)[0].finished
+    assert scene.jobs.status(JOB, scene.now)[0].finished
 
 
 def test_q7_a_held_quorum_is_let_go_when_the_last_veteran_dies() -> None:
@@ -513,7 +513,7 @@ def test_q7_an_operator_accepts_the_loss_once() -> None:
     scene.accept_loss()
     group = member("b", 5, min_replicas=1)
     assert scene.pop_orders() == [answer(2, group, callers=(3,), lost_from=7)]
-    assert scene.house.committed_step(JOB) == 5
+    assert scene.jobs.committed_step(JOB) == 5
     scene.ask("b", step=4)  # and not the next one
     assert scene.pop_orders() == []
     assert "committed step 5" in scene.why()

@@ -35,7 +35,7 @@ def test_the_living_others_of_the_last_quorum_are_informed_of_a_loss() -> None:
 
 def test_nobody_gives_a_step_up_for_a_group_that_has_finished_it() -> None:
     scene = formed("a", "b")
-    (order,) = scene.house.leave(JOB, "a", Leave("preempted", between_steps=True), scene.now)
+    (order,) = scene.jobs.leave(JOB, "a", Leave("preempted", between_steps=True), scene.now)
     assert isinstance(order, ReportLoss)
     assert (order.replica_id, order.between_steps, order.recipients) == ("a", True, ())
 
@@ -43,17 +43,17 @@ def test_nobody_gives_a_step_up_for_a_group_that_has_finished_it() -> None:
 def test_a_late_heartbeat_does_not_bring_a_group_back_that_has_left() -> None:
     """Otherwise the others would wait for it, and be informed of its loss again."""
     scene = formed("a", "b")
-    scene.house.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
+    scene.jobs.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
     scene.beat("b")
     scene.ask("a", 1)
     assert scene.pop_quorums() == [(2, ["a"])]
     scene = formed("a", "b")
-    scene.house.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
+    scene.jobs.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
     scene.opened("b", quorum_id=1)
     scene.ask("a", 1)
     assert scene.why().startswith("waiting for b"), "a session is no late message"
     scene = formed("a", "b")
-    scene.house.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
+    scene.jobs.leave(JOB, "b", Leave("it moves", between_steps=True), scene.now)
     scene.now += config().heartbeat_timeout_s
     scene.beat("b")
     scene.ask("a", 1)
@@ -108,8 +108,8 @@ def test_a_job_too_many_is_refused() -> None:
     with pytest.raises(RequestRefused, match="job 'two' has to go to another one"):
         scene.beat("a", job="two")
     with pytest.raises(RequestRefused, match="job 'two' has to go to another one"):
-        scene.house.check_room("two")
-    scene.house.check_room("one")
+        scene.jobs.check_room("two")
+    scene.jobs.check_room("one")
     scene.leave("a", job="one")
     scene.ask("a", job="two")
 
@@ -122,7 +122,7 @@ def test_a_group_too_many_is_refused() -> None:
     with pytest.raises(RequestRefused, match="job 'job' has 2 groups, the limit"):
         scene.ask("c")
     with pytest.raises(RequestRefused, match="job 'job' has 2 groups, the limit"):
-        scene.house.check_room("job")
+        scene.jobs.check_room("job")
     scene.ask_all("a", "b")
     assert scene.pop_quorums() == [(1, ["a", "b"])]
 
@@ -146,7 +146,7 @@ def test_a_quorum_that_would_be_too_long_is_refused_to_who_makes_it_so() -> None
     with pytest.raises(RequestRefused, match=limit):
         scene.ask("first:1", job="other", data="x" * 1500)
     with pytest.raises(RequestRefused, match="serves no job 'other'"):
-        scene.house.status("other", scene.now)
+        scene.jobs.status("other", scene.now)
 
 
 def test_what_was_published_leaves_room_for_the_next_quorum() -> None:
@@ -170,7 +170,7 @@ def test_a_beat_with_a_bad_name_is_refused_although_there_is_room(replica_id: st
     scene = Scene()
     with pytest.raises(RequestRefused, match="replica_id"):
         scene.beat(replica_id)
-    assert scene.house.next_deadline() is None
+    assert scene.jobs.next_deadline() is None
 
 
 def test_a_rejected_input_leaves_the_state_as_it_was() -> None:
@@ -202,9 +202,9 @@ def test_a_question_leaves_the_state_as_it_was() -> None:
     before = snapshot(scene)
     scene.now = 1000.0
     assert scene.why() == "a quorum is being published"
-    scene.house.beat_interval_s("job")
-    scene.house.check_room("job")
-    scene.house.check_room("other")
+    scene.jobs.beat_interval_s("job")
+    scene.jobs.check_room("job")
+    scene.jobs.check_room("other")
     assert snapshot(scene) == before
 
 
@@ -223,22 +223,22 @@ def snapshot(scene: Scene) -> object:
             return value.value
         return {key: dump(each) for key, each in fields.items()} if fields else repr(value)
 
-    return dump(scene.house)
+    return dump(scene.jobs)
 
 
 def test_groups_beat_less_often_the_more_they_are() -> None:
     scene = Scene(config(heartbeat_timeout_s=5))
-    assert scene.house.beat_interval_s("job") == 0.0025
+    assert scene.jobs.beat_interval_s("job") == 0.0025
     for number in range(2000):
         scene.beat(f"group-{number}")
-    assert scene.house.beat_interval_s("job") == 5 / 2  # half of the timeout is the most
-    assert scene.house.beat_interval_s("other") == 0.0025
+    assert scene.jobs.beat_interval_s("job") == 5 / 2  # half of the timeout is the most
+    assert scene.jobs.beat_interval_s("other") == 0.0025
 
 
 def test_a_lighthouse_without_groups_sleeps() -> None:
     scene = formed("a")
-    assert scene.house.next_deadline() == 200
+    assert scene.jobs.next_deadline() == 200
     scene.leave("a")
     scene.until(1000)
-    assert scene.house.next_deadline() is None
-    assert scene.house.tick(1000) == ()
+    assert scene.jobs.next_deadline() is None
+    assert scene.jobs.tick(1000) == ()

@@ -52,7 +52,7 @@ def test_nobody_is_left_out_whom_nobody_waits_for(phase: Phase) -> None:
     assert scene.pop_orders() == [hangs("a:1")]
     scene.until(120)
     scene.pop_orders()
-    assert not scene.house.status(JOB, scene.now)[0].groups[0].left_out
+    assert not scene.jobs.status(JOB, scene.now)[0].groups[0].left_out
     scene.report("b:1", Phase.QUORUM, 7)
     assert scene.pop_orders() == [left_out("a:1", 20.0)]
 
@@ -61,9 +61,7 @@ def test_a_group_that_does_not_report_waits_once_it_asks() -> None:
     scene = formed("a:1", "b:1", step=7, settings=EVICT)
     scene.report("a:1", Phase.TRAINING, 7)
     scene.beat("b:1")
-    scene.house._jobs[JOB].hangs.forget_group(
-        "b:1"
-    )  # of the public release: nothing but heartbeats
+    scene.jobs._jobs[JOB].hangs.forget_group("b:1")  # of the public release: nothing but heartbeats
     scene.until(107)
     assert scene.pop_orders() == [hangs("a:1")]
     scene.ask("b:1", 7)
@@ -185,11 +183,11 @@ def test_the_status_says_so() -> None:
     scene = training("a:1", "b:1")
     scene.ask("b:1", 8)
     scene.until(105)
-    a, b = scene.house.status(JOB, scene.now)[0].groups
+    a, b = scene.jobs.status(JOB, scene.now)[0].groups
     assert (a.hung, a.left_out, a.in_quorum) == (True, True, False)
     assert (b.hung, b.left_out, b.in_quorum) == (False, False, True)
     scene.ask("a:1", 8)
-    assert not scene.house.status(JOB, scene.now)[0].groups[0].left_out
+    assert not scene.jobs.status(JOB, scene.now)[0].groups[0].left_out
 
 
 @pytest.mark.parametrize("on_hang", ["report", "kill"])
@@ -215,6 +213,6 @@ def test_q4_a_straggler_is_informed_that_the_others_go_on(phase: Phase, is_repor
     scene.until(103)
     reported = [order for order in scene.pop_orders() if isinstance(order, ReportStraggler)]
     assert reported == ([ReportStraggler(JOB, "b:1", 1, ("b:1",))] if is_reported else [])
-    assert scene.house._jobs[JOB].members.quorum_left() == ["a:1"]
+    assert scene.jobs._jobs[JOB].members.quorum_left() == ["a:1"]
     scene.ask("a:1", 9)
     assert not any(isinstance(order, ReportStraggler) for order in scene.pop_orders()), "once"

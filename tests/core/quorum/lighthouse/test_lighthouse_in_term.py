@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
-from support.core.house import AnswerQuorum, EndTerm, House
+from support.core.recorded_jobs import AnswerQuorum, EndTerm, RecordedJobs
 from support.core.scenes import JOB, SECONDS, Scene, config, member
 
 from torchft_svc.core.quorum.activity import Phase
@@ -38,7 +38,7 @@ class Term(Scene):
     def asks(self, replica_id: str, step: int, *, agreed: bool = False, **fields: Any) -> None:
         self._caller += 1
         asker = member(replica_id, step, **{"steady": True, "step_quorum_id": 1, **fields})
-        self._record(self.house.request(JOB, asker, self._caller, self.now, agreed=agreed))
+        self._record(self.jobs.request(JOB, asker, self._caller, self.now, agreed=agreed))
 
     def pop_term_ends(self) -> list[tuple[int | None, tuple[str, ...]]]:
         """The news that the term ends: from which step on, and for whom."""
@@ -48,7 +48,7 @@ class Term(Scene):
 
     def missed_news(self, replica_id: str, quorum_id: int = 1, num_groups: int = 3) -> list[object]:
         last = LastQuorum(quorum_id, 5)
-        return list(self.house.missed_news(JOB, replica_id, last, num_groups))
+        return list(self.jobs.missed_news(JOB, replica_id, last, num_groups))
 
 
 def test_groups_that_go_on_in_an_older_quorum_learn_that_the_job_goes_on_without_them() -> None:
@@ -99,7 +99,7 @@ def test_two_terms_do_not_last_beside_each_other_at_a_lighthouse_that_is_new_to_
         for ends in scene.pop_orders():
             for who in ends.recipients:
                 reported[who].append(ends.news)
-        reported[each] += scene.house.missed_news(JOB, each, LastQuorum(quorum_id, 20), 2)
+        reported[each] += scene.jobs.missed_news(JOB, each, LastQuorum(quorum_id, 20), 2)
     # Who was in the newest quorum when the news came may learn of a newer one.
     assert all({each.quorum_id for each in reported[who]} == {9} for who in "cd")
     assert all({each.step for each in reported[who]} == {None} for who in "cd")
@@ -120,7 +120,7 @@ def test_who_asks_at_a_new_lighthouse_ends_no_term_as_a_rival() -> None:
     scene.opened("a", 7, 20, 2)
     assert scene.pop_orders() == []
     assert scene.pop_newcomers() == ["a"]
-    assert scene.house.missed_news(JOB, "c", LastQuorum(9, 20), 2) == [NewcomerWaits("a")]
+    assert scene.jobs.missed_news(JOB, "c", LastQuorum(9, 20), 2) == [NewcomerWaits("a")]
 
 
 # -- the end (E4) --------------------------------------------------------------------------------
@@ -237,11 +237,11 @@ def test_a_session_that_begins_learns_what_it_has_missed() -> None:
 def test_a_lighthouse_that_needs_more_groups_wants_the_term_to_end() -> None:
     scene = Scene(config(min_replicas=3))
     scene.opened("a", 7, 5)
-    (ends,) = scene.house.missed_news(JOB, "a", LastQuorum(7, 5), 2)
+    (ends,) = scene.jobs.missed_news(JOB, "a", LastQuorum(7, 5), 2)
     assert isinstance(ends, TermEnds)
     assert (ends.quorum_id, ends.step) == (7, None)
-    assert scene.house.missed_news(JOB, "a", LastQuorum(7, 5), 3) == []
-    assert scene.house.missed_news(JOB, "a", LastQuorum(7, 5), 0) == [], "it does not tell"
+    assert scene.jobs.missed_news(JOB, "a", LastQuorum(7, 5), 3) == []
+    assert scene.jobs.missed_news(JOB, "a", LastQuorum(7, 5), 0) == [], "it does not tell"
 
 
 def test_a_lighthouse_that_is_new_to_the_job_ends_a_term_of_another() -> None:
@@ -249,7 +249,7 @@ def test_a_lighthouse_that_is_new_to_the_job_ends_a_term_of_another() -> None:
     for each in "ab":
         scene.opened(each, 7, 5)
     asks = member("b", 6, steady=True)
-    orders = scene.house.request(JOB, asks, 1, 0.0)
+    orders = scene.jobs.request(JOB, asks, 1, 0.0)
     (ends,) = [each for each in orders if isinstance(each, EndTerm)]
     assert (ends.news.quorum_id, ends.news.step, ends.recipients) == (7, 6, ("a",))
 
@@ -258,7 +258,7 @@ def test_a_lighthouse_that_is_new_to_the_job_ends_a_term_of_another() -> None:
 
 
 def committed(term: Term) -> int:
-    return term.house.committed_step(JOB)
+    return term.jobs.committed_step(JOB)
 
 
 def test_the_job_is_where_all_members_have_reported_to_be() -> None:
@@ -536,9 +536,9 @@ def test_what_is_known_of_an_earlier_quorum_says_nothing_of_a_newer_one() -> Non
     scene = Scene(SECONDS)
     scene.opened("c", 3, 2)
     asker = member("c", 2, steady=True, last_num_groups=3)
-    scene.house.request(JOB, asker, 1, scene.now)
+    scene.jobs.request(JOB, asker, 1, scene.now)
     scene.opened("a", 9, 7)
-    assert scene.house.missed_news(JOB, "a", LastQuorum(9, 7), 2) == [NewcomerWaits("c")]
+    assert scene.jobs.missed_news(JOB, "a", LastQuorum(9, 7), 2) == [NewcomerWaits("c")]
 
 
 def test_losses_of_an_earlier_quorum_are_not_counted_in_a_newer_one() -> None:
@@ -590,8 +590,8 @@ def test_who_was_left_out_while_its_line_was_cut_is_informed_over_its_next_sessi
         for each in "ab":
             term.asks(each, 7, agreed=True)
         assert term.pop_quorums() == [(3, ["a", "b", "c"])]
-    assert term.house.is_past(JOB, "c", LastQuorum(1, 7)) == is_past
-    assert not term.house.is_past(JOB, "c", LastQuorum(9, 7)), "of elsewhere, and later"
+    assert term.jobs.is_past(JOB, "c", LastQuorum(1, 7)) == is_past
+    assert not term.jobs.is_past(JOB, "c", LastQuorum(9, 7)), "of elsewhere, and later"
 
 
 # -- sessions that end (E7) ----------------------------------------------------------------------
@@ -609,7 +609,7 @@ def test_a_member_without_a_session_stays_while_nobody_misses_it() -> None:
     term.now = 150.0
     term.opened("b", 1, 5)
     assert term.pop_orders() == []
-    assert not term.house.is_past(JOB, "b", LastQuorum(1, 5))
+    assert not term.jobs.is_past(JOB, "b", LastQuorum(1, 5))
     for each in "abc":
         term.asks(each, 9, agreed=True)
     assert term.pop_quorums() == [(1, ["a", "b", "c"])]
@@ -686,7 +686,7 @@ def test_outside_of_a_term_a_session_that_ends_is_a_loss(why: str) -> None:
     if why == "it has asked":
         term.asks("b", 8)
     if why == "killed":
-        term.house.killed(JOB, "b", "an operator kills it")
+        term.jobs.killed(JOB, "b", "an operator kills it")
     term.pop_orders()
     term.session_ends("b")
     assert [who for who, _ in lost(term)] == ["b"]
@@ -696,7 +696,7 @@ def test_the_last_one_of_a_term_is_gone_with_its_session() -> None:
     """The others have left between two steps, which is no loss that is reported."""
     term = Term()
     for each in "bc":
-        term.house.leave(JOB, each, Leave("bye", between_steps=True), term.now)
+        term.jobs.leave(JOB, each, Leave("bye", between_steps=True), term.now)
     term.session_ends("a")
     assert lost(term) == [("a", ("a",))]
 
@@ -729,7 +729,7 @@ def test_what_all_have_reached_is_noted_before_a_silent_member_is_forgotten() ->
         term.report(each, Phase.TRAINING, 9)
     term.session_ends("b")
     term.asks("a", 9)
-    assert term.house.committed_step(JOB) == 9
+    assert term.jobs.committed_step(JOB) == 9
 
 
 def test_what_members_have_reported_before_the_quorum_is_no_progress_in_it() -> None:
@@ -743,7 +743,7 @@ def test_what_members_have_reported_before_the_quorum_is_no_progress_in_it() -> 
     assert term.pop_quorums() == [(2, ["a", "b"])]
     term.now += 0.1
     term.asks("a", 8)
-    assert term.house.committed_step(JOB) == 8
+    assert term.jobs.committed_step(JOB) == 8
 
 
 def test_a_loss_is_announced_again_to_a_member_whose_session_was_broken() -> None:
@@ -764,7 +764,7 @@ class NewLighthouse(Term):
 
     def __init__(self, num_groups: int = 3, began_s: float = 0.0) -> None:
         Scene.__init__(self, SECONDS)
-        self.house = House(SECONDS, now=-began_s)
+        self.jobs = RecordedJobs(SECONDS, now=-began_s)
         for each in "ab":
             self.opened(each, 1, 7, num_groups)
         self.report("b", Phase.TRAINING, 8)

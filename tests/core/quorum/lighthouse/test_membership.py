@@ -374,13 +374,13 @@ def test_q8_the_deadline_of_a_death_is_not_lost_in_rounding(timeout_s: float) ->
         scene = Scene(config(heartbeat_timeout_s=timeout_s))
         scene.now = tenths / 10
         scene.beat("a")
-        at = scene.house.next_deadline()
+        at = scene.jobs.next_deadline()
         assert at is not None
         assert plain_losses(scene, at) == 1, (tenths, timeout_s)
 
 
 def plain_losses(scene: Scene, at: float) -> int:
-    return len(scene.house.tick(at))
+    return len(scene.jobs.tick(at))
 
 
 def test_a_newcomer_is_announced_once() -> None:
@@ -392,7 +392,7 @@ def test_a_newcomer_is_announced_once() -> None:
     scene.ask("c")
     scene.ask("a", step=1)
     assert scene.pop_newcomers() == []
-    assert scene.house._jobs[JOB].members.quorum_left() in (["a", "b"], ["b", "a"])
+    assert scene.jobs._jobs[JOB].members.quorum_left() in (["a", "b"], ["b", "a"])
 
 
 def test_a_newcomer_that_joins_at_once_is_not_announced() -> None:

@@ -93,7 +93,7 @@ def test_a_group_that_was_in_a_later_quorum_knows_better() -> None:
         "b": 3,
         "c": 5,
     }
-    assert scene.house.committed_step(JOB) == 5
+    assert scene.jobs.committed_step(JOB) == 5
 
 
 def test_what_is_reported_to_a_lighthouse_with_a_quorum_of_the_job_is_old() -> None:
@@ -101,7 +101,7 @@ def test_what_is_reported_to_a_lighthouse_with_a_quorum_of_the_job_is_old() -> N
     scene.opened("b", 9, 8)
     scene.ask("a", step=3)
     assert scene.pop_quorums() == [(10, ["a"])]
-    assert scene.house.committed_step(JOB) == 3
+    assert scene.jobs.committed_step(JOB) == 3
 
 
 def test_but_who_was_in_any_quorum_of_the_job_may_have_the_newer_state() -> None:
@@ -121,15 +121,15 @@ def test_but_who_was_in_any_quorum_of_the_job_may_have_the_newer_state() -> None
 
 def test_who_is_back_after_its_session_broke_is_informed_that_the_others_went_on() -> None:
     scene = formed("a", "b", step=7)
-    house = scene.house
-    assert not house.is_past(JOB, "a", LastQuorum(1, 7)), "it lives, whatever its connections do"
+    jobs = scene.jobs
+    assert not jobs.is_past(JOB, "a", LastQuorum(1, 7)), "it lives, whatever its connections do"
     scene.leave("a", "its session ended")
-    assert house.is_past(JOB, "a", LastQuorum(1, 7))
+    assert jobs.is_past(JOB, "a", LastQuorum(1, 7))
     scene.ask("b", step=7)
-    assert house.is_past(JOB, "a", LastQuorum(1, 7)), "they have another quorum already"
-    assert not house.is_past(JOB, "a", LastQuorum(9, 7)), "that was elsewhere, and later"
-    assert not house.is_past(JOB, "c", LastQuorum(0, 0))
-    assert not house.is_past("another", "a", LastQuorum(1, 7)), "nobody has gone on"
+    assert jobs.is_past(JOB, "a", LastQuorum(1, 7)), "they have another quorum already"
+    assert not jobs.is_past(JOB, "a", LastQuorum(9, 7)), "that was elsewhere, and later"
+    assert not jobs.is_past(JOB, "c", LastQuorum(0, 0))
+    assert not jobs.is_past("another", "a", LastQuorum(1, 7)), "nobody has gone on"
 
 
 def test_the_only_group_is_back_at_once_after_its_session_broke() -> None:
@@ -160,8 +160,8 @@ def test_an_acceptance_ends_when_a_later_step_is_reported() -> None:
 def test_what_cannot_be_is_refused(quorum_id: int, max_step: int) -> None:
     scene = Scene()
     with pytest.raises(RequestRefused):
-        scene.house.opened(JOB, "a", LastQuorum(quorum_id, max_step), 0.0)
-    assert scene.house.status("", 0.0) == []
+        scene.jobs.opened(JOB, "a", LastQuorum(quorum_id, max_step), 0.0)
+    assert scene.jobs.status("", 0.0) == []
 
 
 @pytest.mark.parametrize("policy", ["auto", "hold"])

@@ -25,7 +25,7 @@ def test_a_job_in_the_middle_of_a_step() -> None:
     scene.beat("a:1")
     scene.ask("b:1", step=4, address="moved:1", min_replicas=2)
     scene.ask("c:1", step=0)
-    assert scene.house.status(JOB, 111.0) == [
+    assert scene.jobs.status(JOB, 111.0) == [
         JobStatus(
             job=JOB,
             quorum_id=1,
@@ -71,7 +71,7 @@ def test_a_job_in_the_middle_of_a_step() -> None:
 def test_a_group_that_waits_for_its_name_is_asking() -> None:
     scene = formed("a:1")
     scene.ask("a:2", step=5)
-    (job,) = scene.house.status(JOB, scene.now)
+    (job,) = scene.jobs.status(JOB, scene.now)
     assert [(each.replica_id, each.asking, each.step) for each in job.groups] == [
         ("a:1", False, 0),
         ("a:2", True, 5),
@@ -81,19 +81,19 @@ def test_a_group_that_waits_for_its_name_is_asking() -> None:
 
 def test_all_jobs_or_one() -> None:
     scene = Scene()
-    assert scene.house.status("", 0.0) == []
+    assert scene.jobs.status("", 0.0) == []
     scene.beat("a:1", job="y")
     scene.beat("a:1", job="x")
     quiet = (GroupStatus(replica_id="a:1"),)
     x, y = (JobStatus(job=name, groups=quiet, num_expected=1) for name in "xy")
-    assert scene.house.status("", 0.0) == [x, y]
-    assert scene.house.status("y", 0.0) == [y]
+    assert scene.jobs.status("", 0.0) == [x, y]
+    assert scene.jobs.status("y", 0.0) == [y]
     with pytest.raises(RequestRefused, match="this lighthouse serves no job 'z' now"):
-        scene.house.status("z", 0.0)
+        scene.jobs.status("z", 0.0)
 
 
 def status(scene: Scene) -> JobStatus:
-    (job,) = scene.house.status(JOB, scene.now)
+    (job,) = scene.jobs.status(JOB, scene.now)
     return job
 
 
@@ -160,7 +160,7 @@ def test_a_job_that_has_ended_is_remembered(ends: bool) -> None:
     assert (job.ended_s, job.finished, job.groups) == (10.0, ends, ())
     assert (job.quorum_id, job.committed_step, job.num_expected) == (1, 3, 1)
     assert [each.replica_id for each in job.gone] == ["b", "a"]
-    assert scene.house.status("", scene.now) == [job]
+    assert scene.jobs.status("", scene.now) == [job]
     scene.ask("a", step=3)
     assert (status(scene).ended_s, status(scene).finished) == (None, False)
 
@@ -169,19 +169,19 @@ def test_a_check_that_found_a_difference_is_counted_once() -> None:
     scene = formed("a", "b", step=3)
     report = DifferenceReport(7, 4, "they differ")
     for replica_id in ("a", "b", "a"):
-        scene.house.record_difference(JOB, replica_id, report)
-    scene.house.record_difference(JOB, "a", DifferenceReport(7, 6, "they still differ"))
-    scene.house.record_difference(JOB, "b", DifferenceReport(8, 6, "and again"))
-    scene.house.record_difference(JOB, "a", DifferenceReport(7, 6, "late"))
-    scene.house.record_difference(JOB, "nobody", DifferenceReport(9, 9, "made up"))
-    scene.house.record_difference("another", "a", DifferenceReport(9, 9, "made up"))
+        scene.jobs.record_difference(JOB, replica_id, report)
+    scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 6, "they still differ"))
+    scene.jobs.record_difference(JOB, "b", DifferenceReport(8, 6, "and again"))
+    scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 6, "late"))
+    scene.jobs.record_difference(JOB, "nobody", DifferenceReport(9, 9, "made up"))
+    scene.jobs.record_difference("another", "a", DifferenceReport(9, 9, "made up"))
     assert (status(scene).num_differences, status(scene).last_difference) == (3, "and again")
 
 
 def test_only_the_last_checks_are_kept() -> None:
     scene = formed("a", step=3)
     for step in range(3 * MAX_DIFFERENCES_KEPT):
-        scene.house.record_difference(JOB, "a", DifferenceReport(7, step, ""))
+        scene.jobs.record_difference(JOB, "a", DifferenceReport(7, step, ""))
     assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT
-    scene.house.record_difference(JOB, "a", DifferenceReport(7, 0, "forgotten"))
+    scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 0, "forgotten"))
     assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT + 1

@@ -310,7 +310,7 @@ def test_the_first_group_that_comes_does_not_go_on_alone() -> None:
     scene.ask("a", step=7, last_num_groups=3)
     scene.ask("b", step=7, last_num_groups=3)
     assert scene.pop_quorums() == []
-    assert "waiting for 1 more groups" in scene.house.why("job", scene.now)
+    assert "waiting for 1 more groups" in scene.jobs.why("job", scene.now)
     scene.ask("c", step=7, last_num_groups=3)
     assert [names for _, names in scene.pop_quorums()] == [["a", "b", "c"]]
 

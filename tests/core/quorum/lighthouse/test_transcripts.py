@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.core.house import AnswerQuorum
+from support.core.recorded_jobs import AnswerQuorum
 from support.core.scenes import Refused, Scene, config
 
 from torchft_svc.core.quorum.lighthouse.jobs import ReportLoss, ReportStraggler
@@ -95,7 +95,7 @@ class Player:
     def wait(self, seconds: float) -> list[str]:
         end = self.scene.now + seconds
         lines = []
-        while (at := self.scene.house.next_deadline()) is not None and at <= end:
+        while (at := self.scene.jobs.next_deadline()) is not None and at <= end:
             self.scene.until(at)
             lines += self.orders()
         self.scene.until(end)

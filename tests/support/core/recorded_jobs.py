@@ -64,7 +64,7 @@ _INPUTS = {
 
 
 class Recorder:
-    """The `Outputs` of a `House`."""
+    """The `Outputs` of a `RecordedJobs`."""
 
     def __init__(self) -> None:
         self._records: list[Record] = []
@@ -106,17 +106,17 @@ class Recorder:
         self._records.append(report)
 
 
-class House:
+class RecordedJobs:
     """`Jobs`, whose inputs return records; one that is refused leads to nothing."""
 
     def __init__(
         self, config: QuorumConfig, first_id: int = 0, id_stride: int = 1, *, now: float = 0.0
     ) -> None:
         self._recorder = Recorder()
-        self._jobs_of_house = Jobs(config, self._recorder, first_id, id_stride, now=now)
+        self._recorded = Jobs(config, self._recorder, first_id, id_stride, now=now)
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._jobs_of_house, name)
+        found = getattr(self._recorded, name)
         if name not in _INPUTS:
             return found
 
