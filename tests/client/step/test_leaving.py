@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -19,12 +21,20 @@ from support.training import (
     together,
     trainers,
 )
+from torch import nn
+
+from torchft_svc.coordination import LighthouseClient
 
 
 @contextmanager
-def in_term(num: int) -> Iterator[list[Trainer]]:
-    """Groups at one step, all of which begin the next one without a question."""
-    with lighthouse() as address, trainers(address, num) as all_groups:
+def in_term(num: int, address: str = "", **options: Any) -> Iterator[list[Trainer]]:
+    """Groups at one step, all of which begin the next one without a question.
+
+    ``address``: that of a lighthouse (default: one of their own).
+    """
+    with ExitStack() as stack:
+        address = address or stack.enter_context(lighthouse())
+        all_groups = stack.enter_context(trainers(address, num, **options))
         in_step(3, *all_groups)
         deadline = time.monotonic() + DEADLINE_S
         while not all(each.manager._worker.round.keeps_quorum for each in all_groups):
@@ -122,6 +132,44 @@ def test_a_step_that_depends_on_the_group_that_left_is_discarded(
         loss.backward()
         assert not a.optimizer.step()
         assert a.step()
+
+
+def counts_passes(trainer: Trainer) -> None:
+    """Let the model's state change in each forward pass, as a momentum encoder's does."""
+    trainer.model.register_buffer("passes", torch.zeros(1))
+
+    def count(model: nn.Module, _: object) -> None:
+        model.get_buffer("passes").add_(1.0)
+
+    trainer.model.register_forward_pre_hook(count)
+
+
+def test_a_group_that_heals_before_its_passes_gets_a_state_from_before_them() -> None:
+    with lighthouse() as address, in_term(2, address, use_async_quorum=False) as (a, b):
+        for each in (a, b):
+            counts_passes(each)
+        together(a.step, b.step)
+        a.optimizer.zero_grad()
+        loss = a.loss()
+        b.manager.shutdown()
+        knows_of_a_loss(a)
+        with Trainer(address, "c", 7, use_async_quorum=False) as c:
+            counts_passes(c)
+            until = a.manager.current_step() + 3
+
+            def train(trainer: Trainer) -> None:
+                while trainer.manager.current_step() < until:
+                    trainer.step()
+
+            def end_step() -> None:
+                status = LighthouseClient(address, timedelta(seconds=10)).status
+                eventually(lambda: any(group.asking for group in status()[0].groups))
+                loss.backward()
+                a.optimizer.step()
+                train(a)
+
+            together(end_step, lambda: train(c))
+            assert_identical([a, c])
 
 
 def test_groups_that_end_at_one_step_log_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -115,6 +115,12 @@ def test_workers_that_cannot_sum_a_step_again() -> None:
     for round_ in (several, drained, out):
         assert not round_.awaits_losses, "a wait for news would be in vain"
         assert not round_.may_sum_again()
+    heals_first = training(worker(is_steady=True, use_async_quorum=False), STEADY)
+    end_step(heals_first)
+    heals_first.begin_step(REQUEST, 100.0)
+    lose_a_peer(heals_first)
+    assert heals_first.keeps_quorum
+    assert not heals_first.awaits_losses, "its passes have changed what a newcomer would get"
     asks = training(worker(is_steady=True))
     lose_a_peer(asks)
     assert not asks.awaits_losses

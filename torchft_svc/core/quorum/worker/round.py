@@ -294,8 +294,11 @@ class Round:
         """Whether the loss of a member would let this step be summed in another quorum (rule E9).
 
         Otherwise there is no reason to wait for that news. Not in a group of several workers, which
-        may be in a collective of the group, nor if this group is out itself.
+        may be in a collective of the group, nor if this group is out itself, nor where groups heal
+        before the passes of a step: this group's passes have changed what it would offer.
         """
+        if self.will_wait_for_heal(self._request.allow_heal):
+            return False
         is_alone = self._rules.group_world_size == 1
         quorum, in_pass = self.quorum, self.step.state.phase is Phase.TRAINING
         if quorum is None or not (
