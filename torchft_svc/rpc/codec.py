@@ -49,7 +49,7 @@ def _unknown_fields(message: pb.QuorumMember) -> bytes:
 
 def member_to_wire(member: Member) -> pb.QuorumMember:
     """The message that describes ``member``, with the fields that this version does not know."""
-    message: pb.QuorumMember = _MEMBER.to_wire(member)
+    message = _MEMBER.to_wire(member)
     if member.unknown:
         message.MergeFromString(member.unknown)
     return message
@@ -127,8 +127,7 @@ _REPORT = Codec(PhaseReport, pb.AttachPhase, fields={"phase": PHASE})
 
 
 def report_to_wire(report: PhaseReport) -> pb.AttachPhase:
-    message: pb.AttachPhase = _REPORT.to_wire(report)
-    return message
+    return _REPORT.to_wire(report)
 
 
 def report_from_wire(message: pb.AttachPhase) -> PhaseReport | None:
@@ -145,8 +144,7 @@ _DIFFERENCE = Codec(
 
 
 def difference_to_wire(difference: DifferenceReport) -> pb.StateDifference:
-    message: pb.StateDifference = _DIFFERENCE.to_wire(difference)
-    return message
+    return _DIFFERENCE.to_wire(difference)
 
 
 def difference_from_wire(message: pb.StateDifference) -> DifferenceReport:
@@ -192,8 +190,7 @@ _QUESTION = Codec(
 
 
 def worker_request_to_wire(request: WorkerRequest) -> pb.ManagerQuorumRequest:
-    message: pb.ManagerQuorumRequest = _QUESTION.to_wire(request)
-    return message
+    return _QUESTION.to_wire(request)
 
 
 def worker_request_from_wire(message: pb.ManagerQuorumRequest) -> WorkerRequest:
@@ -210,8 +207,7 @@ _VOTE = Codec(
 
 
 def vote_to_wire(vote: Vote) -> pb.ShouldCommitRequest:
-    message: pb.ShouldCommitRequest = _VOTE.to_wire(vote)
-    return message
+    return _VOTE.to_wire(vote)
 
 
 def vote_from_wire(message: pb.ShouldCommitRequest) -> Vote:
@@ -233,8 +229,7 @@ _DECISION = Codec(
 
 
 def decision_to_wire(decided: AnswerVote) -> pb.ShouldCommitResponse:
-    message: pb.ShouldCommitResponse = _DECISION.to_wire(decided)
-    return message
+    return _DECISION.to_wire(decided)
 
 
 def decision_from_wire(message: pb.ShouldCommitResponse) -> tuple[bool, Fate]:
@@ -258,8 +253,7 @@ def worker_answer(answer: AnswerWorker) -> bytes:
     """The encoded answer to a worker: its part in the quorum, and the round to vote in."""
     message = _RESULT.to_wire(answer.assignment)
     message.heal, message.round = answer.assignment.heal, answer.round
-    encoded: bytes = message.SerializeToString()
-    return encoded
+    return message.SerializeToString()
 
 
 def quorum_result_from_wire(message: pb.ManagerQuorumResponse) -> tuple[QuorumResult, int]:

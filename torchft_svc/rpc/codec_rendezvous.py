@@ -25,13 +25,12 @@ from torchft_svc.core.launch.world import (
     WorldNews,
     WorldPaused,
     WorldReached,
-    check_round,
 )
 from torchft_svc.core.limits import MAX_DURATION_S, check_name, one_line
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.parsing import checked, parser
-from torchft_svc.rpc.records import Codec, Field, HandWritten, OneOf, milliseconds
+from torchft_svc.rpc.records import Codec, Field, OneOf, list_of, milliseconds
 
 # A hello has to fit into a request. The world of 2,000 nodes takes about 150 KB; a lighthouse that
 # is new to a larger run begins a new world of it.
@@ -57,18 +56,7 @@ def _status_from_wire(number: pb.AgentStatus) -> AgentStatus:
 AGENT_STATUS = Field("", _STATUSES.__getitem__, _status_from_wire)
 
 _NODE = Codec(Node, pb.Node)
-_WORLD = Codec(
-    World,
-    pb.World,
-    fields={
-        "nodes": Field(
-            "",
-            lambda nodes: map(_NODE.to_wire, nodes),
-            lambda messages: tuple(map(_NODE.from_wire, messages)),
-        )
-    },
-    checks=True,
-)
+_WORLD = Codec(World, pb.World, fields={"nodes": list_of(_NODE)}, checks=True)
 _STATE = Codec(AgentState, pb.AgentState, fields={"status": AGENT_STATUS}, checks=True)
 _SETTINGS = Codec(
     RunSettings,
@@ -134,8 +122,7 @@ _MESSAGES = OneOf(
 
 
 def agent_message_to_wire(message: AgentMessage) -> pb.AgentRequest:
-    request: pb.AgentRequest = _MESSAGES.to_wire(message)
-    return request
+    return _MESSAGES.to_wire(message)
 
 
 def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage:
@@ -149,11 +136,6 @@ def agent_message_from_wire(request: pb.AgentRequest) -> AgentMessage:
 
 
 # -- from the lighthouse ---------------------------------------------------------------------------
-
-
-def _reached_from_wire(message: pb.WorldReached) -> WorldReached:
-    check_round(message.round)
-    return WorldReached(message.round)
 
 
 _NEWS = OneOf(
@@ -178,9 +160,7 @@ _NEWS = OneOf(
         "paused": Codec(WorldPaused, pb.WorldPaused, texts=one_line),
         "waiting": Codec(RunWaiting, pb.RunWaiting, texts=one_line),
         "closed": Codec(RunClosed, pb.RunClosed, texts=one_line),
-        "reached": HandWritten(
-            WorldReached, lambda news: pb.WorldReached(round=news.round), _reached_from_wire
-        ),
+        "reached": Codec(WorldReached, pb.WorldReached, checks=True),
         "move": _MOVE,
     },
 )
@@ -188,8 +168,7 @@ _NEWS = OneOf(
 
 def world_news_to_wire(news: WorldNews) -> bytes:
     """The encoded news, the same for all streams that receive it."""
-    encoded: bytes = _NEWS.to_wire(news).SerializeToString()
-    return encoded
+    return _NEWS.to_wire(news).SerializeToString()
 
 
 def world_news_from_wire(message: pb.AgentNews) -> WorldNews:

@@ -112,8 +112,7 @@ _MESSAGES = OneOf(
 def session_message_to_wire(message: Hello | SessionMessage) -> pb.SessionRequest:
     if isinstance(message, Hello):
         return pb.SessionRequest(hello=_hello_to_wire(message))
-    request: pb.SessionRequest = _MESSAGES.to_wire(message)
-    return request
+    return _MESSAGES.to_wire(message)
 
 
 def session_message_from_wire(request: pb.SessionRequest) -> SessionMessage:
@@ -153,8 +152,7 @@ def session_news_to_wire(news: News) -> bytes:
         name, text = error_to_wire(news.error)
         refusal = pb.SessionRefusal(number=news.number, error=name, reason=text)
         return pb.SessionNews(refusal=refusal).SerializeToString()
-    encoded: bytes = _NEWS.to_wire(news).SerializeToString()
-    return encoded
+    return _NEWS.to_wire(news).SerializeToString()
 
 
 def session_news_from_wire(message: pb.SessionNews) -> News | None:

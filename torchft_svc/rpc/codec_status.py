@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
-from typing import Any
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.limits import one_line
@@ -12,23 +11,15 @@ from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, 
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import PHASE
 from torchft_svc.rpc.codec_rendezvous import AGENT_STATUS
-from torchft_svc.rpc.records import Codec, Field, R, milliseconds
+from torchft_svc.rpc.records import Codec, Field, M, R, list_of, milliseconds
 
 # Each text is shown on a terminal, to which escape codes are orders.
 MAX_TEXT_LENGTH = 4000
 _text = partial(one_line, limit=MAX_TEXT_LENGTH)
 
 
-def _codec(record: type[R], message: Any, **fields: Field) -> Codec[R]:
+def _codec(record: type[R], message: type[M], **fields: Field) -> Codec[R, M]:
     return Codec(record, message, fields=fields, texts=_text)
-
-
-def _list_of(codec: Codec[Any]) -> Field:
-    return Field(
-        "",
-        lambda records: map(codec.to_wire, records),
-        lambda messages: tuple(map(codec.from_wire, messages)),
-    )
 
 
 _GROUP = _codec(
@@ -42,8 +33,8 @@ _GONE = _codec(GoneGroup, pb.GoneGroup, gone_s=milliseconds("gone_ms"))
 _JOB = _codec(
     JobStatus,
     pb.JobStatus,
-    groups=_list_of(_GROUP),
-    gone=_list_of(_GONE),
+    groups=list_of(_GROUP),
+    gone=list_of(_GONE),
     stalled_s=milliseconds("stalled_ms"),
     ended_s=milliseconds("ended_ms"),
 )
@@ -54,7 +45,7 @@ _NODE = _codec(
     silent_s=milliseconds("silent_ms"),
     waits_for_s=milliseconds("waits_ms"),
 )
-_RUN = _codec(RunStatus, pb.RunStatus, nodes=_list_of(_NODE))
+_RUN = _codec(RunStatus, pb.RunStatus, nodes=list_of(_NODE))
 
 
 def status_to_wire(

@@ -6,9 +6,12 @@ import dataclasses
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Generic, TypeVar, cast
 
+from google.protobuf.message import Message
+
 from torchft_svc.errors import RequestRefused
 
 R = TypeVar("R")
+M = TypeVar("M", bound=Message)
 
 
 def _same(value: Any) -> Any:
@@ -43,7 +46,7 @@ def milliseconds(name: str) -> Field:
     )
 
 
-class Codec(Generic[R]):
+class Codec(Generic[R, M]):
     """Copies records of one class to messages of one class, and back.
 
     ``fields``: those that are not sent unchanged under their own name. ``local``: fields of the
@@ -56,7 +59,7 @@ class Codec(Generic[R]):
     def __init__(
         self,
         record: type[R],
-        message: Any,
+        message: type[M],
         *,
         fields: Mapping[str, Field] | None = None,
         local: Collection[str] = (),
@@ -66,7 +69,8 @@ class Codec(Generic[R]):
     ) -> None:
         self.record = record
         self._checks = checks
-        described, on_wire = dict(fields or {}), dict(message.DESCRIPTOR.fields_by_name)
+        described = dict(fields or {})
+        on_wire: dict[str, Any] = dict(message.DESCRIPTOR.fields_by_name)
         # What the two expressions below refer to.
         scope: dict[str, Any] = {"Record": record, "Message": message}
         encoded, decoded = [], []
@@ -95,14 +99,14 @@ class Codec(Generic[R]):
         # One expression is as fast as one written by hand: a loop over the fields takes half as
         # long again, and a lighthouse copies a thousand members for each quorum. Only names of
         # fields get into it, as into the methods that `dataclasses` makes.
-        self.to_wire: Callable[[R], Any] = eval(  # noqa: S307
+        self.to_wire: Callable[[R], M] = eval(  # noqa: S307
             f"lambda record: Message({', '.join(encoded)})", scope
         )
         self._decode: Callable[..., R] = eval(  # noqa: S307
             f"lambda message, local: Record({', '.join(decoded)}, **local)", scope
         )
 
-    def from_wire(self, message: Any, **local: Any) -> R:
+    def from_wire(self, message: M, **local: Any) -> R:
         """The record with the fields of ``message``, and its ``local`` ones.
 
         Raises:
@@ -114,35 +118,47 @@ class Codec(Generic[R]):
         return cast("R", record)
 
 
-class HandWritten(Generic[R]):
+def list_of(codec: Codec[Any, Any]) -> Field:
+    """A tuple of records, sent as a list of the messages of ``codec``."""
+    return Field(
+        "",
+        lambda records: map(codec.to_wire, records),
+        lambda messages: tuple(map(codec.from_wire, messages)),
+    )
+
+
+class HandWritten(Generic[R, M]):
     """The same as a `Codec`, by two functions: for a record that is not like its message."""
 
     def __init__(
-        self, record: type[R], to_wire: Callable[[R], Any], from_wire: Callable[[Any], R]
+        self, record: type[R], to_wire: Callable[[R], M], from_wire: Callable[[M], R]
     ) -> None:
         self.record, self.to_wire, self.from_wire = record, to_wire, from_wire
 
 
-class OneOf:
+class OneOf(Generic[M]):
     """One direction of a stream: ``kinds`` has the codec of each field of the message's oneof.
 
     ``what`` names the stream in the reason for which a message of no known kind is refused.
     """
 
     def __init__(
-        self, message: Any, what: str, kinds: Mapping[str, Codec[Any] | HandWritten[Any]]
+        self,
+        message: type[M],
+        what: str,
+        kinds: Mapping[str, Codec[Any, Any] | HandWritten[Any, Any]],
     ) -> None:
         self._message = message
         self._what = what
         self._codecs = kinds
         self._kinds = {codec.record: kind for kind, codec in kinds.items()}
 
-    def to_wire(self, record: Any) -> Any:
+    def to_wire(self, record: Any) -> M:
         """The message with ``record``."""
         kind = self._kinds[type(record)]
         return self._message(**{kind: self._codecs[kind].to_wire(record)})
 
-    def from_wire(self, message: Any) -> Any:
+    def from_wire(self, message: M) -> Any:
         """The record in ``message``.
 
         Raises:

@@ -289,6 +289,10 @@ class WorldReached:
 
     round: int
 
+    def check(self) -> None:
+        """Raise `RequestRefused` if no lighthouse began that round."""
+        check_round(self.round)
+
 
 @dataclass(frozen=True, slots=True)
 class WorldPaused:
