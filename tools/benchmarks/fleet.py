@@ -87,7 +87,7 @@ class Fleet:
         for child in self.deaf:
             child.send('{"do": "start"}')
         began_at = min(each["at"] for each in self._ask_all({"do": "start"}))
-        return max(each["quorum_at"] for each in self.all_in(self.groups)) - began_at
+        return float(max(each["quorum_at"] for each in self.all_in(self.groups)) - began_at)
 
     def train(self, seconds: float) -> dict[str, object]:
         """Train while no group joins or leaves."""

@@ -14,7 +14,7 @@ from torch.distributed import TCPStore
 
 from tools.benchmarks.options import json_option
 from tools.benchmarks.processes import START_TIMEOUT_S, Child, program
-from tools.benchmarks.table import Column, Result, hand_over
+from tools.benchmarks.table import Column, Result, Value, hand_over
 
 _BLOCK_TIMEOUT_S = 300.0
 # By name: which group of the member, and whether the tensor lies in shared memory.
@@ -64,7 +64,7 @@ def _measure(members: list[Child], megabytes: float, blocks: int) -> dict[str, A
 @json_option
 def main(megabytes: tuple[float, ...], blocks: int, json_file: Path | None) -> None:
     """Sum float32 over two members, with gloo in the trainers and in processes of their own."""
-    settings = {"blocks": blocks, "members": 2}
+    settings: dict[str, Value] = {"blocks": blocks, "members": 2}
     result = Result("isolation", "A sum over two members", _COLUMNS, settings)
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with ExitStack() as stack:

@@ -107,7 +107,8 @@ class Groups:
         """Yield each step with the group whose worker printed it, for ``timeout_s``."""
         for group, line in printed_lines(self.agents, timeout_s):
             if match := _STEP.match(line):
-                step = Step(*map(int, match.groups()), time.monotonic())
+                number, num_groups, rank, pid = map(int, match.groups())
+                step = Step(number, num_groups, rank, pid, time.monotonic())
                 yield group, step
                 self.last[group, step.rank] = step
 

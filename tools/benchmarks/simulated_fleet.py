@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 
 import psutil
 
@@ -83,7 +84,7 @@ class SimulatedFleet:
     def open(self, numbers: Iterable[int], kind: str = "session opened") -> None:
         for number in numbers:
             hello = Hello(self.alive[number].replica_id, NO_QUORUM)
-            self._feed(kind, lambda now, n=number, h=hello: self._core.opened(n, JOB, h, now))
+            self._feed(kind, partial(self._core.opened, number, JOB, hello))
 
     def ask(self, numbers: Iterable[int], kind: str = "question") -> None:
         """These groups ask for the next quorum; the last question of all makes it."""
@@ -91,9 +92,7 @@ class SimulatedFleet:
             self._num_questions += 1
             question = Question(self._num_questions, self.alive[number], _QUESTION_TIMEOUT_S)
             before = self.published
-            took_s, orders = self._timed(
-                lambda now, n=number, q=question: self._core.received(n, q, now)
-            )
+            took_s, orders = self._timed(partial(self._core.received, number, question))
             self._record_cost(kind if self.published is before else "quorum", took_s, orders)
 
     def beat(self, seconds: float) -> None:
@@ -106,12 +105,12 @@ class SimulatedFleet:
             for number in self.alive:
                 self.spend(pause_s)
                 message = Beat(Phase.TRAINING, self.step, 0.02)
-                self._feed("beat", lambda now, n=number, m=message: self._core.received(n, m, now))
+                self._feed("beat", partial(self._core.received, number, message))
 
     def kill(self, numbers: Iterable[int], kind: str = "group killed") -> None:
         for number in numbers:
             del self.alive[number]
-            self._feed(kind, lambda now, n=number: self._core.closed(n, now))
+            self._feed(kind, partial(self._core.closed, number))
 
     def join(self, number: int, incarnation: int, when: str = "") -> None:
         """Bring a killed group back as a new incarnation that asks."""

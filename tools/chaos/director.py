@@ -75,7 +75,7 @@ class Director:
     incidents: list[Incident] = field(default_factory=list)
     history: list[tuple[str, Event]] = field(default_factory=list)
     _track: Track = field(default_factory=Track)
-    _later: list[tuple[float, Callable[[], None]]] = field(default_factory=list)
+    _later: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
     _began_at: float = 0.0
     _progress_at: float = 0.0
     _winding_down: bool = False

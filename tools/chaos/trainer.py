@@ -64,7 +64,7 @@ class Gloo(ProcessGroupGloo):
         super().__init__(timedelta(seconds=timeout_s))
         self._commands = commands
 
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         if self._commands.pop_command("fail") is not None:
             raise OnPurpose("this sum fails on purpose")
         return super().allreduce(tensors, opts)
@@ -159,7 +159,7 @@ def warm_up() -> None:
 
 
 def _manager(options: WorkerOptions, state: State, log: EventLog, commands: Commands) -> Manager:
-    given = {
+    given: dict[str, Any] = {
         name.removesuffix("_s"): timedelta(seconds=value) if name.endswith("_s") else value
         for name, value in options.manager.items()
     }

@@ -23,6 +23,10 @@ class Memory(nn.Module):
     All entries of the queue are that number, so a state that is not of one moment is noticed.
     """
 
+    queue: Tensor
+    codebook: Tensor
+    tail: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.passes = 0
@@ -47,7 +51,7 @@ class Memory(nn.Module):
 
     def check(self) -> str | None:
         """What is wrong with a state that was put in place."""
-        seen = {self.passes, *self.queue.unique().tolist(), *self.tail.unique().tolist()}
+        seen = {self.passes, *self.queue.tolist(), *self.tail.tolist()}
         return f"a state of several moments: passes {sorted(seen)}" if len(seen) > 1 else None
 
 
@@ -60,7 +64,8 @@ class Block(nn.Module):
         self.down = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.down(functional.gelu(self.up(hidden)))
+        down: Tensor = self.down(functional.gelu(self.up(hidden)))
+        return down
 
 
 class Net(nn.Module):
@@ -104,7 +109,8 @@ class Net(nn.Module):
         if self.wide is not None and self.narrow is not None:
             hidden = hidden + self.wide(hidden.double()).float() / 2
             hidden = hidden + self.narrow(hidden.bfloat16()).float() / 2
-        return self.last(torch.tanh(hidden))
+        outputs: Tensor = self.last(torch.tanh(hidden))
+        return outputs
 
     def shardable(self, program: Program) -> list[nn.Module]:
         """The parts that FSDP may shard by themselves, besides the whole."""

@@ -184,7 +184,9 @@ class Program:
 def decode(values: dict[str, Any]) -> Program:
     """The program that `Program.encode` wrote; what is left out has its default."""
     kinds = {"pg": Pg, "wrapper": Wrapper, "transport": Transport, "mode": Mode}
-    given = {name: kinds[name](value) if name in kinds else value for name, value in values.items()}
+    given: dict[str, Any] = {
+        name: kinds[name](value) if name in kinds else value for name, value in values.items()
+    }
     given["features"] = frozenset(Feature(name) for name in values.get("features", ()))
     given["kills"] = tuple(
         Kill(**{**kill, "moment": Moment(kill["moment"])}) for kill in values.get("kills", ())

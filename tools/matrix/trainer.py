@@ -207,7 +207,8 @@ class Training:
     def _pass_block(self, _: nn.Module, __: Any, hidden: Tensor) -> None:
         self.bomb.at(Moment.FORWARD)
         if hidden.requires_grad:
-            hidden.register_hook(lambda _: self.bomb.at(Moment.BACKWARD))
+            backward = Moment.BACKWARD
+            hidden.register_hook(lambda _: self.bomb.at(backward))  # type: ignore[no-untyped-call]
 
     # -- how it is built -------------------------------------------------------------------------
 
@@ -411,7 +412,7 @@ class Training:
         if self.program.has(Feature.FORCES):
             self.differentiate(inputs)
         self.scaler.scale(loss).backward()
-        return loss.item()
+        return float(loss.item())
 
     def _end(self) -> bool:
         committed = False

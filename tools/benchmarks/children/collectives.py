@@ -22,7 +22,7 @@ def measure(group: ProcessGroup, num_bytes: int, repeat: int, *, shared: bool) -
     """Milliseconds for each sum of ``num_bytes`` of float32, after two that are not counted."""
     tensor = torch.ones(num_bytes // 4)
     if shared:
-        tensor.share_memory_()
+        tensor.share_memory_()  # type: ignore[no-untyped-call]
     times = []
     for _ in range(repeat + 2):
         began_at = time.perf_counter()

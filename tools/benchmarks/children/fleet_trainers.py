@@ -25,7 +25,6 @@ from dataclasses import replace
 from typing import Any
 
 import click
-import grpc
 import uvloop
 
 from tools.benchmarks.simulated_fleet import group_member
@@ -35,6 +34,7 @@ from torchft_svc.core.quorum.session_messages import Beat, Hello, Question, Sess
 from torchft_svc.core.quorum.types import NO_QUORUM, Member
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import open_aio_channel
+from torchft_svc.rpc.client_stream import EOF
 from torchft_svc.rpc.codec_session import session_message_to_wire
 
 _QUESTION_TIMEOUT_S = 60.0
@@ -122,7 +122,7 @@ class Trainer:
         self._ask()
         sending = asyncio.create_task(self._keep_sending())
         beating = asyncio.create_task(self._keep_beating())
-        while (news := await self._stream.read()) is not grpc.aio.EOF:
+        while (news := await self._stream.read()) is not EOF:
             self._receive(news)
             if self._fleet.deaf and self._size:
                 self._step += 1

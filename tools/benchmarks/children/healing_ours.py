@@ -6,6 +6,7 @@ import socket
 import threading
 from datetime import timedelta
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -92,7 +93,8 @@ class OurReceiver:
 
     def _fetch_plain(self, address: str, keep: bool) -> None:
         host, _, port = address.rpartition(":")
-        kept = memoryview(torch.empty(self._num_bytes if keep else 0, dtype=torch.uint8).numpy())
+        array: Any = torch.empty(self._num_bytes if keep else 0, dtype=torch.uint8).numpy()
+        kept = memoryview(array)
         done = 0
         with socket.create_connection((host, int(port))) as connection:
             while done < self._num_bytes:

@@ -29,7 +29,7 @@ class PublicSender:
             self._transports[kind] = _transport(kind)
         transport = self._transports[kind]
         transport.send_checkpoint([1], step, self._state, _TIMEOUT)
-        return transport.metadata()
+        return str(transport.metadata())
 
     def end(self, kind: str) -> None:
         self._transports[kind].disallow_checkpoint()
@@ -42,7 +42,8 @@ class PublicReceiver:
     def fetch(self, kind: str, address: str, step: int) -> State | None:
         transport = _transport(kind)
         try:
-            return transport.recv_checkpoint(0, address, step, _TIMEOUT)
+            state: State = transport.recv_checkpoint(0, address, step, _TIMEOUT)
+            return state
         finally:
             transport.shutdown()
 

@@ -1,6 +1,7 @@
 """A replica group of the public release, with one worker and default settings."""
 
 import os
+from typing import Any
 
 from torch.distributed import TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
@@ -12,10 +13,10 @@ def main() -> None:
     shape, flags = shape_from_flags()
     model, sgd = build(shape)
 
-    def state_dict() -> dict:
+    def state_dict() -> dict[str, Any]:
         return {"model": model.state_dict(), "optimizer": sgd.state_dict()}
 
-    def load_state_dict(state: dict) -> None:
+    def load_state_dict(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         sgd.load_state_dict(state["optimizer"])
 
