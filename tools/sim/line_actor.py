@@ -12,8 +12,7 @@ from tools.sim.shared import Home
 from tools.sim.world import Process
 from torchft_svc.core.quorum.activity import PhaseReport
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
-from torchft_svc.core.quorum.manager.group import AnswerWorker
-from torchft_svc.core.quorum.manager.shell import SentNews
+from torchft_svc.core.quorum.manager.group import AnswerWorker, SentNews
 from torchft_svc.core.quorum.types import Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.round import Round, WorkerCalls
 from torchft_svc.core.route import AttachEnd, AttachRetry

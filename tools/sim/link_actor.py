@@ -12,7 +12,6 @@ from tools.sim.network import Network, Stream
 from tools.sim.simulated_link import SimulatedLink
 from tools.sim.world import Process
 from torchft_svc.core.link import BEAT_TIMEOUT_S, ConfirmLeft, Connect, LinkState, SendBeat
-from torchft_svc.core.quorum.manager.group import LighthouseNews
 from torchft_svc.core.quorum.manager.lighthouse_link import (
     AnswerAsker,
     ManagerLink,
@@ -23,6 +22,7 @@ from torchft_svc.core.quorum.session_messages import (
     Beat,
     Hello,
     Leave,
+    LighthouseNews,
     News,
     Question,
     Refusal,

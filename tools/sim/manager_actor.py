@@ -11,9 +11,9 @@ from tools.sim.trace import Trace
 from tools.sim.world import Process
 from torchft_svc.core.quorum.activity import PhaseReport
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, RefuseWorker
-from torchft_svc.core.quorum.manager.group import Answer, AnswerWorker, Group
+from torchft_svc.core.quorum.manager.group import Answer, AnswerWorker, Group, SentNews
 from torchft_svc.core.quorum.manager.lighthouse_link import ManagerLinkConfig
-from torchft_svc.core.quorum.manager.shell import GroupShell, SentNews
+from torchft_svc.core.quorum.manager.shell import GroupShell
 from torchft_svc.core.quorum.session_messages import Drain, Leave
 from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest
 from torchft_svc.errors import CommitFailed, TorchFTError

@@ -19,8 +19,7 @@ from tools.sim.world import Event, Process
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
-from torchft_svc.core.quorum.manager.group import AnswerWorker
-from torchft_svc.core.quorum.manager.shell import SentNews
+from torchft_svc.core.quorum.manager.group import AnswerWorker, SentNews
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Lost, NewcomerWaits
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.worker.peers import LoseMember

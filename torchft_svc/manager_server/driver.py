@@ -13,16 +13,17 @@ from torchft_svc.core.quorum.manager.group import (
     Answer,
     AnswerWorker,
     Group,
-    LighthouseNews,
     ManagerOver,
     Orders,
+    SentNews,
 )
-from torchft_svc.core.quorum.manager.shell import GroupShell, SentNews
+from torchft_svc.core.quorum.manager.shell import GroupShell
 from torchft_svc.core.quorum.session_messages import (
     Beat,
     Drain,
     Kill,
     Leave,
+    LighthouseNews,
     Lost,
 )
 from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest, check_step

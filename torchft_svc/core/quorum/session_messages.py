@@ -136,4 +136,5 @@ class Drain:
     reason: str
 
 
-News = Welcome | Refusal | Lost | NewcomerWaits | TermEnds | NoQuorumYet | Kill | Drain
+LighthouseNews = Lost | NewcomerWaits | TermEnds | Kill | Drain  # also for workers
+News = Welcome | Refusal | NoQuorumYet | LighthouseNews

@@ -20,14 +20,21 @@ from torchft_svc.core.quorum.manager.group import (
     AskLighthouse,
     EndGroup,
     Group,
-    LighthouseNews,
     ManagerOver,
     NotifyWorkers,
     Orders,
     OwnGroupLost,
     StopAsking,
 )
-from torchft_svc.core.quorum.session_messages import Beat, Drain, Kill, Leave, Lost, NoQuorumYet
+from torchft_svc.core.quorum.session_messages import (
+    Beat,
+    Drain,
+    Kill,
+    Leave,
+    LighthouseNews,
+    Lost,
+    NoQuorumYet,
+)
 from torchft_svc.core.quorum.term import Fate, TermEnds
 from torchft_svc.core.quorum.types import (
     MAX_DIFFERENCES,

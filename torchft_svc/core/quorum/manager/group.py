@@ -42,6 +42,7 @@ from torchft_svc.core.quorum.session_messages import (
     Drain,
     Kill,
     Leave,
+    LighthouseNews,
     Lost,
     NewcomerWaits,
     NoQuorumYet,
@@ -100,9 +101,9 @@ class ManagerOver:
     reason: str
 
 
-LighthouseNews = Lost | NewcomerWaits | TermEnds | Kill | Drain
-# Bytes: news from a lighthouse, as it has encoded them.
-WorkerNews = LighthouseNews | NoQuorumYet | OwnGroupLost | ManagerOver | bytes
+# What is sent to workers. Bytes: news from a lighthouse, as it has encoded them.
+SentNews = LighthouseNews | NoQuorumYet | ManagerOver | bytes
+WorkerNews = SentNews | OwnGroupLost  # which is sent as `Lost`
 
 
 # -- orders ----------------------------------------------------------------------------------------

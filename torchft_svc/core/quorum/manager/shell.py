@@ -14,20 +14,17 @@ from torchft_svc.core.quorum.manager.group import (
     AskLighthouse,
     EndGroup,
     Group,
-    LighthouseNews,
-    ManagerOver,
     NotifyWorkers,
     Order,
     Orders,
     OwnGroupLost,
+    SentNews,
     StopAsking,
 )
-from torchft_svc.core.quorum.session_messages import Leave, Lost, NoQuorumYet
+from torchft_svc.core.quorum.session_messages import Leave, LighthouseNews, Lost
 from torchft_svc.core.quorum.types import GroupRequest, Quorum
 from torchft_svc.core.timer import CallLater, DeadlineTimer
 from torchft_svc.errors import TorchFTError
-
-SentNews = LighthouseNews | NoQuorumYet | ManagerOver | bytes
 
 
 class GroupIdentity(Protocol):
