@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import TCPStore
 from support.fork_server import Call, Forked
 from support.running import ROOT, eventually
 from support.warm import Warm
-from torchft_svc.core.launch.agent import WorkerState, WorldChangeEvent
+from torchft_svc.core.launch.worker_events import WorkerState, WorldChangeEvent
 from torchft_svc.elastic.channel import ChannelRoot, FileChannel
 from torchft_svc.elastic.messages import WorkerAck, WorkerLeft, WorkerMessage, worker_message
 from torchft_svc.elastic.runtime import WorkerEvent, WorkerInfo

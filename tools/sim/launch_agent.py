@@ -22,9 +22,9 @@ from torchft_svc.core.launch.agent import (
     ReplaceWorkers,
     StartWorkers,
     StopWorkers,
-    WorkerState,
 )
 from torchft_svc.core.launch.agent_link import LinkNews, LinkTrouble
+from torchft_svc.core.launch.worker_events import WorkerState
 from torchft_svc.core.launch.world import AgentLeave, AgentState, World
 from torchft_svc.core.timer import DeadlineTimer
 

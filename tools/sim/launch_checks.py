@@ -22,11 +22,10 @@ from torchft_svc.core.launch.agent import (
     ReplaceWorkers,
     StartWorkers,
     StopWorkers,
-    WorkerState,
-    WorldChangeEvent,
 )
 from torchft_svc.core.launch.launched_run import Cause, Report, ReportRunMoved, ReportWorld
 from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.worker_events import WorkerState, WorldChangeEvent
 from torchft_svc.core.launch.world import AgentStatus, RunClosed, World, WorldNews, WorldReached
 
 # How long a loss that is noticed at once may take to lead to another world, also after many others.

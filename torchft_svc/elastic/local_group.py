@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 from torchft_svc import env
-from torchft_svc.core.launch.agent import WorkerState, WorldChangeEvent
+from torchft_svc.core.launch.worker_events import WorkerState, WorldChangeEvent
 from torchft_svc.core.launch.world import World
 from torchft_svc.elastic.channel import ChannelRoot, FileChannel
 from torchft_svc.elastic.messages import EndNotice, WorkerMessage, worker_message

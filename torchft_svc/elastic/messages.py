@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torchft_svc.core.launch.agent import WorkerState
+from torchft_svc.core.launch.worker_events import WorkerState
 from torchft_svc.errors import RequestRefused
 
 if TYPE_CHECKING:

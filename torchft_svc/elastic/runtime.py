@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchft_svc.core.launch.agent import WorkerState, WorldChangeEvent
+from torchft_svc.core.launch.worker_events import WorkerState, WorldChangeEvent
 from torchft_svc.elastic.channel import Channel, FileChannel, Message
 from torchft_svc.elastic.messages import (
     EndNotice,

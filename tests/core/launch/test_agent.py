@@ -22,10 +22,9 @@ from torchft_svc.core.launch.agent import (
     SendState,
     StartWorkers,
     StopWorkers,
-    WorkerState,
-    WorldChangeEvent,
 )
 from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.worker_events import WorkerState, WorldChangeEvent
 from torchft_svc.core.launch.world import (
     AgentLeave,
     AgentState,

@@ -9,10 +9,9 @@ from torchft_svc.core.launch.agent import (
     AgentMachine,
     Broadcast,
     Order,
-    WorkerState,
-    WorldChangeEvent,
 )
 from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.worker_events import WorkerState, WorldChangeEvent
 from torchft_svc.core.launch.world import AgentWelcome, Node, RunSettings, World
 
 UP, DOWN = WorldChangeEvent.SCALE_UP, WorldChangeEvent.SCALE_DOWN

@@ -15,13 +15,13 @@ from torchft_svc.core.launch.agent import (
     ReplaceWorkers,
     StartWorkers,
     StopWorkers,
-    WorkerState,
 )
 from torchft_svc.core.launch.agent import Orders as AgentOrders
 from torchft_svc.core.launch.agent_link import MIN_BEAT_INTERVAL_S, AgentLink
 from torchft_svc.core.launch.launched_run import Order, Orders, ReportWorld, SendNews
 from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.worker_events import WorkerState
 from torchft_svc.core.launch.world import (
     AgentHello,
     AgentLeave,

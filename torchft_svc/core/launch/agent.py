@@ -31,6 +31,7 @@ from torchft_svc.core.launch.restart import (
     RunEvent,
     event_of_failure,
 )
+from torchft_svc.core.launch.worker_events import WorkerState, WorldChangeEvent
 from torchft_svc.core.launch.world import (
     FAILURE_WINDOW_S,
     AgentLeave,
@@ -55,23 +56,6 @@ WAIT_SLACK_S = 30.0
 _HOW_TO_ANSWER = "they have to call get_worker_info() and get_pg_parameters()"
 # How often to look while a deadline waits.
 LOOK_S = 1.0
-
-
-# -- what workers receive ------------------------------------------------------------------------
-
-
-class WorkerState(Enum):
-    """What the agent advises its workers; they treat it by their own logic."""
-
-    HEALTHY = "HEALTHY"  # the world of this event is complete: work in it
-    PAUSED = "PAUSED"  # a new world is on its way; the ranks are the present or the expected ones
-
-
-class WorldChangeEvent(Enum):
-    """Why the world changes."""
-
-    SCALE_UP = "SCALE_UP"
-    SCALE_DOWN = "SCALE_DOWN"
 
 
 # -- orders --------------------------------------------------------------------------------------
