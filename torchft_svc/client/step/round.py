@@ -133,8 +133,8 @@ class _Rest:
 class RoundRunner:
     """Runs rounds, one after the other, and reports their outcomes to the machine.
 
-    `begin_round` and the waits belong to the training thread. ``quorum`` is that of the last round;
-    ``state`` is the fetched state until it is loaded.
+    `begin_round` and the waits belong to the training thread. ``state`` is the fetched state until
+    it is loaded.
     """
 
     def __init__(
@@ -148,17 +148,21 @@ class RoundRunner:
         # Clear until the members are connected, or there is an error.
         self._is_ready = threading.Event()
         self._is_ready.set()
-        self.quorum: QuorumResult | None = None
         self.state: dict[str, Any] | None = None
         self.healed_from = ""  # for the log: source, size and time
         self._rest: _Rest | None = None  # what groups that heal get when the step ends
+
+    @property
+    def quorum(self) -> QuorumResult | None:
+        """The quorum of the present round."""
+        return self._worker.round.quorum
 
     # -- for the training thread -----------------------------------------------------------------
 
     def begin_round(self, ready: Ready) -> None:
         """Run the round that begins with ``ready`` on the background thread."""
         self._is_ready.clear()
-        self.quorum = self.state = None
+        self.state = None
         task = self._task = Task(partial(self._run, ready))
         self._thread.submit(task)
         if task.done and task.error is not None:
@@ -308,7 +312,7 @@ class RoundRunner:
             question = round_.question(address, are_connections_broken=is_broken)
         timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
-            quorum = self.quorum = self._deps.client.ask(question, timeout)
+            quorum = self._deps.client.ask(question, timeout)
         except TorchFTError as error:
             over = self._deps.client.why_over(error)
             error = over or error
