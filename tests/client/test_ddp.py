@@ -532,7 +532,7 @@ def test_a_sum_of_one_s_own_in_a_backward_pass_that_was_ended(
 def test_two_wrappers_of_one_manager_may_be_used_in_one_graph(
     make: Callable[..., list[Group]],
 ) -> None:
-    """Their sums do not mix: those of the second one's pass follow all of the first one's."""
+    """The wrappers' sums do not mix: those of the second pass follow all of the first one's."""
 
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))

@@ -78,7 +78,7 @@ def test_gradients_that_nothing_averages_are_warned_of_once(
 
 
 def test_a_group_that_is_alone_keeps_its_gradients_once(alone: Manager) -> None:
-    """They are not copied into the buckets, whose memory is not touched then."""
+    """A lone group's gradients are not copied into buckets, whose memory is not touched then."""
     model = mlp()
     other = copy.deepcopy(model)
     parallel = DistributedDataParallel(alone, model)

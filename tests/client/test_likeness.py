@@ -230,7 +230,7 @@ def test_an_operation_that_one_group_alone_has_in_a_later_step_ends_nobody(
 def test_a_group_that_never_fits_ends_and_the_others_go_on(
     trainers: Callable[..., Trainers],
 ) -> None:
-    """Until the end of a step all that it sums is what the others sum."""
+    """The group sums what the others sum until the end of a step."""
     fleet = trainers("--min-replicas=2")
     fleet.start("a", "both branches")
     fleet.start("b", "both branches")

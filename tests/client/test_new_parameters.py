@@ -24,7 +24,7 @@ IDS = torch.tensor([0, 1, 2])
 
 
 class Language(nn.Module):
-    """Its first and its last weights are shared."""
+    """A model whose first and last weights are shared."""
 
     def __init__(self) -> None:
         super().__init__()

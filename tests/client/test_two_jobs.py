@@ -52,8 +52,10 @@ def test_groups_of_one_job_may_share_a_thread(address: str) -> None:
 def test_a_thread_that_trains_two_groups_in_two_jobs_is_warned(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Only where others are in both jobs: a lone group waits for nobody. Each job has groups of its
-    own names here, as where no name is given."""
+    """A warning is due only where others are in both jobs: a lone group waits for nobody.
+
+    Each job has groups of its own names here, as where no name is given.
+    """
     with (
         trainers(address, 2) as (a, b),
         Trainer(address, "c", 0, job_id="critic") as c,

@@ -161,7 +161,7 @@ def test_i3_a_state_is_not_served_any_more_once_its_owner_has_healed(
 def test_i7_what_was_received_is_freed_with_its_last_tensor(
     source: HTTPTransport[Any], receiver: HTTPTransport[Any]
 ) -> None:
-    """Not when the collector comes by: it may be gigabytes."""
+    """A received state may be gigabytes: it does not wait for the garbage collector."""
     source.send_checkpoint([1], 0, {"w": torch.ones(100_000)}, LONG)
     gc.collect()
     gc.disable()

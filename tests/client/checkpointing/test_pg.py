@@ -207,7 +207,7 @@ def test_what_arrives_damaged_is_refused(
         assert not own["b"].any()
 
 
-def test_a_sum_on_a_device_tells_any_bit_and_any_place() -> None:
+def test_a_sum_on_a_device_depends_on_any_bit_and_any_place() -> None:
     data = torch.randint(256, (1001,), dtype=torch.uint8)
     digest = module._sum(data)
     for place, bit in ((0, 0), (7, 7), (8, 7), (500, 3), (1000, 7)):

@@ -180,7 +180,7 @@ def test_who_does_not_know_the_token_fetches_nothing(client: Security, reason: s
 
 
 def test_the_token_is_looked_at_before_the_request() -> None:
-    """Also one that makes no sense, or knows no secret: all get the same answer."""
+    """A senseless request and one without a secret get the same answer."""
     with serving(Security(token=TOKEN)) as source:
         port = urlsplit(source.metadata()).port
         for method, path in (("GET", "/"), ("POST", "/nonsense"), ("GET", "/a/b/c?d=e")):
@@ -340,7 +340,7 @@ def test_a_tls_socket_blocks_like_a_plain_one(some: Papers) -> None:
 
 
 def test_a_head_behind_another_in_one_record_is_found(some: Papers) -> None:
-    """It is decrypted already, so the system would not report it."""
+    """The second head is decrypted already, so the system would not report it as readable."""
     sends, receives = pair(some)
     with sends, receives:
         filler = "x" * (4096 - len("GET / HTTP/1.1\r\nA: \r\n\r\n"))

@@ -328,7 +328,7 @@ def test_i6_no_piece_is_loaded_if_the_mesh_of_one_is_not_here(mesh: DeviceMesh) 
     assert loaded == {}
 
 
-def test_meshes_of_equal_names_and_sizes_are_told_apart_by_their_ranks() -> None:
+def test_meshes_of_equal_names_and_sizes_are_distinguished_by_their_ranks() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
     try:
         meshes = [DeviceMesh("cpu", ranks, mesh_dim_names=("x",)) for ranks in ([0, 1], [0, 2])]
@@ -373,7 +373,7 @@ def test_a_sharded_tensor_survives_the_way_in_any_container(mesh: DeviceMesh) ->
 
 
 class Renames(nn.Module):
-    """Has hooks of both kinds, and a version."""
+    """A module with hooks of both kinds, and a version."""
 
     _version = 3
 
@@ -408,7 +408,7 @@ def test_modules_own_hooks_run_and_their_versions_are_kept(mesh: DeviceMesh) -> 
 
 
 class Own(nn.Module):
-    """Has a ``state_dict`` of its own."""
+    """A module with a ``state_dict`` of its own."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -170,7 +170,7 @@ def test_a_receiver_that_comes_after_the_step_gets_a_part_from_all(site: Site) -
     assert [source.copied_bytes for source in site.sources] == [0, 0]
 
 
-def test_digests_are_told_of_chunks_that_are_not_kept_any_more(site: Site) -> None:
+def test_digests_are_sent_of_chunks_that_are_not_kept_any_more(site: Site) -> None:
     source = site.add()
     url = urlsplit(source.metadata())
     with contextlib.closing(HTTPConnection(str(url.hostname), url.port, DEADLINE_S)) as connection:
@@ -251,7 +251,7 @@ def test_a_source_that_stands_still_holds_nobody_up(
 def test_an_assigned_source_that_is_lost_before_it_offers_is_not_waited_for(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Its process is frozen before it begins, and its group is out of the quorum."""
+    """The source's process is frozen before it begins, and its group is out of the quorum."""
     site.add_silent()
     site.add()
     site.add()
@@ -268,7 +268,7 @@ def test_an_assigned_source_that_is_lost_before_it_offers_is_not_waited_for(
 def test_an_assigned_source_that_says_nothing_is_overtaken(
     site: Site, chunk_bytes: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its group is in the quorum, and its checkpoints are cut off, by a firewall for instance."""
+    """The source's group is in the quorum, but a firewall, say, cuts its checkpoints off."""
     monkeypatch.setattr(fetch, "LATER_BY_S", 0.3)
     site.add_silent()
     site.add(chunk_bytes=chunk_bytes)
@@ -329,10 +329,10 @@ def test_an_only_source_that_is_lost_before_it_offers_is_not_waited_for(site: Si
         fetched.result(DEADLINE_S)
 
 
-def test_a_lost_source_that_still_sends_is_heard_to_the_end(
+def test_a_lost_source_that_still_sends_is_read_to_the_end(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its step hangs, or its manager is frozen: it is out, and still has the state."""
+    """The source's step hangs, or its manager is frozen: it is out, and still has the state."""
     monkeypatch.setattr(fetch, "SILENCE_S", 0.3)
     site.add(hook=Throttle(LINK_BYTES_PER_S))
     fetched = site.fetch()
@@ -348,7 +348,7 @@ def test_a_lost_source_that_still_sends_is_heard_to_the_end(
 
 @pytest.mark.parametrize("start", [100, 5_000, HALF_WAY], ids=["head", "at-once", "half-way"])
 def test_a_lost_source_that_stops_sending_is_not_waited_for(site: Site, start: int) -> None:
-    """It is the only one: what is one chunk, for instance, comes from nobody else."""
+    """The source is the only one: what is one chunk, for instance, comes from nobody else."""
     gate = Gate(start)
     site.add(hook=gate)
     fetched = site.fetch()

@@ -314,7 +314,7 @@ def test_who_finds_no_free_connection_is_informed(
 
 
 def test_a_source_that_hangs_up_on_further_connections_is_not_lost(source: Transport) -> None:
-    """As a full one does that speaks TLS: it lets nobody in, and cannot say so."""
+    """A full source that speaks TLS does so: it lets nobody in, and cannot say why."""
     source.send_checkpoint([1], 1, weights(), LONG)
     where = urlsplit(source.metadata())
     given_up = threading.Event()

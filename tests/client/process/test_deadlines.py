@@ -24,13 +24,13 @@ def timer():  # type: ignore[no-untyped-def]
 def test_calls_come_in_the_order_of_their_times(timer: Timer) -> None:
     calls: list[int] = []
     done = threading.Event()
-    all_told = threading.Event()
+    all_scheduled = threading.Event()
     now = time.monotonic()
-    timer.call_at(now, lambda: all_told.wait(DEADLINE_S) and None)
+    timer.call_at(now, lambda: all_scheduled.wait(DEADLINE_S) and None)
     timer.call_at(now + 0.05, lambda: (calls.append(2), done.set()))
     timer.call_at(now + 0.01, lambda: calls.append(1))
     timer.cancel(timer.call_at(now + 0.02, lambda: calls.append(9)))
-    all_told.set()
+    all_scheduled.set()
     assert done.wait(DEADLINE_S)
     assert calls == [1, 2]
 

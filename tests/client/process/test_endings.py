@@ -94,7 +94,7 @@ ENDS = {
 
 
 @pytest.mark.parametrize(("name", "by", "what", "reason"), ENDS.values(), ids=ENDS)
-def test_the_lighthouse_tells_an_orderly_end_from_a_loss(
+def test_the_lighthouse_distinguishes_an_orderly_end_from_a_loss(
     name: str, by: signal.Signals | str | None, what: str, reason: str
 ) -> None:
     """The lighthouse knows whether the job is finished; then another run begins at step 0."""

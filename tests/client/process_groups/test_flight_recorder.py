@@ -90,7 +90,7 @@ def written(*groups: ProcessGroup) -> None:
 def test_the_analyzer_names_who_was_missing(
     tmp_path: Path, groups: list[ProcessGroup], analyze: Callable[..., str]
 ) -> None:
-    """After every collective that there is, none of which it takes for a mistake."""
+    """All collectives run first; the analyzer takes none of them for a mistake."""
     MeetingPlace().configure(*groups)
     all_launch(groups, *NAMES)
     for group in groups[:2]:
@@ -172,7 +172,7 @@ def test_a_record_holds_the_last_collectives_and_no_tensor(tmp_path: Path) -> No
 def test_the_analyzer_names_who_called_something_else(
     tmp_path: Path, analyze: Callable[..., str]
 ) -> None:
-    """Without a group: gloo ends the processes of members that disagree on a size."""
+    """No real group takes part: gloo ends processes of members that disagree on a size."""
     for rank in range(3):
         recorder = FlightRecorder(tmp_path)
         members = Members("nowhere:1/x", f"group {rank}", rank, 3, quorum_id=7, group_rank=2)

@@ -56,7 +56,7 @@ def shared_descriptors() -> int:
     return sum("torchft-collectives" in os.readlink(link) for link in links if link.is_symlink())
 
 
-def test_the_status_of_an_earlier_process_with_the_same_id_is_not_told() -> None:
+def test_the_status_of_an_earlier_process_with_the_same_id_is_not_reported() -> None:
     fork_server = ForkServer(MAIN, "tests")
     pid, connection = fork_carrier(fork_server)
     connection.close()
@@ -373,7 +373,8 @@ def test_a_process_that_is_killed_while_its_group_waits_for_a_quorum_holds_up_no
 
 
 def test_others_train_while_a_newcomer_still_starts_its_fork_server() -> None:
-    """It takes torch's import, seconds and more: in a quorum all others would wait for that."""
+    """A fork server imports torch for seconds at least: in a quorum all others would wait for
+    it."""
     alone = 20
     with lighthouse(min_replicas=1) as address, Trainer(address, "a", 1) as first:
         assert first.step()

@@ -78,7 +78,7 @@ def test_a_service_that_is_no_store_is_said_to_be_none(group: ProcessGroupGloo) 
 def test_the_host_of_a_store_is_frozen(
     group: ProcessGroupGloo, connected: bool, short_calls: None
 ) -> None:
-    """Its kernel still takes connections, and what is sent over them."""
+    """A frozen host's kernel still accepts connections, and what is sent over them."""
     with store_process() as (host, port):
         if connected:
             other = ProcessGroupGloo(TIMEOUT)
@@ -175,7 +175,7 @@ def test_workers_of_a_group_whose_store_never_answers_say_so() -> None:
 
 
 def _put(port: int, key: bytes, value: bytes = b"x") -> None:
-    """As torch's client would, if it took a key that is not UTF-8."""
+    """Set ``key`` as torch's client would, if it accepted a key that is not UTF-8."""
     with socket.create_connection(("127.0.0.1", port), END_S) as line:
         line.sendall(struct.pack("=BI", 0, 0x3C85F7CE))
         line.sendall(b"\x01" + struct.pack("=Q", len(key)) + key)
@@ -252,7 +252,7 @@ def test_a_meeting_takes_a_few_requests_for_each_member() -> None:
     assert store.num_requests < 7 * num_members
 
 
-def test_members_meet_without_the_one_that_tells_them() -> None:
+def test_members_meet_without_the_one_that_announces_it() -> None:
     """Rank 0 has arrived, and died; nobody else has written that they met."""
     store = CountingStore()
     store.set("present/0", "1")

@@ -186,7 +186,7 @@ def test_a_member_that_leaves_and_idles_keeps_nobody_waiting(
     began_at = time.monotonic()
     with pytest.raises(RuntimeError):
         other.allreduce([torch.ones(1)]).wait()
-    check("hearing that a member has left", time.monotonic() - began_at, 1.0)
+    check("noticing that a member has left", time.monotonic() - began_at, 1.0)
 
 
 def test_leaving_after_an_interrupted_launch_blocks_nobody(
@@ -235,7 +235,7 @@ def test_news_of_a_loss_ends_the_wait_for_members(store: MeetingPlace) -> None:
 
 
 def test_news_of_a_loss_ends_the_wait_for_a_connection(store: MeetingPlace) -> None:
-    """To one that was killed when all had met: gloo waits for it, and cannot be interrupted."""
+    """The member was killed when all had met: gloo waits for it, and cannot be interrupted."""
     group = ProcessGroupGloo(TIMEOUT)
     store.store.set("torchft/1/0/present/1", "1")
 

@@ -109,7 +109,7 @@ def test_reconfigured_with_fewer_more_or_the_same(
 
 
 def test_wrong_sizes(place: MeetingPlace, groups: list[ProcessGroup]) -> None:
-    """Of one member's own tensors. Where members disagree, see the next, and test_isolated.py."""
+    """One member's own tensors differ. For members that disagree see below and test_isolated.py."""
     place.configure(*groups)
 
     def gather(group: ProcessGroup, numel: int) -> list[float]:
@@ -128,7 +128,7 @@ def test_wrong_sizes(place: MeetingPlace, groups: list[ProcessGroup]) -> None:
 
 @pytest.mark.processes
 def test_gloo_ends_the_process_of_who_disagrees_on_a_size() -> None:
-    """As its docstring says: no wait without an end, and no wrong sum."""
+    """Gloo's docstring promises it: no wait without an end, and no wrong sum."""
     trainer = Warm(
         [sys.executable, "-m", "support.scripts.differing_trainer"],
         cwd=TESTS,

@@ -236,7 +236,7 @@ def test_a_swallowed_error_of_a_collective_of_one_s_own_discards_the_step(
     assert_identical(pair)
 
 
-class _Telling(ProcessGroupWrapper):
+class _ErrorsOnRequest(ProcessGroupWrapper):
     """A user's own wrapper, that reports errors by `errored` alone."""
 
     error: Exception | None = None
@@ -246,7 +246,10 @@ class _Telling(ProcessGroupWrapper):
 
 
 def test_the_vote_asks_whatever_wraps_the_group() -> None:
-    with lighthouse() as address, trainers(address, 1, pg=_Telling(ProcessGroupGloo())) as (a,):
+    with (
+        lighthouse() as address,
+        trainers(address, 1, pg=_ErrorsOnRequest(ProcessGroupGloo())) as (a,),
+    ):
         assert a.step()
         a.backward()
         group_of(a).error = RuntimeError("no report was sent")

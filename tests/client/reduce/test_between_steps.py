@@ -101,8 +101,11 @@ def test_a_group_that_goes_on_without_it_costs_no_step(
 def test_a_report_never_meets_a_sum_of_the_next_step(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a term, a group that skips the report begins the next step at once; gloo would end the
-    processes if a report met a sum of another size, and add both up if the sizes are equal."""
+    """A report and a sum of another size, if they met, would end the processes.
+
+    In a term, a group that skips the report begins the next step at once. If the sizes are equal,
+    gloo would add both up.
+    """
     monkeypatch.setattr("torchft_svc.client.step.sums._BETWEEN_STEPS_S", 0.5)
     with trainers(address, 2) as (a, b):
 

@@ -75,8 +75,10 @@ def test_the_manager_of_one_group_dies_in_the_forward_pass() -> None:
 
 
 def test_i5_a_manager_s_death_ends_a_wait_for_a_group_that_hangs() -> None:
-    """Not every backend notices that its peers have left; here it is one that cannot leave. (In a
-    term the group has not left.)"""
+    """Some backends do not notice that a peer has left; the one here cannot leave.
+
+    In a term the group has not left.
+    """
     with (
         lighthouse(min_replicas=2) as address,
         trainers(address, 2, in_process=False, steady_steps=False) as groups,
@@ -122,7 +124,7 @@ def test_a_manager_that_does_not_move_is_replaced(
 
 
 def test_workers_that_vote_outlive_a_manager_that_does_not_move(address: str) -> None:
-    """It is replaced before they give up the decision on their votes, which would end them."""
+    """The manager is replaced before they give up the decision on their votes, and end."""
     with workers(address, "a", 2, in_process=False) as group:
         together(*(worker.step for worker in group))
         together(*(worker.backward for worker in group))
@@ -250,7 +252,7 @@ def test_m7_where_the_first_answer_is_lost_the_group_stands_until_its_quorum_tim
         meeting = threading.Barrier(2)
 
         def trains(worker: Trainer) -> float:
-            """When the first step is over; the next question of a worker frees a voter."""
+            """The time when the first step is over; the next question of a worker frees a voter."""
             worker.optimizer.zero_grad()
             with contextlib.suppress(TorchFTError):
                 worker.manager.wait_quorum()

@@ -95,7 +95,7 @@ def test_a_trainer_with_a_wrong_token_is_informed_what_to_set(
 
 
 def test_a_trainer_that_resumed_is_informed_too(address: str, some: Papers) -> None:
-    """After step 0 the quorum is asynchronous, and its error would only discard the steps."""
+    """The quorum is asynchronous after step 0: its error would only discard the steps."""
     with Trainer(address, "a", 0, security=some.local) as a:
         a.manager.load_state_dict({"step": 7, "batches_committed": 7})
         a.backward()

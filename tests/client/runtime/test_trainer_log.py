@@ -113,7 +113,7 @@ def test_a_line_stays_one_line() -> None:
     assert line.endswith(" INFO torchft_svc[50%] a\\nb\\x1b[31m\\x9b")
 
 
-def test_heals_quorums_and_lost_groups_are_told_without_secrets(
+def test_heals_quorums_and_lost_groups_are_logged_without_secrets(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, "torchft_svc")

@@ -102,7 +102,7 @@ def test_each_worker_trains_with_its_own_kind() -> None:
 def test_a_worker_that_starts_late_is_not_taken_for_one_that_has_missed_an_answer(
     address: str,
 ) -> None:
-    """Its peer has asked one question more, for which no manager had an answer; they meet in each
+    """The peer has asked one question more, for which no manager had an answer; they meet in each
     step."""
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     place = {"store_addr": "localhost", "store_port": store.port, "world_size": 2}
@@ -202,7 +202,7 @@ def test_i5_a_worker_that_is_gone_is_an_error_for_the_others_at_once(address: st
         assert group[0].manager.current_step() == 1
 
 
-def test_i5_who_waits_for_a_group_that_hangs_hears_that_a_peer_is_gone() -> None:
+def test_i5_who_waits_for_a_group_that_hangs_learns_that_a_peer_is_gone() -> None:
     """The other groups would let it wait: theirs hang, and NCCL's end informs nobody."""
     with (
         lighthouse(min_replicas=2) as address,
@@ -236,8 +236,9 @@ def test_a_drained_worker_ends_though_nobody_can_answer_it(
             group[0].optimizer.step()
 
 
-def test_a_drained_worker_waits_for_peers_that_have_not_heard_of_it(address: str) -> None:
-    """Its question failed, but had not said that it has to end: they would wait for it for ever."""
+def test_a_drained_worker_waits_for_peers_that_do_not_know_of_it(address: str) -> None:
+    """The failed question did not announce the worker's end: its peers would wait for it for
+    ever."""
     with workers(address, "a", 2) as group:
         together(*(worker.step for worker in group))
         drained = group[1]
@@ -254,7 +255,7 @@ def test_a_drained_worker_waits_for_peers_that_have_not_heard_of_it(address: str
         together(*(lambda worker=worker: ends(worker) for worker in group))
 
 
-def test_drained_workers_end_at_one_place_though_only_one_was_told(address: str) -> None:
+def test_drained_workers_end_at_one_place_though_only_one_was_signalled(address: str) -> None:
     """A collective of the group, as in a sharded model's forward pass, must find all of them."""
     with workers(address, "a", 2) as group:
         together(*(worker.step for worker in group))
@@ -385,7 +386,7 @@ def test_a_heal_that_fails_for_one_worker_is_repeated_by_all(address: str) -> No
             ends_at: list[int] = []
 
             def train(worker: Trainer) -> None:
-                """Until a while after the newcomers have committed a step: all end at one."""
+                """Train until a while after the newcomers have committed a step: all end at one."""
                 deadline = time.monotonic() + DEADLINE_S
                 while not ends_at or worker.manager.current_step() < ends_at[0]:
                     assert time.monotonic() < deadline

@@ -55,7 +55,7 @@ def test_a_joiner_from_a_newer_checkpoint_heals_from_the_running_job(
 
 
 def test_a_joiner_that_is_not_believed_adds_nothing_to_the_first_step(house: Process) -> None:
-    """It heals to step 0, for which nobody waited: its forward pass had its own weights."""
+    """A joiner heals to step 0, for which nobody waited: its forward pass had its own weights."""
     with trainers(house.address, 2) as members:
 
         def discards(trainer: Trainer) -> bool:
@@ -127,7 +127,7 @@ def comes_and_goes(members: list[Trainer], line: Line, step: int, **claims: Any)
 
 @pytest.mark.parametrize("step", [FAR, 2**62])
 def test_a_forged_step_does_not_hold_the_job(house: Process, step: int) -> None:
-    """Neither while the stranger is there, nor when it has left."""
+    """The job goes on while the stranger is there, and when it has left."""
     with trainers(house.address, 2) as members, line_to(house.address) as line:
         in_step(3, *members)
         comes_and_goes(members, line, step)

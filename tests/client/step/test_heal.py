@@ -482,7 +482,7 @@ def test_a_group_that_puts_its_heal_off_commits_nothing(address: str) -> None:
 
 @pytest.mark.parametrize("answers", [False, True], ids=["dead", "frozen"])
 def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> None:
-    """Its manager cannot be reached, or accepts connections and does not answer."""
+    """The source's manager cannot be reached, or accepts connections and does not answer."""
     peers = Peers()
     with socket.create_server(("127.0.0.1", 0)) as listener, HTTPTransport[Any](TIMEOUT) as mine:
         address = f"127.0.0.1:{listener.getsockname()[1]}"

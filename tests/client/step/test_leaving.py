@@ -120,7 +120,7 @@ def fails(trainer: Trainer) -> None:
 def test_a_step_that_depends_on_the_group_that_left_is_discarded(
     act: Callable[[Trainer], None],
 ) -> None:
-    """Its sums were written over, or what it computes may be for other members, or it is wrong."""
+    """The step's sums were overwritten, or its result is wrong, or is for other members."""
     with in_term(2) as (a, b):
         a.manager.start_quorum()
         act(a)

@@ -19,7 +19,7 @@ JOIN_S = 0.5
 
 
 class Held(HTTPTransport[Any]):
-    """Its link is so slow that the state arrives when the test allows it."""
+    """A transport with a link so slow that the state arrives when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(timedelta(seconds=DEADLINE_S), hostname="127.0.0.1")

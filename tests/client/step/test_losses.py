@@ -93,7 +93,7 @@ def test_a_group_whose_session_broke_is_met_again() -> None:
 
 
 def test_a_straggler_gives_its_step_up_when_the_others_go_on_without_it() -> None:
-    """It would wait for the whole timeout of its collective, whose members have moved on."""
+    """A straggler would wait for the timeout of its collective, whose members have moved on."""
     stuck = Gloo(TIMEOUT)
     with (
         lighthouse(min_replicas=1, join_timeout_ms=1000) as address,
@@ -114,7 +114,7 @@ def test_a_straggler_gives_its_step_up_when_the_others_go_on_without_it() -> Non
 
 
 def test_who_comes_late_to_the_vote_does_not_commit_a_step_that_the_others_repeat() -> None:
-    """Its sums are complete, as those of a worker may be that was frozen; nobody votes for it."""
+    """The late one's sums are complete, as after a freeze; nobody votes for its step."""
     with (
         lighthouse(min_replicas=1, join_timeout_ms=500) as address,
         Trainer(address, "a", 0) as a,

@@ -453,7 +453,7 @@ def test_optimizers_of_something_else_are_ignored(address: str, quiet: Quiet) ->
 
 
 def test_optimizers_on_other_threads_are_ignored(address: str, quiet: Quiet) -> None:
-    """They may update the same parameters: an evaluation that adapts a copy may share some."""
+    """Another thread may update the same parameters, as an evaluation of an adapted copy may do."""
     with Trainer(address, "a", 0, use_async_quorum=False) as a:
         for _ in range(NUM_USUAL + 2):
             averaged(a, a.inner)

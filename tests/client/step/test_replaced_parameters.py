@@ -75,7 +75,7 @@ def test_a_heal_that_replaces_parameters_is_refused(
 
 
 def test_a_load_function_that_copies_is_trained_on_with() -> None:
-    """It may copy into new memory, which belongs to the same parameters."""
+    """A load function may copy into new memory, which belongs to the same parameters."""
 
     def copies(model: nn.Module, state: dict[str, Any]) -> None:
         for name, parameter in model.named_parameters():
@@ -120,7 +120,7 @@ def test_parameters_of_an_optimizer_are_compared_without_a_wrapper_too() -> None
 
 
 def test_a_frozen_part_may_be_assigned() -> None:
-    """Nothing that is trained is replaced."""
+    """An assignment to a frozen part replaces nothing that is trained."""
 
     class Frozen(Loading):
         def __init__(self, address: str, name: str, seed: int) -> None:

@@ -108,7 +108,7 @@ class GatedPG(PGTransport):
 
 
 class Momentum(Trainer):
-    """Its forward pass changes a part of its state: as a queue, a codebook, an encoder would."""
+    """A model whose forward pass changes its state, as a queue, codebook or encoder does."""
 
     def __init__(self, address: str, name: str, seed: int, kind: str, **options: Any) -> None:
         group = ProcessGroupGloo(TIMEOUT)

@@ -378,7 +378,7 @@ def test_a_spare_is_compared_too(address_of_three: str) -> None:
 
 @pytest.mark.parametrize("is_async", [True, False], ids=["heals in a step", "heals before a step"])
 def test_a_group_that_healed_is_compared_at_once(is_async: bool) -> None:
-    """Its source sends an optimizer's state that it has taken once: that shows one update later."""
+    """The source sends an optimizer's state that it took once: one update later that shows."""
     with lighthouse(min_replicas=1) as address, ExitStack() as stack:
         options = {"check_every": 10_000, "use_async_quorum": is_async}
         a = stack.enter_context(Trainer(address, "a", 0, **options))
@@ -398,7 +398,7 @@ def test_a_group_that_healed_is_compared_at_once(is_async: bool) -> None:
 
 
 class ForgetfulTrainer(Trainer):
-    """Its state has the scheduler, but not the optimizer whose learning rate that has changed."""
+    """A trainer whose state has the scheduler, but not the optimizer with the changed rate."""
 
     def __init__(self, address: str, name: str, seed: int, **options: Any) -> None:
         super().__init__(address, name, seed, **options)
@@ -597,7 +597,7 @@ def test_a_step_that_was_given_up_is_left_also_where_no_file_can_be_opened(
 
 
 class NoisyTrainer(Trainer):
-    """Its buffers, its random numbers and its data are its own."""
+    """A trainer with buffers, random numbers and data of its own."""
 
     def __init__(self, address: str, name: str, seed: int, **options: Any) -> None:
         super().__init__(address, name, seed, **options)

@@ -44,7 +44,7 @@ def test_i4_a_group_that_is_left_alone_with_them_ends(address: str) -> None:
         healthy.manager.shutdown()
 
         def accepts_loss() -> bool:
-            """Or the lighthouse would wait for somebody with the newer state."""
+            """Accept the loss: the lighthouse would wait for somebody with the newer state."""
             eventually(lambda: "committed" in client.status()[0].waiting_for)
             client.accept_loss()
             return True

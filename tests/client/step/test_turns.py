@@ -70,7 +70,7 @@ class Adversaries:
         return turn.step()
 
     def joins(self, *others: Adversaries) -> list[bool]:
-        """Its first step with ``others``, which they begin when it waits for them."""
+        """Run the first step with ``others``, which begin theirs when this one waits for them."""
 
         def step(other: Adversaries) -> bool:
             eventually(lambda: other.manager.num_replicas_waiting() == 1, what="one waits to join")
@@ -175,7 +175,7 @@ EXTRA = "number {}, Manager.allreduce: average of 7 elements of float32"
 def test_a_group_whose_calls_differ_now_and_then_ends_and_the_others_go_on(
     extra_first: bool, num_others: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It counts its own passes, and reduces more in each fifth one: all wait for one another."""
+    """One group counts its own passes and reduces more in each fifth: all wait for one another."""
     options = {"timeout": timedelta(seconds=1)}
     is_over = threading.Event()
 
