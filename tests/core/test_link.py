@@ -179,7 +179,7 @@ def test_a_lighthouse_may_want_fewer_beats_but_not_none(
 def test_clients_that_beat_rarely_beat_at_the_same_moments(
     play: type[LinkPlay], chance: float, wall_offset_s: float
 ) -> None:
-    """Their own clocks differ, the wall's does not."""
+    """The clients' own clocks differ, the wall's does not."""
     link = play(chance=chance, wall_offset_s=wall_offset_s)  # type: ignore[call-arg]
     link.start()
     link.open(interval_s=4.0)

@@ -74,7 +74,7 @@ def test_whoever_is_not_at_the_first_looks_back_at_those_before() -> None:
 
 
 def pauses(backoff: Backoff, num: int) -> list[float]:
-    """Of a service that does not come back."""
+    """The pauses of a service that does not come back."""
     found = []
     for _ in range(num):
         found.append(backoff.pause_s())

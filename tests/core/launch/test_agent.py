@@ -66,20 +66,20 @@ class Play:
         self.does("started", None, OpenStore())
 
     def does(self, what: str, argument: Any, *expected: Order) -> None:
-        """This input leads to these orders, besides what the lighthouse is told."""
+        """Check that this input leads to these orders, besides the state for the lighthouse."""
         take = getattr(self.machine, what)
         given = take(self.now) if argument is None else take(*argument, self.now)
-        told = [order for order in given if isinstance(order, SendState)]
-        assert len(told) <= 1
-        if told:
-            assert given[-1] is told[0], "it tells how things are when all is done"
-            self.state = told[0].state
+        sent = [order for order in given if isinstance(order, SendState)]
+        assert len(sent) <= 1
+        if sent:
+            assert given[-1] is sent[0], "it sends its state when all is done"
+            self.state = sent[0].state
         assert tuple(order for order in given if not isinstance(order, SendState)) == expected
 
-    def hears(self, news: Any, *expected: Order) -> None:
+    def receives(self, news: Any, *expected: Order) -> None:
         self.does("news_received", (news,), *expected)
 
-    def tells(self, status: AgentStatus, **more: Any) -> None:
+    def reports(self, status: AgentStatus, **more: Any) -> None:
         assert self.state is not None
         shown = {"status": status, **more}
         assert {key: getattr(self.state, key) for key in shown} == shown
@@ -101,13 +101,13 @@ class Play:
 
 
 def working(policy: RestartPolicy = RestartPolicy.SOFT, **more: Any) -> Play:
-    """Its workers have reached the world of round 1."""
+    """A node whose workers have reached the world of round 1."""
     play = Play(policy, **more)
     play.does("store_opened", (2000,))
-    play.hears(ALONE, OpenStore(), StartWorkers(ALONE, False, 0))
+    play.receives(ALONE, OpenStore(), StartWorkers(ALONE, False, 0))
     play.does("workers_ready", None)
     play.does("workers_reached", (1,))
-    play.tells(AgentStatus.WORKING, round=1, reached=True)
+    play.reports(AgentStatus.WORKING, round=1, reached=True)
     return play
 
 
@@ -116,45 +116,45 @@ def working(policy: RestartPolicy = RestartPolicy.SOFT, **more: Any) -> Play:
 
 def test_a_cold_start() -> None:
     play = Play()
-    play.tells(AgentStatus.JOINING, round=0, store_port=0, can_warm_up=True)
+    play.reports(AgentStatus.JOINING, round=0, store_port=0, can_warm_up=True)
     play.does("store_opened", (2000,))
-    play.tells(AgentStatus.JOINING, store_port=2000)
-    play.hears(RunWaiting("more nodes may join"))
-    play.hears(ALONE, OpenStore(), StartWorkers(ALONE, False, 0))
-    play.tells(AgentStatus.WORKING, round=1, reached=False, store_port=0)
+    play.reports(AgentStatus.JOINING, store_port=2000)
+    play.receives(RunWaiting("more nodes may join"))
+    play.receives(ALONE, OpenStore(), StartWorkers(ALONE, False, 0))
+    play.reports(AgentStatus.WORKING, round=1, reached=False, store_port=0)
     play.does("workers_reached", (1,))
-    play.tells(AgentStatus.WORKING, reached=True)
+    play.reports(AgentStatus.WORKING, reached=True)
     assert play.machine.world == ALONE
 
 
 def test_a_warm_start() -> None:
     play = Play()
     expected = World(7, (OTHER, ME), 3000)
-    play.hears(WarmUp(expected), StartWorkers(expected, True, 0))
-    play.tells(AgentStatus.WARMING, round=0)
+    play.receives(WarmUp(expected), StartWorkers(expected, True, 0))
+    play.reports(AgentStatus.WARMING, round=0)
     play.does("workers_ready", None)
-    play.tells(AgentStatus.READY)
+    play.reports(AgentStatus.READY)
     world = dataclasses.replace(expected, round=8)
-    play.hears(world, Broadcast(WorkerState.HEALTHY, world, UP))
-    play.tells(AgentStatus.WORKING, round=8, reached=False)
+    play.receives(world, Broadcast(WorkerState.HEALTHY, world, UP))
+    play.reports(AgentStatus.WORKING, round=8, reached=False)
 
 
 def test_a_world_that_comes_too_early_is_passed_by() -> None:
-    """Its nodes do not wait until these workers are ready (rule L17)."""
+    """The nodes of the world do not wait until these workers are ready (rule L17)."""
     play = Play()
-    play.hears(WarmUp(BOTH), StartWorkers(BOTH, True, 0))
-    play.hears(BOTH)
-    play.tells(AgentStatus.WARMING, round=2)
+    play.receives(WarmUp(BOTH), StartWorkers(BOTH, True, 0))
+    play.receives(BOTH)
+    play.reports(AgentStatus.WARMING, round=2)
     play.does("workers_ready", None)
     world = dataclasses.replace(BOTH, round=3)
-    play.hears(world, Broadcast(WorkerState.HEALTHY, world, UP))
+    play.receives(world, Broadcast(WorkerState.HEALTHY, world, UP))
 
 
 def test_worlds_that_are_old_or_of_others_are_ignored() -> None:
     play = working()
-    play.hears(ALONE)
-    play.hears(World(9, (OTHER,), 3000))
-    play.tells(AgentStatus.WORKING, round=1, reached=True)
+    play.receives(ALONE)
+    play.receives(World(9, (OTHER,), 3000))
+    play.reports(AgentStatus.WORKING, round=1, reached=True)
 
 
 # -- changes (rule L15) --------------------------------------------------------------------------
@@ -163,16 +163,16 @@ def test_worlds_that_are_old_or_of_others_are_ignored() -> None:
 @pytest.mark.parametrize("policy", SOFT)
 def test_soft_scale_up_and_down(policy: RestartPolicy) -> None:
     play = working(policy)
-    play.hears(
+    play.receives(
         BOTH, Broadcast(WorkerState.PAUSED, ALONE, UP), Broadcast(WorkerState.HEALTHY, BOTH, UP)
     )
-    play.tells(AgentStatus.WORKING, round=2, reached=False)
+    play.reports(AgentStatus.WORKING, round=2, reached=False)
     play.does("workers_reached", (1,))
-    play.tells(AgentStatus.WORKING, reached=False)
+    play.reports(AgentStatus.WORKING, reached=False)
     play.does("workers_reached", (2,))
-    play.tells(AgentStatus.WORKING, reached=True)
+    play.reports(AgentStatus.WORKING, reached=True)
     smaller = World(3, (ME,), 2001)
-    play.hears(
+    play.receives(
         smaller,
         Broadcast(WorkerState.PAUSED, BOTH, DOWN),
         Broadcast(WorkerState.HEALTHY, smaller, DOWN),
@@ -182,42 +182,42 @@ def test_soft_scale_up_and_down(policy: RestartPolicy) -> None:
 @pytest.mark.parametrize("news", [WorldPaused("too few"), RunWaiting("it goes on without you")])
 def test_soft_workers_pause_until_there_is_another_world(news: Any) -> None:
     play = working()
-    play.hears(news, Broadcast(WorkerState.PAUSED, ALONE, DOWN))
-    play.hears(news)
-    play.tells(AgentStatus.WORKING, round=1)
-    play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
+    play.receives(news, Broadcast(WorkerState.PAUSED, ALONE, DOWN))
+    play.receives(news)
+    play.reports(AgentStatus.WORKING, round=1)
+    play.receives(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
 
 
 def test_a_node_that_was_left_out_opens_another_store() -> None:
-    """The world that it was not told may have used its store (rule L7)."""
+    """The world that it was not sent may have used its store (rule L7)."""
     play = working()
     play.does("store_opened", (2001,))
-    play.hears(RunWaiting("it goes on"), OpenStore(), Broadcast(WorkerState.PAUSED, ALONE, DOWN))
-    play.tells(AgentStatus.WORKING, store_port=0)
+    play.receives(RunWaiting("it goes on"), OpenStore(), Broadcast(WorkerState.PAUSED, ALONE, DOWN))
+    play.reports(AgentStatus.WORKING, store_port=0)
 
 
 def test_a_node_that_has_connected_again_and_is_left_out_opens_another_store() -> None:
-    """Also while it waits for another world anyway (rule L7)."""
+    """The node opens one even while it waits for another world anyway (rule L7)."""
     play = working()
     play.does("store_opened", (2001,))
-    play.hears(AgentWelcome(1.0))
-    play.hears(WorldPaused("few are left"), Broadcast(WorkerState.PAUSED, ALONE, DOWN))
-    play.hears(RunWaiting("it is in no world yet"))
-    play.hears(AgentWelcome(1.0))
-    play.hears(RunWaiting("it is in no world yet"), OpenStore())
+    play.receives(AgentWelcome(1.0))
+    play.receives(WorldPaused("few are left"), Broadcast(WorkerState.PAUSED, ALONE, DOWN))
+    play.receives(RunWaiting("it is in no world yet"))
+    play.receives(AgentWelcome(1.0))
+    play.receives(RunWaiting("it is in no world yet"), OpenStore())
     play.does("store_opened", (2002,))
-    play.hears(RunWaiting("more nodes may join"))
-    play.tells(AgentStatus.WORKING, store_port=2002)
+    play.receives(RunWaiting("more nodes may join"))
+    play.reports(AgentStatus.WORKING, store_port=2002)
 
 
 def test_hard_restarts_for_each_change_and_uses_no_restart() -> None:
     play = working(RestartPolicy.HARD, max_restarts=1)
-    play.hears(BOTH, StopWorkers("the world changes"))
-    play.tells(AgentStatus.WORKING, round=2, reached=False)
+    play.receives(BOTH, StopWorkers("the world changes"))
+    play.reports(AgentStatus.WORKING, round=2, reached=False)
     newer = dataclasses.replace(BOTH, round=3)
-    play.hears(newer)
+    play.receives(newer)
     play.does("workers_stopped", None, StartWorkers(newer, False, 0))
-    play.hears(WorldPaused("too few"), StopWorkers("the world changes"))
+    play.receives(WorldPaused("too few"), StopWorkers("the world changes"))
     play.does("workers_stopped", None)
     assert play.machine.num_restarts_left == 1
 
@@ -228,41 +228,43 @@ def test_hard_restarts_for_each_change_and_uses_no_restart() -> None:
 def test_soft_failure() -> None:
     play = working(max_restarts=1)
     play.does("workers_failed", ("it died", (1,)), StopWorkers("it died"))
-    play.tells(AgentStatus.WARMING, round=1, num_restarts=1, reached=False)
+    play.reports(AgentStatus.WARMING, round=1, num_restarts=1, reached=False)
     play.does("workers_failed", ("ended", (0,)))
     play.does("workers_stopped", None, StartWorkers(ALONE, True, 1))
-    play.hears(RunWaiting("it is in no world yet", num_failures=1))
+    play.receives(RunWaiting("it is in no world yet", num_failures=1))
     play.does("workers_ready", None)
-    play.tells(AgentStatus.READY, round=1)
-    play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
+    play.reports(AgentStatus.READY, round=1)
+    play.receives(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
     play.does("workers_failed", ("again", (1,)), SendLeave(AgentLeave("again", failed=True)),
               StopWorkers("again"))  # fmt: skip
     play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "again"))
-    play.hears(World(3, (ME,), 2001))
+    play.receives(World(3, (ME,), 2001))
     assert play.machine.next_deadline() is None
 
 
 def test_a_world_that_was_made_for_workers_that_have_failed_is_not_entered() -> None:
-    """They start so quickly that the lighthouse has not heard of it (rule L17); what it has said
-    before may be on its way for long."""
+    """The workers start before the lighthouse has received news of the failure (rule L17).
+
+    What it has sent before may be on its way for long.
+    """
     play = working(max_restarts=1)
     play.does("workers_failed", ("it died", (1,)), StopWorkers("it died"))
     play.does("workers_stopped", None, StartWorkers(ALONE, True, 1))
     play.does("workers_ready", None)
-    play.hears(RunWaiting("a sign of life is missing"))
-    play.hears(BOTH)
-    play.tells(AgentStatus.READY, round=2, reached=False)
-    play.hears(RunWaiting("it is in no world yet", num_failures=1))
+    play.receives(RunWaiting("a sign of life is missing"))
+    play.receives(BOTH)
+    play.reports(AgentStatus.READY, round=2, reached=False)
+    play.receives(RunWaiting("it is in no world yet", num_failures=1))
     newer = dataclasses.replace(BOTH, round=3)
-    play.hears(newer, Broadcast(WorkerState.HEALTHY, newer, UP))
+    play.receives(newer, Broadcast(WorkerState.HEALTHY, newer, UP))
 
 
 def test_hard_failure() -> None:
     play = working(RestartPolicy.HARD, max_restarts=1)
     play.does("workers_failed", ("it died", (1,)), StopWorkers("it died"))
-    play.tells(AgentStatus.JOINING, round=1, num_restarts=1)
-    play.hears(BOTH)
-    play.tells(AgentStatus.WORKING, round=2, reached=False)
+    play.reports(AgentStatus.JOINING, round=1, num_restarts=1)
+    play.receives(BOTH)
+    play.reports(AgentStatus.WORKING, round=2, reached=False)
     play.does("workers_stopped", None, StartWorkers(BOTH, False, 1))
     leave = SendLeave(AgentLeave("again", failed=True, closes=True))
     play.does("workers_failed", ("again", (0,)), leave, StopWorkers("again"))
@@ -285,11 +287,11 @@ def test_soft_replace_starts_only_the_dead_worker_and_escalates() -> None:
         Broadcast(WorkerState.PAUSED, ALONE, DOWN),
         ReplaceWorkers((1,), ALONE, 1),
     )
-    play.tells(AgentStatus.WARMING, round=1, num_restarts=1)
-    play.hears(RunWaiting("it is in no world yet", num_failures=1))
+    play.reports(AgentStatus.WARMING, round=1, num_restarts=1)
+    play.receives(RunWaiting("it is in no world yet", num_failures=1))
     play.does("workers_ready", None)
     world = World(2, (ME,), 2001)
-    play.hears(world, Broadcast(WorkerState.HEALTHY, world, DOWN))
+    play.receives(world, Broadcast(WorkerState.HEALTHY, world, DOWN))
     play.does("workers_failed", ("again", (0,)), StopWorkers("again"))
     play.does("workers_stopped", None, StartWorkers(world, True, 2))
     assert play.machine.num_restarts_left == 3
@@ -305,7 +307,7 @@ def test_soft_replace_leaves_workers_alone_that_are_being_started_anew() -> None
     )
     play.does("workers_failed", ("so did its peer", (0,)), ReplaceWorkers((0,), ALONE, 2))
     play.does("workers_failed", ("again", (1,)), ReplaceWorkers((1,), ALONE, 3))
-    play.tells(AgentStatus.WARMING, round=1, num_restarts=3)
+    play.reports(AgentStatus.WARMING, round=1, num_restarts=3)
 
 
 @pytest.mark.parametrize(("pause_s", "is_soft"), [(59.0, False), (61.0, True)])
@@ -315,10 +317,10 @@ def test_soft_replace_forgets_failures_after_a_while(pause_s: float, is_soft: bo
     )
     replaces = Broadcast(WorkerState.PAUSED, ALONE, DOWN), ReplaceWorkers((1,), ALONE, 1)
     play.does("workers_failed", ("it died", (1,)), *replaces)
-    play.hears(RunWaiting("it is in no world yet", num_failures=1))
+    play.receives(RunWaiting("it is in no world yet", num_failures=1))
     play.does("workers_ready", None)
     world = World(2, (ME,), 2001)
-    play.hears(world, Broadcast(WorkerState.HEALTHY, world, DOWN))
+    play.receives(world, Broadcast(WorkerState.HEALTHY, world, DOWN))
     play.does("workers_reached", (2,))
     play.now += pause_s
     again = Broadcast(WorkerState.PAUSED, world, DOWN), ReplaceWorkers((0,), world, 2)
@@ -327,10 +329,10 @@ def test_soft_replace_forgets_failures_after_a_while(pause_s: float, is_soft: bo
 
 def test_a_worker_that_fails_while_it_is_started_early_uses_a_restart() -> None:
     play = Play(max_restarts=1)
-    play.hears(WarmUp(BOTH), StartWorkers(BOTH, True, 0))
+    play.receives(WarmUp(BOTH), StartWorkers(BOTH, True, 0))
     play.does("workers_failed", ("no script", (0, 1)), StopWorkers("no script"))
     play.does("workers_stopped", None, StartWorkers(BOTH, True, 1))
-    play.tells(AgentStatus.WARMING, num_restarts=1)
+    play.reports(AgentStatus.WARMING, num_restarts=1)
 
 
 # -- deadlines (rule L18) ------------------------------------------------------------------------
@@ -339,12 +341,12 @@ def test_a_worker_that_fails_while_it_is_started_early_uses_a_restart() -> None:
 def test_workers_that_do_not_reach_a_world_have_failed() -> None:
     play = working(ready_timeout_s=10.0, max_restarts=1)
     assert play.machine.next_deadline() is None
-    play.hears(
+    play.receives(
         BOTH, Broadcast(WorkerState.PAUSED, ALONE, UP), Broadcast(WorkerState.HEALTHY, BOTH, UP)
     )
     play.passes(9.0)
     play.passes(2.0, StopWorkers(NO_ANSWER))
-    play.tells(AgentStatus.WARMING, round=2, num_restarts=1)
+    play.reports(AgentStatus.WARMING, round=2, num_restarts=1)
     assert play.now == pytest.approx(10.0)
 
 
@@ -362,17 +364,17 @@ def test_a_missed_deadline_is_answered_by_a_restart_of_all_workers() -> None:
 
 def test_without_a_ready_timeout_workers_are_asked_nothing() -> None:
     play = Play(ready_timeout_s=0.0, max_restarts=1)
-    play.hears(ALONE, StartWorkers(ALONE, False, 0))
-    play.tells(AgentStatus.WORKING, reached=True)
+    play.receives(ALONE, StartWorkers(ALONE, False, 0))
+    play.reports(AgentStatus.WORKING, reached=True)
     assert play.machine.next_deadline() is None
     play.does("workers_failed", ("it died", (1,)), StopWorkers("it died"))
     play.does("workers_stopped", None, StartWorkers(ALONE, True, 1))
-    play.tells(AgentStatus.READY)
+    play.reports(AgentStatus.READY)
 
 
-def test_workers_that_cannot_be_told_of_a_world_are_restarted_before_they_are_late() -> None:
+def test_workers_that_cannot_be_sent_a_world_are_restarted_before_they_are_late() -> None:
     play = working(RestartPolicy.SOFT_REPLACE, max_restarts=1)
-    play.hears(
+    play.receives(
         BOTH, Broadcast(WorkerState.PAUSED, ALONE, UP), Broadcast(WorkerState.HEALTHY, BOTH, UP)
     )
     play.does("workers_cut_off", ("no channel",), StopWorkers("no channel"))
@@ -381,7 +383,7 @@ def test_workers_that_cannot_be_told_of_a_world_are_restarted_before_they_are_la
 
 def test_a_worker_that_cannot_say_that_it_is_in_its_first_world_is_restarted() -> None:
     play = Play(max_restarts=1)
-    play.hears(ALONE, StartWorkers(ALONE, False, 0))
+    play.receives(ALONE, StartWorkers(ALONE, False, 0))
     play.does("workers_cut_off", ("no channel",), StopWorkers("no channel"))
 
 
@@ -392,22 +394,22 @@ def test_workers_that_have_answered_may_be_cut_off() -> None:
 
 def test_workers_that_are_asked_nothing_may_be_cut_off() -> None:
     play = Play(ready_timeout_s=0.0, max_restarts=1)
-    play.hears(ALONE, StartWorkers(ALONE, False, 0))
+    play.receives(ALONE, StartWorkers(ALONE, False, 0))
     play.does("workers_cut_off", ("no channel",))
 
 
 def test_time_in_which_the_agent_stood_still_is_no_delay_of_its_workers() -> None:
     play = working(ready_timeout_s=10.0)
-    play.hears(
+    play.receives(
         BOTH, Broadcast(WorkerState.PAUSED, ALONE, UP), Broadcast(WorkerState.HEALTHY, BOTH, UP)
     )
     play.now += 100.0
     play.does("tick", None)
     play.does("workers_reached", (2,))
-    play.tells(AgentStatus.WORKING, round=2, reached=True)
+    play.reports(AgentStatus.WORKING, round=2, reached=True)
 
 
-def test_a_node_without_a_world_ends_though_it_hears_nothing() -> None:
+def test_a_node_without_a_world_ends_though_it_receives_nothing() -> None:
     play = Play()
     waited_s = SETTINGS.join_timeout_s + WAIT_SLACK_S
     reason = f"there was no world within {waited_s:g} s"
@@ -419,8 +421,8 @@ def test_a_node_without_a_world_ends_though_it_hears_nothing() -> None:
 def test_the_exit_barrier() -> None:
     play = working(exit_barrier_timeout_s=20.0)
     play.does("workers_succeeded", None)
-    play.tells(AgentStatus.FINISHED, round=1)
-    play.hears(BOTH)
+    play.reports(AgentStatus.FINISHED, round=1)
+    play.receives(BOTH)
     reason = "it finished 20 s ago, the others did not"
     play.passes(21.0, SendLeave(AgentLeave(reason, closes=True)), End(Outcome.SUCCEEDED, reason))
     assert play.now == pytest.approx(20.0)
@@ -434,19 +436,19 @@ def test_a_closed_run_ends_workers_but_not_the_success_of_those_that_have_finish
     failed: bool,
 ) -> None:
     play = working()
-    play.hears(RunClosed("enough", failed), StopWorkers("enough"))
+    play.receives(RunClosed("enough", failed), StopWorkers("enough"))
     play.does("workers_stopped", None, End(Outcome.RUN_CLOSED, "enough"))
     finished = working()
     finished.does("workers_succeeded", None)
-    finished.hears(RunClosed("enough", failed), End(Outcome.SUCCEEDED, "enough"))
+    finished.receives(RunClosed("enough", failed), End(Outcome.SUCCEEDED, "enough"))
 
 
-def test_a_signal_tells_the_others_before_it_ends_the_workers() -> None:
+def test_a_signal_is_reported_to_the_others_before_it_ends_the_workers() -> None:
     play = working()
     leave = SendLeave(AgentLeave("SIGTERM"))
     play.does("stop_requested", ("SIGTERM",), leave, StopWorkers("SIGTERM"))
     play.does("stop_requested", ("SIGTERM",))
-    play.hears(RunClosed("enough", True))
+    play.receives(RunClosed("enough", True))
     play.does("workers_stopped", None, End(Outcome.STOPPED, "SIGTERM"))
 
 
@@ -460,8 +462,8 @@ def test_a_signal_while_workers_are_ended_for_another_reason() -> None:
 def test_workers_that_left_a_broken_world_keep_their_state() -> None:
     play = working()
     play.does("world_over", None, Broadcast(WorkerState.PAUSED, ALONE, UP))
-    play.tells(AgentStatus.READY, round=1, reached=True, num_restarts=0)
-    play.hears(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
+    play.reports(AgentStatus.READY, round=1, reached=True, num_restarts=0)
+    play.receives(BOTH, Broadcast(WorkerState.HEALTHY, BOTH, UP))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests what an agent tells its workers about a change of their world."""
+"""Tests what an agent sends its workers about a change of their world."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def test_a_scale_up_keeps_all_nodes(after: str, change: WorldChangeEvent) -> Non
     agent.news_received(world(1, "ab"), 0.0)
     agent.workers_reached(1, 0.1)
     orders: tuple[Order, ...] = tuple(agent.news_received(world(2, after), 1.0))
-    told = [order for order in orders if isinstance(order, Broadcast)]
-    assert told == [
+    broadcasts = [order for order in orders if isinstance(order, Broadcast)]
+    assert broadcasts == [
         Broadcast(WorkerState.PAUSED, world(1, "ab"), change),
         Broadcast(WorkerState.HEALTHY, world(2, after), change),
     ]

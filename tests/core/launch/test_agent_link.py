@@ -124,7 +124,7 @@ def test_l20_a_refused_node_does_not_try_again() -> None:
 def test_l20_an_agent_that_was_refused_after_a_while_comes_back(
     open_s: float, is_final: bool
 ) -> None:
-    """It was frozen, for example, and has not read what it was sent."""
+    """The agent was frozen, for example, and has not read what it was sent."""
     link = AgentPlay().opened()
     link.until(open_s)
     assert trouble(REFUSAL, is_final=is_final) in link.close(1, REFUSAL)

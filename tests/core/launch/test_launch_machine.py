@@ -110,7 +110,7 @@ class Run(RuleBasedStateMachine):
                 assert len(set(report.world.node_ids)) == number
 
     @invariant()
-    def all_nodes_of_a_world_are_told_the_same(self) -> None:
+    def all_nodes_of_a_world_receive_the_same(self) -> None:
         entered: dict[int, object] = {}
         for name, agent in self.launch.agents.items():
             world = agent.machine.entered
@@ -134,7 +134,7 @@ class Run(RuleBasedStateMachine):
                 )
 
     def teardown(self) -> None:
-        """When nothing happens any more, all that can are in one world, or have ended."""
+        """Check that, in the end, all nodes that can are in one world, or have ended."""
         self.come_together()
         self.check_that_it_has_settled()
 

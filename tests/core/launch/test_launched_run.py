@@ -336,8 +336,8 @@ def test_l6_where_nobody_has_trained_who_reached_an_earlier_world_is_rank_0() ->
     assert launch.worlds == [("a", "b", "c"), ("a", "b", "d"), ("a", "d")]
 
 
-def test_l6_nodes_tell_the_next_lighthouse_since_when_they_have_trained() -> None:
-    """It hears first of a world that a newcomer has reached, and the others have not."""
+def test_l6_nodes_report_to_the_next_lighthouse_since_when_they_have_trained() -> None:
+    """The lighthouse learns first of a world that a newcomer has reached, and others have not."""
     launch = started("1:3", "ab")
     assert launch.agents["b"].machine.state.trained_since == 1
     for name in "ab":
@@ -407,8 +407,10 @@ def test_l8_a_run_that_all_have_left_goes_on_counting() -> None:
 
 
 def begin_apart(launch: Launch, elsewhere: Launch, *others: str) -> None:
-    """Node b is in round 1 of ``launch``, does not hear of it, and begins ``elsewhere`` with
-    ``others``, as at another lighthouse of its list; then it is back."""
+    """Make node b, of round 1 of ``launch``, begin ``elsewhere`` with ``others``.
+
+    It does not learn of that round, as at another lighthouse of its list; then it is back.
+    """
     launch.start("a")
     b = launch.start("b")
     b.is_silent = True

@@ -53,14 +53,14 @@ def test_l8_a_round_that_leaves_no_room_for_others_is_refused() -> None:
     assert launch.worlds[1:] == [("a", "b")]
 
 
-def test_l8_a_run_goes_on_above_the_highest_round_that_may_be_told() -> None:
+def test_l8_a_run_goes_on_above_the_highest_round_that_may_be_reported() -> None:
     launch = Launch("1:2")
-    told = AgentState(status=AgentStatus.JOINING, round=2**52)
+    reported = AgentState(status=AgentStatus.JOINING, round=2**52)
     launch.execute(
         launch.rendezvous.opened(
             99,
             RUN,
-            dataclasses.replace(hello("x"), settings=launch.settings, state=told),
+            dataclasses.replace(hello("x"), settings=launch.settings, state=reported),
             launch.now,
         )
     )
@@ -332,7 +332,7 @@ def test_l13_a_member_that_is_in_a_newer_world_is_in_no_older_one() -> None:
 
 def test_l13_the_newest_world_counts() -> None:
     launch = started("1:3", "abc")
-    launch.agents["b"].is_silent = True  # it does not hear of the next world
+    launch.agents["b"].is_silent = True  # it does not learn of the next world
     launch.kill("c")
     launch.passes(0.1)
     assert launch.worlds[1:] == [("a", "b")]
@@ -387,7 +387,7 @@ def test_the_end_of_a_term_ends_all_streams() -> None:
 # -- back to an earlier lighthouse of the list (rule L21) --------------------------------------
 
 
-def test_l21_all_are_told_the_lighthouse_that_one_has_found() -> None:
+def test_l21_all_are_sent_to_the_lighthouse_that_one_has_found() -> None:
     launch = started("1:3", "ab")
     a, b = (launch.agents[name].stream for name in "ab")
     move = RunMove("first:29510")
@@ -398,9 +398,9 @@ def test_l21_all_are_told_the_lighthouse_that_one_has_found() -> None:
         ReportRunMoved(RUN, move.address),
     )
     assert launch.rendezvous.closed(a, launch.now) == ()
-    [told] = launch.rendezvous.status("", launch.now)
-    assert told.nodes == ()
-    assert told.why == "its agents have gone to lighthouse first:29510"
+    [status] = launch.rendezvous.status("", launch.now)
+    assert status.nodes == ()
+    assert status.why == "its agents have gone to lighthouse first:29510"
     launch.passes(10.0, step_s=0.1)  # the stream of b ends late
     assert len(launch.worlds) == 1
     assert launch.rendezvous.closed(b, launch.now) == ()
@@ -408,7 +408,7 @@ def test_l21_all_are_told_the_lighthouse_that_one_has_found() -> None:
     assert launch.rendezvous.status("", launch.now) == []
 
 
-def test_l21_a_node_that_waits_and_did_not_hear_of_the_move_begins_no_world_at_once() -> None:
+def test_l21_a_node_that_waits_and_did_not_learn_of_the_move_begins_no_world_at_once() -> None:
     launch = started("1:1", "a")
     waiting = launch.start("b")
     launch.execute(launch.rendezvous.received(waiting.stream, RunMove("first"), launch.now))

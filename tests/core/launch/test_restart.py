@@ -46,7 +46,7 @@ def test_a_restart_is_used_for_failures_alone_and_once(policy: RestartPolicy) ->
 
 
 @pytest.mark.parametrize("policy", SOFT)
-def test_the_others_hear_of_a_failure_before_its_workers_are_ended(policy: RestartPolicy) -> None:
+def test_the_others_learn_of_a_failure_before_its_workers_are_ended(policy: RestartPolicy) -> None:
     for event in (RunEvent.WORKER_FAILURE, RunEvent.REPEATED_FAILURE, RunEvent.NO_RESTART_LEFT):
         steps = REACTIONS[policy][event]
         said = [each for each in steps if each in (Reaction.LEAVE_WORLD, Reaction.LEAVE_RUN)]

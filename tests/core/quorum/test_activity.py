@@ -47,7 +47,7 @@ def test_a_group_does_what_its_slowest_worker_does() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.HEALING, Phase.QUORUM], ids=lambda phase: phase.value)
 def test_a_worker_that_is_held_up_counts_before_those_that_wait_for_it(phase: Phase) -> None:
-    """In a collective of the group: to its manager they only train."""
+    """The others wait in a collective of the group: to its manager they only train."""
     workers = WorkerActivities()
     workers.reported(0, Phase.TRAINING, 3, 10.0)
     workers.reported(1, phase, 3, 11.0)

@@ -45,7 +45,7 @@ def test_the_dead_do_not_count() -> None:
 
 
 def test_a_group_may_start_anew_with_another_size() -> None:
-    """It is the only one; who had its name before is about to be dead."""
+    """The group is the only one; who had its name before is about to be dead."""
     scene = formed("a:1")
     scene.ask("a:2", world_size=2)
     scene.leave("a:1")
@@ -106,7 +106,7 @@ def test_who_reports_nothing_of_it_is_not_compared(layouts: tuple[str, str]) -> 
 
 
 def test_a_program_may_change_what_all_groups_sum() -> None:
-    """They do so in the same step, and ask one after the other."""
+    """All groups change it in the same step, and ask one after the other."""
     scene = Scene(config(min_replicas=2))
     asks(scene, SMALL, "a:1", "b:1")
     asks(scene, BIG, "a:1", "b:1", step=1)
@@ -139,7 +139,7 @@ def test_a_newcomer_that_waits_does_not_outlast_such_a_change() -> None:
         (["x", "y"], "x; on all 2 workers 9ab9de25768ac172"),
     ],
 )
-def test_the_workers_of_a_group_tell_one_layout(layouts: list[str], reported: str) -> None:
+def test_the_workers_of_a_group_report_one_layout(layouts: list[str], reported: str) -> None:
     assert group_layout(layouts) == reported
 
 
@@ -200,7 +200,7 @@ def test_names_that_unpack_to_far_too_much_are_not_unpacked() -> None:
 
 
 def test_a_layout_of_many_wrappers_differs_by_all_of_them() -> None:
-    """It is cut where it is too long, also in front of the settings."""
+    """The layout is cut where it is too long, also in front of the settings."""
     many = [f"{i} parameters with {i} elements of float32, digest 0123456789" for i in range(40)]
     layouts = {
         describe_layout([*many, last], settings, ["name"])

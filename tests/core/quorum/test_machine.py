@@ -82,7 +82,7 @@ class Groups(RuleBasedStateMachine):
     )
     @precondition(lambda self: len(self.world.groups) < 6)
     def a_group_starts(self, job: str, name: str, step: int, min_replicas: int) -> None:
-        """Maybe under the name of another that lives; maybe from a checkpoint."""
+        """Start a group, maybe under the name of another that lives, maybe from a checkpoint."""
         self.world.start(job, name, step, min_replicas)
 
     @rule(data=st.data(), shrink_only=st.sampled_from([False, False, False, True]))
@@ -223,7 +223,7 @@ class Groups(RuleBasedStateMachine):
 
     @invariant()
     def nobody_waits_for_whom_was_left_out(self) -> None:
-        """Unless nobody else is left, who hangs while others ask costs them no more time."""
+        """A hung group may be waited for only when nobody else is left: that costs no more time."""
         world = self.world
         if world.config.on_hang != "evict" or world.config.hang_timeout_s is None:
             return

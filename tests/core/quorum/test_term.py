@@ -70,7 +70,7 @@ def test_what_was_agreed_before_the_term_does_not_count_in_it() -> None:
     assert term.ends_with(5, agreed=True)
 
 
-def test_a_quorum_whose_steps_ask_has_no_end_to_tell() -> None:
+def test_a_quorum_whose_steps_ask_has_no_end_to_announce() -> None:
     assert not RunningTerm(may_go_on=False).ends_with(6, agreed=False)
 
 

@@ -38,7 +38,7 @@ def test_trap_the_id_restarts_with_the_lighthouse() -> None:
     scene.ask("a", seen_quorum_id=last)
     scene.ask("b", seen_quorum_id=last)
     assert scene.pop_quorums() == [(7, ["a", "b"])]
-    scene.jobs = RecordedJobs(config(min_replicas=2), first_id=1_000)  # the clients tell nothing
+    scene.jobs = RecordedJobs(config(min_replicas=2), first_id=1_000)  # the clients report nothing
     scene.ask_all("a", "b")
     assert scene.pop_quorums() == [(1_001, ["a", "b"])]
 

@@ -45,7 +45,7 @@ healing_configs = st.builds(
 
 @st.composite
 def views(draw: st.DrawFn) -> JobView:
-    """Up to five groups in any state that the rules tell apart."""
+    """Up to five groups in any state that the rules distinguish."""
     names = draw(st.sets(st.sampled_from("abcde"), min_size=1))
     states = {name: draw(st.sampled_from(["dead", "living", "asking", "late"])) for name in names}
     living = {name for name in names if states[name] != "dead"}
@@ -224,7 +224,7 @@ class Side:
             assert state.members.first[each] <= at
 
     def orders(self, orders: tuple[Record, ...]) -> list[tuple[Any, ...]]:
-        """In the words of the naive one's log."""
+        """These orders in the words of the naive one's log."""
         words = {"newer request": "superseded", "is taken": "taken", "is out": "out"}
         log: list[tuple[Any, ...]] = []
         for order in orders:

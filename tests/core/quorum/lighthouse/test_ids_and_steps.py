@@ -59,8 +59,8 @@ def test_q6_a_member_less() -> None:
     assert scene.pop_quorums() == [(2, ["a"]), (3, ["a", "b"])]
 
 
-def test_q6_an_id_heard_from_anyone_is_not_given_out_again() -> None:
-    """Not even when it was heard from a group that gave up, or is kept out of the quorum."""
+def test_q6_an_id_reported_by_anyone_is_not_given_out_again() -> None:
+    """A group that gave up, or is kept out of the quorum, may have reported the id, too."""
     scene = formed("a")
     scene.withdraw(scene.ask("c", seen_quorum_id=6))
     scene.leave("c")
@@ -89,7 +89,10 @@ IDS_PER_S = 1000
 
 
 def test_q6_an_id_of_the_far_future_is_refused() -> None:
-    """As far as clocks may differ it is taken up, of a job that is new here a little further."""
+    """An id may be ahead by as much as clocks may differ.
+
+    An id of a job that is new here may be ahead by a little more.
+    """
     scene = Scene(first_id=70)
     scene.now = 60.0
     clock_id = 70 + 60 * IDS_PER_S
@@ -113,7 +116,7 @@ def test_q6_an_id_of_the_far_future_is_refused() -> None:
 
 
 def test_q6_a_lighthouse_whose_clock_is_not_set_believes_any_id() -> None:
-    """Its clock says a time before all ids: the job that runs knows better."""
+    """The lighthouse's clock shows a time before all ids: the job that runs knows better."""
     scene = Scene(first_id=7, id_stride=16)
     scene.ask("a", seen_quorum_id=2**61)
     ((quorum_id, _),) = scene.pop_quorums()
@@ -134,7 +137,7 @@ def test_q6_what_is_reported_in_one_job_does_not_move_the_ids_of_another() -> No
 
 
 def test_q6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
-    """Unless they were ahead of the clock."""
+    """An id may come back if it was ahead of the clock."""
     scene = Scene(config(max_jobs=1), first_id=70)
     scene.now = 60.0
     far = 70 + int(MAX_AHEAD_S) * IDS_PER_S
@@ -255,7 +258,7 @@ def test_doubt_who_was_in_a_newer_quorum_elsewhere_is_believed() -> None:
 
 
 def forge(scene: Scene, *replica_ids: str, step: int = 2**62) -> None:
-    """They tell that the job went on elsewhere, with all that shows that."""
+    """Make these groups report all that shows that the job went on elsewhere."""
     for replica_id in replica_ids:
         scene.opened(replica_id, quorum_id=50, max_step=step)
         reported = {"seen_quorum_id": 50, "has_history": True, "last_num_groups": 3}
@@ -306,7 +309,7 @@ def test_doubt_groups_that_committed_a_step_while_the_lighthouse_was_away_are_be
     assert [each.step for each in order.quorum.participants] == [0, 1, 1]
 
 
-def test_doubt_a_lighthouse_that_is_new_to_the_job_believes_those_that_tell_of_it() -> None:
+def test_doubt_a_lighthouse_that_is_new_to_the_job_believes_those_that_report_it() -> None:
     scene = Scene()
     scene.opened("a", quorum_id=50, max_step=70)
     scene.opened("b", quorum_id=50, max_step=70)
@@ -408,8 +411,10 @@ def test_q7_hold_waits_in_either_case(all_gone: bool) -> None:
 
 
 def test_q7_who_was_frozen_while_the_others_went_on_never_takes_the_job_back() -> None:
-    """As another incarnation, which does not tell of the quorum that it was in: nobody waits for it
-    there."""
+    """The group comes back as another incarnation, and does not report the quorum that it was in.
+
+    Nobody waits for it there.
+    """
     scene = formed("a:1", "b:1", step=62)
     scene.leave("b:1", "no sign of life")
     scene.ask("a:1", step=210)
@@ -595,8 +600,8 @@ def test_a_restarted_lighthouse_reports_by_seen_ids_whose_state_is_older() -> No
     )
     seen = Quorum(quorum_id=10, participants=asking, joining=joining(asking, None))
     assert [each.replica_id for each in seen.up_to_date] == ["a", "b"]
-    told_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
-    assert joining(told_nothing, None) == frozenset()
+    reported_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
+    assert joining(reported_nothing, None) == frozenset()
 
 
 def test_who_was_to_heal_and_missed_that_is_no_source_of_the_next_quorum() -> None:
@@ -606,8 +611,8 @@ def test_who_was_to_heal_and_missed_that_is_no_source_of_the_next_quorum() -> No
     before = Quorum(quorum_id=9, participants=asking, joining=frozenset("b"))
     assert joining((asking[0], missed), before) == {"b"}
     assert joining(asking, before) == frozenset(), "it has healed, or says that it has not"
-    told_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
-    assert joining(told_nothing, before) == frozenset(), "an old version reports no ids"
+    reported_nothing = tuple(Member(replica_id=name, step=17) for name in "ab")
+    assert joining(reported_nothing, before) == frozenset(), "an old version reports no ids"
     assert joining((asking[0], missed), replace(before, joining=frozenset())) == frozenset()
 
 
@@ -630,7 +635,7 @@ def test_of_groups_that_restored_one_step_the_one_that_was_committed_last_is_rig
     asking = (
         Member(replica_id="a", step=17, step_quorum_id=9),
         Member(replica_id="b", step=17, step_quorum_id=5),
-        Member(replica_id="c", step=17),  # its checkpoint does not tell
+        Member(replica_id="c", step=17),  # its checkpoint does not show it
     )
     assert joining(asking, None) == {"b", "c"}
     running = (*asking, Member(replica_id="d", step=17, step_quorum_id=4, seen_quorum_id=4))

@@ -30,7 +30,7 @@ def test_the_living_others_of_the_last_quorum_are_informed_of_a_loss() -> None:
     for replica_id in ("c", "d", "a"):
         scene.leave(replica_id)
     reported = [sorted(order.recipients) for order in scene.pop_orders()]
-    assert reported == [["a", "b", "c"], [], ["a", "b"]], "and itself, if it can hear that"
+    assert reported == [["a", "b", "c"], [], ["a", "b"]], "and itself, if it can receive that"
 
 
 def test_nobody_gives_a_step_up_for_a_group_that_has_finished_it() -> None:
@@ -196,7 +196,7 @@ def test_a_rejected_input_leaves_the_state_as_it_was() -> None:
 
 
 def test_a_question_leaves_the_state_as_it_was() -> None:
-    """Also when a deadline is over that no tick has acted on yet."""
+    """A question changes nothing, even when a deadline is over that no tick has acted on yet."""
     scene = formed("a", "b", settings=config(min_replicas=2))
     scene.ask_all("a", "c")
     before = snapshot(scene)

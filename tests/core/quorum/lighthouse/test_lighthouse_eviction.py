@@ -206,7 +206,8 @@ def test_nobody_is_left_out_unless_that_is_wanted(on_hang: str) -> None:
     [(Phase.TRAINING, True), (Phase.QUORUM, True), (Phase.IDLE, True), (Phase.HEALING, False)],
 )
 def test_q4_a_straggler_is_informed_that_the_others_go_on(phase: Phase, is_reported: bool) -> None:
-    """It may be in a collective with one that is frozen, and is in no quorum whose losses count."""
+    """A straggler may be in a collective with a frozen group, and in no quorum whose losses
+    count."""
     scene = formed("a:1", "b:1", step=7, settings=config(join_timeout_s=3, heal_timeout_s=3))
     scene.report("b:1", phase, 7)
     scene.ask("a:1", 8)

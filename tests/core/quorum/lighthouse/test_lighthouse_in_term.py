@@ -52,8 +52,10 @@ class Term(Scene):
 
 
 def test_groups_that_go_on_in_an_older_quorum_learn_that_the_job_goes_on_without_them() -> None:
-    """They have connected before the group that was in the newer one, so their sessions began in
-    good order; and they ask nobody."""
+    """The sessions of these groups began in good order, before the newer quorum's group connected.
+
+    They ask nobody.
+    """
     scene = Scene(SECONDS)
     for each in "ab":
         scene.opened(each, quorum_id=7, max_step=20)
@@ -113,7 +115,7 @@ def test_two_terms_do_not_last_beside_each_other_at_a_lighthouse_that_is_new_to_
 
 
 def test_who_asks_at_a_new_lighthouse_ends_no_term_as_a_rival() -> None:
-    """It is announced as a newcomer, as anywhere."""
+    """The newcomer is announced as one, as anywhere."""
     scene = Scene(SECONDS)
     scene.opened("c", 9, 20, 2)
     scene.ask("a", 20, seen_quorum_id=7, has_history=True)
@@ -181,7 +183,7 @@ def test_an_agreement_from_before_the_term_ends_it() -> None:
 
 
 def test_who_was_informed_of_a_loss_asks_and_that_is_no_news() -> None:
-    """Neither for the others, nor for the one that was given up, which learns why."""
+    """The others receive nothing, nor does the group that was given up, which learns why."""
     settings = dataclasses.replace(SECONDS, hang_timeout_s=5.0, on_hang="evict")
     term = Term(settings)
     term.report("c", Phase.TRAINING, 7)
@@ -241,7 +243,7 @@ def test_a_lighthouse_that_needs_more_groups_wants_the_term_to_end() -> None:
     assert isinstance(ends, TermEnds)
     assert (ends.quorum_id, ends.step) == (7, None)
     assert scene.jobs.missed_news(JOB, "a", LastQuorum(7, 5), 3) == []
-    assert scene.jobs.missed_news(JOB, "a", LastQuorum(7, 5), 0) == [], "it does not tell"
+    assert scene.jobs.missed_news(JOB, "a", LastQuorum(7, 5), 0) == [], "it does not report it"
 
 
 def test_a_lighthouse_that_is_new_to_the_job_ends_a_term_of_another() -> None:
@@ -311,7 +313,7 @@ def test_a_member_is_believed_as_far_as_the_slowest_member_shows() -> None:
 
 @pytest.mark.parametrize("is_reported", [True, False])
 def test_a_member_that_goes_back_to_a_checkpoint_of_the_term_heals(is_reported: bool) -> None:
-    """It has committed step 40 in this quorum, too, and so have the others their later ones."""
+    """The member committed step 40 in this quorum, too, and so did the others their later ones."""
     term = Term()
     for each in "abc":
         term.report(each, Phase.APPLYING, 51)
@@ -359,7 +361,7 @@ def test_a_step_of_elsewhere_is_not_believed() -> None:
     """The quorum in which it was committed is not this one."""
     term = Term()
     term.asks("a", 50, step_quorum_id=0)
-    term.asks("d", 60)  # of no member, whatever it tells
+    term.asks("d", 60)  # of no member, whatever it reports
     term.asks("b", 6, agreed=True)
     term.asks("c", 6, agreed=True)
     (order,) = [each for each in term.pop_orders() if isinstance(each, AnswerQuorum)]
@@ -485,7 +487,7 @@ def test_a_wait_that_ended_with_a_question_counts_for_who_has_not_begun_the_step
 
 
 def test_a_wait_that_was_over_before_it_is_reported_counts_at_once() -> None:
-    """Nothing is left for a tick: the next deadline of a lighthouse is never in the past."""
+    """A wait that is over leaves no tick to do: no next deadline is in the past."""
     term = Term()
     term.now = 130.0
     term.report("c", Phase.IDLE, 7)
@@ -517,7 +519,7 @@ def test_a_wait_in_an_earlier_step_does_not_count() -> None:
     term = Term()
     waiting_for_c(term)
     term.until(109.0)
-    term.report("c", Phase.IDLE, 8)  # step 7 was committed, and that is all that was heard
+    term.report("c", Phase.IDLE, 8)  # step 7 was committed, and that is all that was reported
     for each in "ab":
         term.asks(each, 8)
     term.before(119.0)
@@ -532,7 +534,7 @@ def test_where_each_step_asks_a_member_that_waits_in_a_sum_ends_nothing() -> Non
 
 
 def test_what_is_known_of_an_earlier_quorum_says_nothing_of_a_newer_one() -> None:
-    """A restarted lighthouse hears first of a group that the others had left."""
+    """A restarted lighthouse learns first of a group that the others had left."""
     scene = Scene(SECONDS)
     scene.opened("c", 3, 2)
     asker = member("c", 2, steady=True, last_num_groups=3)
@@ -571,7 +573,7 @@ def test_losses_of_an_earlier_quorum_are_not_counted_in_a_newer_one() -> None:
 def test_who_was_left_out_while_its_line_was_cut_is_informed_over_its_next_session(
     then: str, is_past: bool
 ) -> None:
-    """Nobody has noticed the cut, so its last session is still there, and the news went to it."""
+    """The last session is still there, as nobody has noticed the cut, and the news went to it."""
     term = Term()
     waiting_for_c(term)
     term.until(110.0)
@@ -598,7 +600,7 @@ def test_who_was_left_out_while_its_line_was_cut_is_informed_over_its_next_sessi
 
 
 def lost(term: Scene) -> list[tuple[str, tuple[str, ...]]]:
-    """Who is gone, and who is informed that."""
+    """The groups that are gone, each with those that are informed of it."""
     losses = [each for each in term.pop_orders() if isinstance(each, ReportLoss)]
     return [(each.replica_id, tuple(sorted(each.recipients))) for each in losses]
 
@@ -628,8 +630,7 @@ def test_it_is_gone_when_it_gives_no_sign_of_life() -> None:
 
 @pytest.mark.parametrize(("agreed", "reported"), [(False, ("a", "b", "c")), (True, ())])
 def test_it_is_gone_when_a_member_asks(agreed: bool, reported: tuple[str, ...]) -> None:
-    """If the term ends by agreement, all have finished the step, and news would make them give it
-    up."""
+    """News would make the members give a step up that all finish, if the term ends by agreement."""
     term = Term()
     term.session_ends("b")
     term.asks("a", 8, agreed=agreed)
@@ -643,7 +644,7 @@ def test_it_is_gone_when_a_member_asks(agreed: bool, reported: tuple[str, ...]) 
 
 @pytest.mark.parametrize("waited_s", [0.0, 0.5])
 def test_it_is_gone_when_others_wait_in_a_step(waited_s: float) -> None:
-    """Not every backend notices that a peer is dead."""
+    """Some backends do not notice that a peer is dead."""
     term = Term()
     term.report("a", Phase.QUORUM, 8, for_s=waited_s)
     term.session_ends("b")
@@ -713,7 +714,7 @@ def test_after_the_end_of_a_term_a_session_that_ends_is_a_loss() -> None:
 
 
 def test_a_wait_for_the_quorum_is_no_wait_for_a_member_without_a_session() -> None:
-    """It is heard of a moment later."""
+    """The member is reported a moment later."""
     term = Term()
     term.session_ends("b")
     term.now += 2 * MISSING_AFTER_S
@@ -785,7 +786,7 @@ class NewLighthouse(Term):
 @pytest.mark.parametrize("asker", ["c", "d"])
 @pytest.mark.parametrize("has_history", [False, True])
 def test_who_asks_may_be_the_member_that_has_not_come_back(asker: str, has_history: bool) -> None:
-    """It has not received the answer, so it reports an older quorum, or none."""
+    """The member has not received the answer, so it reports an older quorum, or none."""
     term = NewLighthouse()
     term.asks(asker, 8, step_quorum_id=0, has_history=has_history)
     assert term.waits_until(GATHER_S - 0.5) == []
@@ -802,14 +803,14 @@ def test_a_member_that_has_not_come_back_is_missed_after_the_heartbeat_timeout()
 
 
 def test_members_may_come_back_to_a_lighthouse_that_has_been_up_for_long() -> None:
-    """As when its job moves back to the first lighthouse of a list, one group after the other."""
+    """A job moves back so to the first lighthouse of a list, one group after the other."""
     term = NewLighthouse(began_s=3600.0)
     assert term.waits_until(99.5) == []
     assert term.waits_until(100.0) == [(8, ("a", "b"))]
 
 
 def test_a_lighthouse_that_has_formed_the_quorum_waits_for_nobody_in_it() -> None:
-    """Sessions that break tell it again, and of how many groups it was."""
+    """Sessions that break report it again, and of how many groups it was."""
     term = Term()
     term.opened("a", 1, 5, num_groups=3)
     while term.now < 250.0:

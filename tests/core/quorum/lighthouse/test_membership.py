@@ -1,4 +1,4 @@
-"""Who is in the quorum, and when: rules Q1 to Q5 and Q8 as whole orders of the lighthouse."""
+"""Members of the quorum, and when they are: rules Q1 to Q5 and Q8 as orders of the lighthouse."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_q1_a_newer_request_of_a_group_takes_the_place_of_the_older() -> None:
     scene.ask("a", step=3)
     sentence = "no quorum: a newer request of 'a' has taken the place of this one"
     assert scene.pop_orders() == [Refused(1, "QuorumFailed", sentence)]
-    scene.withdraw(1)  # the shell tells that the refused caller is gone
+    scene.withdraw(1)  # the shell reports that the refused caller is gone
     scene.ask("b")
     assert scene.pop_orders() == [answer(1, member("a", 3), member("b"), callers=(2, 3))]
 
@@ -86,7 +86,7 @@ def test_who_joins_is_distinguished_from_who_stays() -> None:
 
 
 def test_i3_who_joined_and_could_not_heal_is_distinguished_until_it_has() -> None:
-    """Its step is that of the others, its state is not, and both have discarded the step."""
+    """The joiner has the step of the others with another state; all have discarded the step."""
     scene = formed("a", "b")
     scene.ask_all("c", "a", "b", step=1)
     scene.pop_orders()
@@ -264,7 +264,7 @@ def test_q4_giving_up_for_long_is_a_new_beginning() -> None:
 
 
 def test_a_member_that_was_silent_for_too_long_is_a_member_again() -> None:
-    """Its successors do not start a second history: rules Q7 and Q10."""
+    """The member's successors do not start a second history: rules Q7 and Q10."""
     scene = formed("a", "b", step=7, settings=config(heartbeat_timeout_s=8))
     scene.beat("n")
     scene.until(107)
@@ -431,14 +431,14 @@ def test_a_crowd_is_not_announced_one_by_one() -> None:
     assert len(scene.pop_newcomers()) == MAX_ANNOUNCED
 
 
-def test_the_more_are_to_be_told_the_fewer_are_announced() -> None:
+def test_the_more_are_to_be_informed_the_fewer_are_announced() -> None:
     scene = formed(*(f"a{number:03}" for number in range(MAX_ANNOUNCED + 100)))
     for number in range(MAX_ANNOUNCED):
         scene.ask(f"b{number}")
     assert len(scene.pop_newcomers()) == MAX_ANNOUNCEMENTS // (MAX_ANNOUNCED + 100)
 
 
-def test_a_first_quorum_has_nobody_to_tell() -> None:
+def test_a_first_quorum_has_nobody_to_inform() -> None:
     scene = formed("a")
     scene.leave("a")
     scene.ask("b", job="other")
@@ -461,7 +461,7 @@ def test_who_asks_again_may_have_asked_before_all_others() -> None:
 
 @pytest.mark.parametrize("end", ["dies", "asks", "has healed"])
 def test_who_gives_up_while_others_heal_is_late_when_they_do_not_any_more(end: str) -> None:
-    """Its time was up at 110, theirs would be at 140."""
+    """The time of the one that gives up was over at 110, that of the others would be at 140."""
     scene = formed("a:1", "b:1", "c:1", "d:1", step=7, settings=config(heal_timeout_s=40.0))
     scene.report("b:1", Phase.HEALING, 7)
     scene.ask("a:1", 8)

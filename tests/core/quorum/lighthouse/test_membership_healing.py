@@ -92,7 +92,7 @@ def test_the_heal_timeout_is_the_limit_for_what_follows_too() -> None:
 
 
 def test_a_heal_that_is_interrupted_for_a_moment_is_one_heal() -> None:
-    """While it waits for the others' gradients it says so."""
+    """The healing group reports it when it waits for the others' gradients."""
     scene = healing()
     scene.until(105)
     scene.report("b:1", Phase.QUORUM, 7)

@@ -1,4 +1,4 @@
-"""What groups tell of their last quorum to a lighthouse that is new to their job, or forgot it."""
+"""Tests what groups report of their last quorum to a lighthouse that does not know it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def reported(**settings: object) -> Scene:
 
 
 @pytest.mark.parametrize("policy", ["auto", "hold", "warn"])
-def test_a_newcomer_does_not_begin_while_those_who_tell_are_in_a_long_step(policy: str) -> None:
+def test_a_newcomer_does_not_begin_while_those_who_report_are_in_a_long_step(policy: str) -> None:
     scene = reported(on_step_regression=policy)
     scene.opened("c")
     scene.ask("c", step=3)
@@ -43,8 +43,8 @@ def test_nor_does_a_group_that_was_left_out_before() -> None:
     assert scene.pop_quorums() == [(101, ["a", "b", "c"])]
 
 
-def test_those_who_tell_are_waited_for_as_members_of_the_last_quorum() -> None:
-    """And newcomers that have not asked are not, as in any running job."""
+def test_those_who_report_are_waited_for_as_members_of_the_last_quorum() -> None:
+    """Newcomers that have not asked are not waited for, as in any running job."""
     scene = reported()
     scene.opened("c")
     scene.ask("a", step=7)
@@ -169,8 +169,10 @@ def test_what_cannot_be_is_refused(quorum_id: int, max_step: int) -> None:
 def test_a_question_reports_how_far_the_job_is_also_after_its_group_has_died(
     policy: str, committed_in: int, known: int
 ) -> None:
-    """It has no session, or a new manager, which knew of no quorum when its session began; the
-    last step that it committed in its last quorum may be its own alone."""
+    """The group has no session, or a new manager, which knew of no quorum when its session began.
+
+    The last step that it committed in its last quorum may be its own alone.
+    """
     scene = Scene(config(on_step_regression=policy, min_replicas=2), first_id=100)
     scene.ask("a", step=14, seen_quorum_id=5, step_quorum_id=committed_in, has_history=True)
     scene.opened("b")
@@ -184,7 +186,7 @@ def test_a_question_reports_how_far_the_job_is_also_after_its_group_has_died(
 
 
 def test_a_question_of_a_group_that_is_behind_takes_back_nothing() -> None:
-    """It was in a later quorum, at another lighthouse, and had not healed there."""
+    """The group was in a later quorum, at another lighthouse, and had not healed there."""
     scene = formed("a", step=7, settings=config(on_step_regression="hold"))
     scene.leave("a")
     scene.pop_orders()

@@ -51,7 +51,7 @@ AHEAD = member("b", step=7)
 
 
 def awaits(awaited: str, until: float | None = None) -> Waiting:
-    """For groups with these letters."""
+    """A wait for the groups with these letters."""
     return Waiting(Why.AWAITED, until, awaited=frozenset(awaited))
 
 
@@ -162,7 +162,7 @@ TABLE: dict[str, tuple[JobView, dict[str, Any], float, Formed | Waiting]] = {
         too_few(1, 2),
     ),
     "3: min_replicas are enough": (view((A, 0), (B, 0)), {"min_replicas": 2}, 0, Formed((A, B))),
-    "3: the largest min_replicas that the job tells counts": (
+    "3: the largest min_replicas that the job reports counts": (
         view((member("a", min_replicas=2), 0), (member("b", min_replicas=3), 0)),
         {"min_replicas": 1},
         0,

@@ -254,7 +254,7 @@ def test_a_question_expires_at_its_own_time_and_says_what_was_waited_for() -> No
 
 
 def test_an_expired_question_is_answered_if_the_one_before_makes_room_for_a_quorum() -> None:
-    """Who expires at the same instant is withdrawn one after the other."""
+    """Questions that expire at the same instant are withdrawn one after the other."""
     machine = Machine(min_replicas=1)
     machine.core.heartbeat(JOB, "c:1", machine.now)
     machine.call(1, "a:1", timeout_s=0.5)
@@ -335,7 +335,7 @@ def test_a_group_with_another_session_is_not_lost() -> None:
     assert losses(machine.close(3)) == [("a:1", "its session ended")]
 
 
-def test_all_sessions_of_a_group_hear_its_news() -> None:
+def test_all_sessions_of_a_group_receive_its_news() -> None:
     machine = Machine()
     machine.pair()
     machine.open(3, "a:1")
@@ -540,8 +540,10 @@ def test_no_deadline_is_passed_over_and_none_comes_again_at_once() -> None:
 
 
 def test_time_goes_on_while_nobody_is_there() -> None:
-    """A lighthouse that stands by for days is not looked at; groups that come to it then tell ids
-    that are ahead of its beginning by as much."""
+    """A lighthouse that stands by for days is not looked at.
+
+    Groups that come to it then report ids that are ahead of its beginning by as much.
+    """
     reported = FIRST_ID + int(3 * DAY_S * 1000) * ID_STRIDE
     machine = Machine()
     with pytest.raises(RequestRefused, match="was never issued"):

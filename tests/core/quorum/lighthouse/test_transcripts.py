@@ -134,7 +134,7 @@ def show(order: object) -> list[str]:
 
 
 def show_member(member: Member) -> str:
-    """Only what differs from an ordinary member."""
+    """A member, with what differs from an ordinary one alone."""
     notes = [f"{member.replica_id} at step {member.step}"]
     if member.commit_failures:
         notes.append(f"{member.commit_failures} failed commits")

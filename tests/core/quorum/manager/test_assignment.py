@@ -1,4 +1,4 @@
-"""From a quorum to each worker's part: tables, and what holds for every quorum (I2)."""
+"""Tests each worker's part of a quorum: tables, and what holds for every quorum (I2)."""
 
 from __future__ import annotations
 
@@ -149,8 +149,8 @@ def test_stores_are_spread_over_those_that_are_up_to_date() -> None:
 )
 def test_after_more_than_one_failure_another_store_is_tried(failures: int, store: str) -> None:
     """All groups choose the same one, by the failures of whoever has the most."""
-    told = quorum(9, member("a"), member("b", commit_failures=failures), member("c"))
-    assert {assign(told, name, 0).store_address for name in "abc"} == {store}
+    failed = quorum(9, member("a"), member("b", commit_failures=failures), member("c"))
+    assert {assign(failed, name, 0).store_address for name in "abc"} == {store}
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_after_more_than_one_failure_another_store_is_tried(failures: int, store
 def test_a_quorum_is_steady_for_all_members_alike(
     members: str, is_steady: bool, init_sync: bool
 ) -> None:
-    """And the lighthouse, which does not know who wants one state at step 0, sees the same."""
+    """The lighthouse, which does not know who wants one state at step 0, sees the same."""
     names = members.split()
     asked = (member(each[0], int(each[1]), steady=each[2:] != "?") for each in names)
     joining = frozenset(each[0] for each in names if each[2:] == "!")

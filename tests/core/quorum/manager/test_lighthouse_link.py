@@ -396,7 +396,7 @@ def test_it_goes_back_between_two_steps_and_nobody_gives_one_up() -> None:
 
 @pytest.mark.parametrize("late", [QuorumFailed("withdrawn"), quorum(5)], ids=["none", "quorum"])
 def test_a_question_goes_back_too(late: Quorum | QuorumFailed) -> None:
-    """With a quorum of the later lighthouse it would train where its job is not any more (F4)."""
+    """A quorum of the later lighthouse would train where the job is not any more (F4)."""
     link = at_second()
     assert link.ask() == [question(timeout_s=60.0, sole=False)]
     link.until(2.0)
@@ -421,7 +421,7 @@ def test_f4_a_group_that_was_frozen_looks_back_before_it_asks() -> None:
 def test_f4_a_group_that_was_frozen_while_it_asked_looks_back_before_it_accepts_the_answer() -> (
     None
 ):
-    """It was published when the others had gone back."""
+    """The answer was published when the others had gone back."""
     link = at_second()
     link.ask()
     link.now = 2 * MAX_LOOK_AGE_S
@@ -453,7 +453,7 @@ def test_f4_a_look_from_before_it_was_frozen_is_too_old() -> None:
 
 
 def test_f4_a_group_that_is_connected_again_looks_back_before_it_asks() -> None:
-    """It was cut off from all of them, and comes back to the one that it was at."""
+    """The group was cut off from all lighthouses, and comes back to the one that it was at."""
     link = at_second()
     link.close(2)
     link.until(link.now + MIN_PAUSE_S)
@@ -500,7 +500,7 @@ def test_a_newcomer_looks_at_all_others() -> None:
 
 
 def returned(link: ManagerPlay, ask: GroupRequest, timeout_s: float = 60.0) -> list[Order]:
-    """It asks while no lighthouse can be reached, and is connected later; the orders of then."""
+    """Ask while no lighthouse can be reached, connect later, and return the orders of then."""
     link(lambda machine: machine.start(link.now))
     link.close()
     link.until(link.now + MAX_PAUSE_S)
@@ -516,7 +516,7 @@ def asked(orders: list[Order]) -> bool:
 def test_f8_a_newcomer_that_had_to_wait_for_the_lighthouse_lets_the_members_return(
     timeout_s: float, pause_s: float
 ) -> None:
-    """But a short question does not wait for all of that."""
+    """A short question does not wait for all of that."""
     link = ManagerPlay()
     assert not asked(returned(link, NEWCOMER, timeout_s))
     due_at = link.now + pause_s
@@ -535,7 +535,7 @@ def test_f8_a_group_that_knows_the_job_or_found_a_lighthouse_at_once_does_not_wa
 def test_f8_a_newcomer_that_found_a_lighthouse_gone_lets_the_members_come_first(
     trouble: TorchFTError, pause_s: float
 ) -> None:
-    """They may have lost it at the same moment, and go on to the next one of the list, too."""
+    """The members may have lost it at the same moment, and go on to the next of the list, too."""
     link = ManagerPlay("a", "b")
     link(lambda machine: machine.start(0.0))
     link.close(1, trouble)
@@ -551,7 +551,7 @@ def test_f8_a_newcomer_that_found_a_lighthouse_gone_lets_the_members_come_first(
 def test_q11_workers_report_to_another_manager_how_many_groups_their_quorum_had(
     seen_quorum_id: int, num_groups: int
 ) -> None:
-    """It reports that of the newest quorum, of its own ones, too."""
+    """The manager reports that of the newest quorum, its own ones included."""
     link = ManagerPlay().opened()
     link.ask(ASK)
     link.answer(quorum(5, "g:1", "h:1", "i:1"))

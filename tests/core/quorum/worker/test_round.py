@@ -328,7 +328,7 @@ def test_e7_one_of_several_workers_does_not_know_what_its_group_has_reached(
 
 
 def test_e7_a_worker_that_asks_has_no_membership_to_resume() -> None:
-    """Its group may be another incarnation when the answer comes."""
+    """The worker's group may be another incarnation when the answer comes."""
     round_ = training(quorum=STEADY)
     round_.begin_vote(101.0, 60.0)
     round_.apply_decision(Decide(False))

@@ -320,7 +320,7 @@ def long_step(size: int = 1, lasts_s: float = NEWS_AFTER_S) -> Round:
 
 @pytest.mark.parametrize("why", NEWS)
 def test_a_late_vote_commits_nothing_that_the_others_have_given_up(why: str) -> None:
-    """It may have stood still, so that its sums are complete and those of the others are not."""
+    """The late voter may have stood still, so that only its sums are complete."""
     round_ = long_step()
     assert round_.needs_news(100.0)
     NEWS[why](round_)

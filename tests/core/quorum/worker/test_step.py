@@ -178,7 +178,7 @@ def test_a_received_state_is_applied_before_the_vote() -> None:
 
 
 def test_a_heal_may_lead_back() -> None:
-    """From a step that the others do not believe."""
+    """A heal leads back from a step that the others do not believe."""
     machine = StepMachine()
     machine.restore(9, 18)
     machine.start()
