@@ -146,7 +146,7 @@ def test_a_step_that_was_discarded_can_be_offered_again(
 def test_i3_a_state_is_not_served_any_more_once_its_owner_has_healed(
     source: HTTPTransport[Any], receiver: HTTPTransport[Any]
 ) -> None:
-    """At step 0 a heal changes the weights and not the step; a receiver died before it came."""
+    """A heal at step 0 changes the weights and not the step; a receiver died before it came."""
     source.send_checkpoint([1], 0, {"w": torch.zeros(5)}, LONG)
     source.disallow_checkpoint()
     source.retract_checkpoint()

@@ -203,7 +203,7 @@ Local = local_type()
 
 
 class Textual(str):
-    """More than a str."""
+    """A subclass of str."""
 
 
 def named(model: Any) -> OrderedDict[str, Any]:

@@ -236,7 +236,7 @@ def test_a_parameter_outside_is_named(mesh: DeviceMesh) -> None:
 
 
 def sent(state: Any) -> Any:
-    """Through the HTTP transport's own description and bytes."""
+    """The state after its way through the HTTP transport's description and bytes."""
     described = describe(state)
     memory = described.memory.copy(0, described.memory.size)
     return parse(described.description, "a").rebuild(memory, "a")

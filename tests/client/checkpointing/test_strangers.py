@@ -75,7 +75,7 @@ def source() -> Iterator[Source]:
 
 
 def test_ten_thousand_idle_connections(source: Source) -> None:
-    """Those who have not shown the secret make room, long before they are given up."""
+    """Connections that have not shown the secret make room, long before they are given up."""
     with many_descriptors(NUM_IDLE + 500) as allowed, contextlib.ExitStack() as stack:
         for _ in range(min(NUM_IDLE, allowed - 500)):
             stack.enter_context(socket.create_connection(source.place, 10))

@@ -280,7 +280,7 @@ def test_an_assigned_source_that_says_nothing_is_overtaken(
 def test_an_extra_source_has_a_state_without_tensors(
     site: Site, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as the rest of a state, which is sent when the step ends."""
+    """An extra source may send the rest of a state, for instance, when the step ends."""
     monkeypatch.setattr(fetch, "LATER_BY_S", 0.3)
     site.add_silent()
     site.add({"step": 7})

@@ -61,7 +61,7 @@ def test_groups_whose_sums_wait_for_nobody_ask_before_each_step(is_wrapped: bool
 
 
 class Compressing(ProcessGroupGloo):
-    """Keeps of each float what fits 127 levels of the largest one."""
+    """A group that keeps of each float what fits 127 levels of the largest one."""
 
     def allreduce(self, tensors: list[torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         for each in tensors:

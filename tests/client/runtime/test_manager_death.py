@@ -280,7 +280,7 @@ def test_a_worker_without_rank_0_is_informed_at_once(address: str) -> None:
 def test_all_workers_end_when_their_managers_die_one_after_the_other(
     address: str, size: int
 ) -> None:
-    """Another one would not help, so rank 0 starts no more, and nobody waits for one."""
+    """A further manager would not help, so rank 0 starts no more, and nobody waits for one."""
     with workers(address, "a", size, in_process=False) as group:
         together(*(worker.step for worker in group))
         for _ in range(supervisor.MAX_STARTS):

@@ -145,7 +145,7 @@ def test_a_forged_history_does_not_hold_the_job(house: Process) -> None:
 
 
 def test_a_forged_id_moves_neither_other_jobs_nor_the_next_lighthouse(house: Process) -> None:
-    """Far ahead of the clock it is refused; by some hours it moves its own job, and no other."""
+    """An id far ahead of the clock is refused; one of some hours moves its own job alone."""
     with line_to(house.address) as line:
         first = line.quorum("a:1", job="honest").result().quorum.quorum_id
         for seen_id in (first + 2**54, first + 40 * 3600 * 1000 * 4096):

@@ -70,7 +70,7 @@ def test_a_group_that_asks_because_of_a_loss_known_to_it_alone_informs_the_other
 
 
 def test_a_group_whose_session_broke_is_met_again() -> None:
-    """Same incarnation: it was only cut off, so the news of its loss is about an earlier quorum."""
+    """The incarnation was only cut off, so the news of its loss is about an earlier quorum."""
     with lighthouse(min_replicas=2) as address, trainers(address, 2) as (a, b):
         assert together(a.step, b.step) == [True, True]
         quorum = a.manager.last_quorum()

@@ -375,7 +375,7 @@ def test_a_scaler_that_leaves_out_infinite_gradients(
 def test_a_program_that_leaves_updates_out_by_design_is_held_up_once(
     address: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Such as for a large norm: all groups do, so none is ahead, and the step does not count."""
+    """All groups leave out an update of a large norm: none is ahead, the step does not count."""
     caplog.set_level(logging.INFO)
     with Trainer(address, "a", 0, use_async_quorum=False) as a:
         for num in range(4 * NUM_USUAL):

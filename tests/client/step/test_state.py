@@ -33,7 +33,7 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(params=["http", "pg"])
 def options(request: pytest.FixtureRequest) -> Iterator[dict[str, Any]]:
-    """Those of a manager, for either transport."""
+    """The options of a manager, for either transport."""
     group = ProcessGroupGloo(TIMEOUT)
     transport: CheckpointTransport[Any] = PGTransport(group, TIMEOUT)
     if request.param == "http":

@@ -24,7 +24,7 @@ def hang(replica_id: str, phase: Phase = Phase.TRAINING, for_s: float = 5.0) -> 
 
 
 def training() -> Scene:
-    """At 100, groups a and b have begun step 7."""
+    """A scene in which groups a and b have begun step 7 at 100."""
     scene = formed("a:1", "b:1", step=7, settings=HANG)
     for replica_id in ("a:1", "b:1"):
         scene.report(replica_id, Phase.TRAINING, 7)

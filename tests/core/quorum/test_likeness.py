@@ -117,7 +117,7 @@ def test_a_program_may_change_what_all_groups_sum() -> None:
 
 
 def test_a_newcomer_that_waits_does_not_outlast_such_a_change() -> None:
-    """Those that train must not be refused because of it."""
+    """The groups that train must not be refused because of the change."""
     scene = Scene(config(min_replicas=2))
     asks(scene, SMALL, "a:1", "b:1")
     scene.pop_orders()

@@ -152,7 +152,7 @@ def test_q6_ids_do_not_come_back_when_a_job_is_forgotten() -> None:
 
 
 def test_q6_a_forged_id_does_not_keep_the_job_from_the_next_lighthouse() -> None:
-    """Which has the same clock, or one that is a little behind."""
+    """The next lighthouse has the same clock, or one that is a little behind."""
     scene = formed("a")
     scene.ask("b", seen_quorum_id=int(MAX_AHEAD_S) * IDS_PER_S)
     scene.ask("a", step=1)
@@ -273,7 +273,7 @@ def forge(scene: Scene, *replica_ids: str, step: int = 2**62) -> None:
 def test_doubt_a_history_that_strangers_have_made_up_is_not_believed(
     forged: tuple[str, ...],
 ) -> None:
-    """Nor does it hold the job when they have left."""
+    """The history does not hold the job either when the strangers have left."""
     scene = formed("a:1", "b:1", "c:1", step=70)
     scene.leave("b:1")
     forge(scene, *forged)

@@ -1,4 +1,4 @@
-"""Which groups that hang are left out of their quorum, and which news they and others receive."""
+"""Tests which hung groups are left out of their quorum, and which news they and others receive."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EVICT = config(hang_timeout_s=5, on_hang="evict")
 
 
 def training(*names: str, **changes: Any) -> Scene:
-    """At 100, these groups have begun step 7."""
+    """A scene in which these groups have begun step 7 at 100."""
     scene = formed(*names, step=7, settings=config(hang_timeout_s=5, on_hang="evict", **changes))
     for replica_id in names:
         scene.report(replica_id, Phase.TRAINING, 7)
@@ -92,7 +92,7 @@ def test_one_who_comes_back_joins_and_heals() -> None:
 
 
 def test_too_few_are_left_until_it_is_back() -> None:
-    """Those who were informed that it is out meet it under another id."""
+    """The groups that were informed that it is out meet it under another id."""
     scene = training("a:1", "b:1", min_replicas=2)
     scene.ask("b:1", 8)
     scene.until(105)

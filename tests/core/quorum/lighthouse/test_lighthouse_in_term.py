@@ -145,7 +145,7 @@ def test_the_quorum_after_a_break_has_another_id() -> None:
 
 
 def test_the_quorum_after_a_loss_that_was_announced_has_another_id() -> None:
-    """Though the lost group is back as the same one, and nobody breaks off."""
+    """The lost group is back as the same one, and nobody breaks off."""
     term = Term()
     term.leave("c")
     term.opened("c", 1, 5)
@@ -212,7 +212,7 @@ def test_where_each_step_asks_nobody_is_informed() -> None:
 
 @pytest.mark.parametrize("steps", [(5, 5, 4), (0, 0, 0)])
 def test_where_groups_heal_each_step_asks(steps: tuple[int, int, int]) -> None:
-    """At step 0 they may all heal from one. If that one dies, the others learn of it at once."""
+    """All may heal from one group at step 0. If that one dies, the others learn of it at once."""
     scene = Scene(SECONDS)
     scene.beat("a", "b", "c")
     for each, step in zip("abc", steps, strict=True):

@@ -14,7 +14,7 @@ HEAL = config(heal_timeout_s=40.0)
 
 
 def healing(settings: QuorumConfig = HEAL) -> Scene:
-    """At 100, b heals and a has finished its step."""
+    """A scene in which b heals and a has finished its step at 100."""
     scene = formed("a:1", "b:1", step=7, settings=settings)
     scene.report("b:1", Phase.HEALING, 7)
     scene.ask("a:1", 8)

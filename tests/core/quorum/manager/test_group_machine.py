@@ -90,7 +90,7 @@ class Barriers(RuleBasedStateMachine):
         self.lives.admit_worker(rank, request.worker_id)
 
     def succeeds(self, rank: int, orders: tuple[BarrierOrder, ...]) -> None:
-        """Whose question is held, now that the rank belongs to nobody else."""
+        """The question of the successor is held, now that the rank belongs to nobody else."""
         if rank in self.held:
             caller, request = self.held.pop(rank)
             self.enters(request, caller)

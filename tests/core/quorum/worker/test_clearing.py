@@ -80,7 +80,7 @@ def test_in_a_step_that_has_failed_the_first_iteration_is_begun_anew_too() -> No
 
 
 def test_another_pass_at_a_new_place_belongs_to_its_step() -> None:
-    """Such as in every tenth step, or from some epoch on."""
+    """A pass may be added in every tenth step, for instance, or from some epoch on."""
     assert begun_at("a.|a.|a.b.|a.|a.b.|") == [0, 3, 6, 11, 14]
 
 

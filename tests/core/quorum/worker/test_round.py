@@ -418,7 +418,7 @@ def test_a_worker_that_heals_before_the_step_contributes(
 
 
 def test_a_worker_whose_step_is_not_believed_has_begun_too_early() -> None:
-    """At step 0 all contribute, but this worker did not know that it is one of those."""
+    """All contribute at step 0, but this worker did not know that it is one of those."""
     round_ = asking(worker(9))
     ready = meeting(round_, dataclasses.replace(BEHIND, max_step=0))
     (warning,), error = ready.warnings, round_.step.state.error
