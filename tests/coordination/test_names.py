@@ -101,7 +101,7 @@ def positional(function: object) -> list[str]:
 
 
 def optional(function: object) -> set[str]:
-    """Those that a caller who knows the public release alone may leave out."""
+    """The names that a caller who knows the public release alone may leave out."""
     parameters = inspect.signature(function).parameters  # type: ignore[arg-type]
     return {name for name, given in parameters.items() if given.default is not given.empty}
 

@@ -34,10 +34,10 @@ class Worker:
             self.client,
             group_rank,
             on_kill=lambda reason: self.received.put(("kill", reason)),
-            on_drain=self._hear_drain,
+            on_drain=self._receive_drain,
         )
 
-    def _hear_drain(self, reason: str) -> None:
+    def _receive_drain(self, reason: str) -> None:
         self.received.put(("drain", reason))
         assert self.listens.wait(30)
 
@@ -85,7 +85,7 @@ def test_an_order_to_the_manager_reaches_every_worker(workers: list[Worker], kin
     assert [worker.next_order() for worker in workers] == [(kind, "maintenance")] * 2
 
 
-def test_other_groups_do_not_hear_an_order(
+def test_other_groups_do_not_receive_an_order(
     lighthouse: LighthouseServer, operator: LighthouseClient, workers: list[Worker]
 ) -> None:
     with start_manager(lighthouse.address(), replica_id="other", world_size=2) as manager:
@@ -97,7 +97,7 @@ def test_other_groups_do_not_hear_an_order(
     assert [worker.next_order() for worker in workers] == [("drain", "theirs")] * 2
 
 
-def test_a_worker_that_attaches_late_hears_the_order(manager: ManagerServer) -> None:
+def test_a_worker_that_attaches_late_receives_the_order(manager: ManagerServer) -> None:
     with ManagerClient(manager.address(), LONG) as operator:
         operator.drain("maintenance")
         for kind in ("drain", "kill"):
@@ -124,7 +124,7 @@ def test_who_comes_before_the_worker_in_whose_place_it_is_was_missed_gets_its_li
 
 
 @pytest.mark.processes
-def test_a_worker_that_reads_late_still_hears_that_it_is_killed(
+def test_a_worker_that_reads_late_still_learns_that_it_is_killed(
     lighthouse: LighthouseServer,
 ) -> None:
     """A worker is busy with its last command until its manager has ended."""

@@ -1,4 +1,4 @@
-"""Agents under soft policies: who survives a change keeps its process, and is told its world."""
+"""Agents under soft policies: who survives a change keeps its process, and is sent its world."""
 
 from __future__ import annotations
 
@@ -128,12 +128,12 @@ def test_a_worker_that_removes_its_channel_is_reported_once(tmp_path: Path) -> N
     with launch(tmp_path, nnodes="1") as run:
         run.start("a")
         run.cut_off(*run.await_world(a=1)["a"])
-        run.until(lambda: "cannot receive other worlds" in run.output(), "it is told of")
+        run.until(lambda: "cannot receive other worlds" in run.output(), "it is reported")
         run.finish()
         assert run.statuses() == {"a": 0}
-        told = run.output()
-    assert told.count("cannot receive other worlds") == 1, told
-    assert "Traceback" not in told
+        output = run.output()
+    assert output.count("cannot receive other worlds") == 1, output
+    assert "Traceback" not in output
 
 
 def test_a_worker_that_cannot_be_reached_delays_no_node(tmp_path: Path) -> None:
@@ -214,7 +214,7 @@ def test_a_frozen_worker_is_ended_as_soon_as_the_others(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_is_stopped_for_long_is_replaced(tmp_path: Path) -> None:
-    """Its agent lives, and no connection breaks: nobody else would notice it."""
+    """The worker's agent lives, and no connection breaks: nobody else would notice the stop."""
     options = "--max-restarts=1", "--stopped-worker-timeout=2"
     with launch(tmp_path, *options, nnodes="1:2") as run:
         run.start("a")
@@ -260,6 +260,6 @@ def test_a_worker_that_handles_sigterm_does_not_wait_for_another_world(
         program.wait_for("asks")
         program.signal(signal.SIGTERM)
         assert program.wait() == 1
-        told = run.output()
-    assert "WorkerEnding: there is no world for this worker" in told
-    assert "it received SIGTERM" in told
+        output = run.output()
+    assert "WorkerEnding: there is no world for this worker" in output
+    assert "it received SIGTERM" in output

@@ -31,7 +31,7 @@ def two_nodes(run: Launch) -> dict[str, list[int]]:
 
 
 def both_work(run: Launch) -> dict[str, list[int]] | None:
-    """Under the hard policy each worker of a world is a new one."""
+    """Process ids of both nodes' workers; under the hard policy each worker of a world is new."""
     pids = {node: run.pids(node) for node in ("a", "b")}
     return pids if all(len(found) == 1 for found in pids.values()) else None
 
@@ -144,7 +144,7 @@ def _three(run: Launch) -> dict[str, list[int]]:
         workers = {node: run.workers(node) for node in nodes}
         if any(len(found) != 1 for found in workers.values()):
             return None
-        # Under the hard policy the worker's environment tells it.
+        # Under the hard policy the worker's environment shows it.
         sizes = {found[0].world[1] for found in workers.values() if found[0].world}
         return {node: run.pids(node) for node in nodes} if sizes == {3} else None
 
@@ -190,7 +190,7 @@ def test_too_few_nodes_end_with_a_rendezvous_error(policy: str, tmp_path: Path) 
 
 @both
 def test_without_restarts_the_scheduler_starts_a_node_again(policy: str, tmp_path: Path) -> None:
-    """Under the hard policy a failure ends the run: the scheduler starts all of its nodes."""
+    """A failure ends a run of the hard policy: the scheduler starts all of its nodes."""
     with launch(tmp_path, "--max-restarts=0", nnodes="1:2", policy=policy) as run:
         pids = two_nodes(run)
         run.fail(pids["b"][0])
@@ -255,8 +255,8 @@ def test_a_drained_node_ends_well_and_the_others_go_on(policy: str, tmp_path: Pa
         run.start("a")
         run.start("b", OTHER_HOST)
         before = run.until(lambda: both_work(run), "two workers")
-        told = ["--lighthouse", run.lighthouse, "--job-id=run", "--node=127.0.0.2"]
-        assert CliRunner().invoke(drain, told).exit_code == 0
+        arguments = ["--lighthouse", run.lighthouse, "--job-id=run", "--node=127.0.0.2"]
+        assert CliRunner().invoke(drain, arguments).exit_code == 0
         assert run.nodes["b"].wait() == 0
         assert are_gone(before["b"])
         run.until(lambda: _new(run, policy, before["a"]), "a world of one")
@@ -335,7 +335,7 @@ for batch in DataLoader(torch.ones(10_000_000), batch_size=1, num_workers=2):
 
 @both
 def test_a_worker_that_is_ended_keeps_its_data_loader(policy: str, tmp_path: Path) -> None:
-    """Without it, it could neither finish its step nor save."""
+    """A worker without its data loader could neither finish its step nor save."""
     script = tmp_path / "loads.py"
     script.write_text(LOADS)
     with launch(tmp_path, nnodes="1", policy=policy) as run:

@@ -53,7 +53,7 @@ def test_a_killed_worker_has_failed_where_sigchld_is_ignored(policy: str, tmp_pa
     ("policy", "name"), [("hard", "HUP"), ("soft", "HUP"), ("soft", "INT"), ("hard", "QUIT")]
 )
 def test_an_ignored_signal_does_not_end_a_launcher(policy: str, name: str, tmp_path: Path) -> None:
-    """As ``nohup`` does, and a shell script for what it starts in the background."""
+    """A signal is ignored under ``nohup``, and in what a shell script starts in the background."""
     script, end = tmp_path / "waits.py", tmp_path / "end"
     script.write_text(WAITS)
     with launcher(name, policy, script, str(end)) as program:

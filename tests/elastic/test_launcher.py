@@ -53,7 +53,7 @@ def config(folder: Path, **changes: Any) -> LaunchConfig:
 
 
 def place(word: str) -> tuple[str, int, int, str]:
-    """What a worker is, told to its launcher."""
+    """What a worker is, returned to its launcher."""
     info = get_worker_info()
     assert (info.rank, info.world_size) == (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
     print("rank", info.rank, flush=True)
@@ -73,7 +73,7 @@ def fail(_: str) -> None:
     raise ValueError("it cannot be done")
 
 
-def end_well_when_told() -> None:
+def end_well_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     time.sleep(600)
 
@@ -82,7 +82,7 @@ def end_well_when_told() -> None:
 def test_workers_that_do_not_answer_and_end_well_have_failed(tmp_path: Path) -> None:
     settings = config(tmp_path, restart_policy=RestartPolicy.SOFT, soft_ready_timeout=2.0)
     with pytest.raises(TrainingFailed, match="after 0 retries: workers did not answer within 2 s"):
-        elastic_launch(settings, end_well_when_told)()
+        elastic_launch(settings, end_well_on_sigterm)()
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_a_soft_policy_needs_no_other_setting(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_functions_return_values_by_rank(policy: RestartPolicy, tmp_path: Path) -> None:
     results = elastic_launch(config(tmp_path, restart_policy=policy), place)("word")
-    assert {rank: told[:3] for rank, told in results.items()} == {
+    assert {rank: result[:3] for rank, result in results.items()} == {
         0: ("word", 0, 2),
         1: ("word", 1, 2),
     }
@@ -149,7 +149,7 @@ def test_commands_have_no_values(policy: RestartPolicy, tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_the_agent_tells_events_and_metrics(
+def test_the_agent_records_events_and_metrics(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.distributed.elastic import events
@@ -157,9 +157,9 @@ def test_the_agent_tells_events_and_metrics(
 
     from torchft_svc.elastic import agent
 
-    told: list[Any] = []
+    recorded: list[Any] = []
     for module in (api, agent, events):
-        monkeypatch.setattr(module, "record", lambda event, *_: told.append(event))
+        monkeypatch.setattr(module, "record", lambda event, *_: recorded.append(event))
     metrics: dict[str, int] = {}
     for module in (api, agent):
         monkeypatch.setattr(
@@ -167,13 +167,13 @@ def test_the_agent_tells_events_and_metrics(
         )
     soft = config(tmp_path, restart_policy=RestartPolicy.SOFT, max_restarts=1, role="trainer")
     elastic_launch(soft, fail_at_first)(str(tmp_path))
-    workers = [event for event in told if event.source.value == "WORKER"]
+    workers = [event for event in recorded if event.source.value == "WORKER"]
     states = sorted((event.metadata["state"], event.metadata["global_rank"]) for event in workers)
     assert states == [*[("START", 0)] * 2, *[("START", 1)] * 2, ("SUCCEEDED", 0), ("SUCCEEDED", 1)]
-    worlds = [event for event in told if event.metadata["state"] == "RENDEZVOUS"]
+    worlds = [event for event in recorded if event.metadata["state"] == "RENDEZVOUS"]
     assert len(worlds) == 2
     assert all(event.metadata["duration_ms"] >= 0 for event in worlds)
-    last = told[-1]
+    last = recorded[-1]
     assert (last.source.value, last.metadata["state"]) == ("AGENT", "SUCCEEDED")
     assert (last.metadata["agent_restarts"], last.metadata["rdzv_backend"]) == (1, "lighthouse")
     assert metrics["workers.trainer.remaining_restarts"] == 0

@@ -51,19 +51,19 @@ def launch_on(server: EtcdServer, folder: Path, back_end: str, policy: str) -> I
 
 
 class ClosedRendezvous:
-    """As torch's own back ends end one: without a word."""
+    """A rendezvous that ends as torch's own back ends end one: without a word."""
 
     def next_rendezvous(self) -> None:
         raise RendezvousClosedError
 
 
 def test_a_rendezvous_that_others_have_closed_has_a_reason() -> None:
-    heard: queue.Queue[Any] = queue.Queue()
+    news: queue.Queue[Any] = queue.Queue()
     handler: Any = ClosedRendezvous()
-    meeting = PolledMeeting(handler, Node(node_id="a", host="host", num_workers=1), 60.0, heard.put)
+    meeting = PolledMeeting(handler, Node(node_id="a", host="host", num_workers=1), 60.0, news.put)
     meeting.send_state(AgentState(status=AgentStatus.JOINING, store_port=1))
-    assert isinstance(heard.get(timeout=10.0), AgentWelcome)
-    closed = heard.get(timeout=10.0)
+    assert isinstance(news.get(timeout=10.0), AgentWelcome)
+    closed = news.get(timeout=10.0)
     assert closed == RunClosed(
         "the rendezvous was closed: a node has finished, or failed too often", failed=True
     )
@@ -75,7 +75,7 @@ def test_a_rendezvous_that_others_have_closed_has_a_reason() -> None:
 def test_a_killed_worker_uses_one_restart_of_its_node(
     tmp_path: Path, back_end: str, of: str
 ) -> None:
-    """Under the hard policy, as with torchrun: all workers are new, and the job ends well."""
+    """All workers are new under the hard policy, as with torchrun, and the job ends well."""
     with (
         rendezvous(tmp_path, back_end) as flags,
         Nodes(
@@ -137,9 +137,9 @@ def test_a_wait_for_more_nodes_is_reported(tmp_path: Path) -> None:
     """torch's default is half a minute; a node that is alone says why nothing happens."""
     with rendezvous(tmp_path, "c10d") as flags, launch(tmp_path, *flags, nnodes="1:3") as run:
         run.start("a").wait_for("with fewer than 3 nodes, c10d begins each new world after 30 s")
-        told = run.start("b", "--rdzv-conf=last_call_timeout=1")
+        informed = run.start("b", "--rdzv-conf=last_call_timeout=1")
         run.await_world(a=1, b=1)
-        assert not any("fewer than 3 nodes" in line for line in told.read_so_far())
+        assert not any("fewer than 3 nodes" in line for line in informed.read_so_far())
 
 
 def test_a_node_that_has_finished_ends_well_when_the_store_is_gone(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ class Nodes:
 
 
 def kill(handler: LighthouseRendezvous) -> None:
-    """As if its agent had been killed: its connection ends."""
+    """End the connection of ``handler``, as if its agent had been killed."""
     if handler._link is not None:
         handler._link.close()
     handler._stores = None  # its stores end, too, once nothing refers to them
@@ -103,7 +103,7 @@ def kill(handler: LighthouseRendezvous) -> None:
 
 @pytest.fixture(scope="module")
 def address() -> Iterator[str]:
-    """Of one lighthouse: it begins no run in its first second."""
+    """The address of one lighthouse: it begins no run in its first second."""
     with lighthouse() as started:
         yield started
 
@@ -114,8 +114,8 @@ def nodes(address: str) -> Iterator[Nodes]:
         yield made
 
 
-def test_a_node_whose_store_was_used_unheard_opens_another_one() -> None:
-    """It is cut off while the other node dies, and alone in a world until it is lost, too."""
+def test_a_node_whose_store_was_used_unnoticed_opens_another_one() -> None:
+    """The node is cut off while the other node dies, and alone in a world until it is lost, too."""
     with (
         lighthouse(heartbeat_timeout_ms=4000) as address,
         Proxy(address) as proxy,
@@ -198,7 +198,7 @@ def test_a_lost_node_is_noticed_and_the_store_is_another_one(nodes: Nodes) -> No
 def two_nodes(
     nodes: Nodes, rank: int
 ) -> tuple[LighthouseRendezvous, LighthouseRendezvous, RendezvousInfo]:
-    """In one world: the one with this ``rank``, and the other one with what it was told."""
+    """Two nodes in one world: the one with this ``rank``, and the other with its information."""
     both = nodes.node(), nodes.node()
     by_rank = {info.rank: (node, info) for node, info in zip(both, nodes.join(*both), strict=True)}
     return by_rank[rank][0], *by_rank[1 - rank]

@@ -22,7 +22,7 @@ from torchft_svc.elastic import run
 from torchft_svc.elastic.launcher import RestartPolicy
 from torchft_svc.errors import ConfigError
 
-SCRIPT = str(SCRIPTS / "told_worker.py")
+SCRIPT = str(SCRIPTS / "recording_worker.py")
 NO_WAIT = ("--rdzv-conf=is_host=0,read_timeout=1", "--nnodes=2")
 
 
@@ -68,7 +68,7 @@ CASES = {
         ("--nproc-per-node=2", "--no-python"), (sys.executable, SCRIPT, "{folder}", "0")
     ),
     "module": Case(
-        ("-m",), ("tests.support.scripts.told_worker", "{folder}", "0", "${{local_rank}}")
+        ("-m",), ("tests.support.scripts.recording_worker", "{folder}", "0", "${{local_rank}}")
     ),
     "restarts": Case(
         ("--nproc-per-node=2", "--max-restarts=2", "--redirects=0:1,1:2"),
@@ -86,20 +86,20 @@ CASES = {
 def launched(case: Case, of: str, folder: Path) -> dict[str, Any]:
     """What can be observed of the agents of a case, and of their workers."""
     port = steady_address().partition(":")[2]
-    told = folder / "told"
-    told.mkdir(parents=True)
+    records = folder / "records"
+    records.mkdir(parents=True)
     lines = []
     for rank in range(case.num_agents):
         logs = f"--log-dir={folder / f'logs{rank}'}"
         texts = [logs, "--monitor-interval=0.05", *case.options, *case.script]
-        lines.append([text.format(rank=rank, port=port, folder=told) for text in texts])
+        lines.append([text.format(rank=rank, port=port, folder=records) for text in texts])
     with agents(*lines, of=of) as started:
         statuses = [each.wait(LAUNCH_S) for each in started]
         output = sorted(line for each in started for line in worker_lines(each))
     return {
         "statuses": statuses,
         "output": output,
-        "workers": {each.name: worker(each, folder) for each in sorted(told.glob("*.json"))},
+        "workers": {each.name: worker(each, folder) for each in sorted(records.glob("*.json"))},
         "logs": {
             plain(str(each.relative_to(folder))): plain(each.read_text())
             for each in sorted(folder.glob("logs*/**/*"))
@@ -115,16 +115,16 @@ def worker_lines(program: Program) -> list[str]:
 
 def worker(path: Path, folder: Path) -> dict[str, Any]:
     """How a worker was started; without what is different in each run."""
-    told = json.loads(path.read_text().replace(str(folder), "FOLDER"))
-    variables = told["environment"]
+    record = json.loads(path.read_text().replace(str(folder), "FOLDER"))
+    variables = record["environment"]
     for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
         if name in variables:
             variables[name] = plain(variables[name])
-    return told
+    return record
 
 
 def plain(text: str) -> str:
-    """Without random names and numbers."""
+    """``text`` without random names and numbers."""
     text = re.sub(r"[0-9a-f]{8}-[0-9a-f-]{27}", "UUID", text)
     text = re.sub(r"(logs\d/[^/]+)_.{8}(?=/)", r"\1_RANDOM", text)
     return re.sub(r"\b\d{4,5}\b", "PORT", text)
@@ -240,7 +240,7 @@ def test_two_agents_with_rank_0_of_a_static_rendezvous(tmp_path: Path) -> None:
 
 
 def _first_statuses(started: list[Program]) -> list[int]:
-    """Of those that have ended as the first ones; the others wait for a second node."""
+    """The statuses of those that have ended first; the others wait for a second node."""
 
     def statuses() -> list[int]:
         return [status for each in started if (status := each.poll()) is not None]
@@ -304,8 +304,8 @@ def test_the_back_end_follows_from_the_policy(
 
 
 def test_a_standalone_run_has_one_node_of_its_range() -> None:
-    told = ["--restart-policy=soft", "--standalone", "--nnodes=1:4", SCRIPT]
-    config, *_ = run.config_from_args(run.parse_args(told))
+    arguments = ["--restart-policy=soft", "--standalone", "--nnodes=1:4", SCRIPT]
+    config, *_ = run.config_from_args(run.parse_args(arguments))
     assert (config.min_nodes, config.max_nodes) == (1, 1)
 
 
@@ -317,8 +317,8 @@ def test_a_node_rank_is_for_the_lighthouse_too() -> None:
     assert "rank" not in config.rdzv_configs
 
 
-def _same_place(told: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(re.sub(r"/(torchrun|ours)/", "/", json.dumps(told)))
+def _same_place(observed: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(re.sub(r"/(torchrun|ours)/", "/", json.dumps(observed)))
 
 
 def _differences(ours: Any, theirs: Any, where: str = "") -> list[str]:

@@ -84,7 +84,7 @@ def agent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FileChann
     end.close()
 
 
-def tell(agent: Channel, event: WorkerEvent) -> WorkerEvent:
+def send_event(agent: Channel, event: WorkerEvent) -> WorkerEvent:
     agent.send(event.to_message())
     return event
 
@@ -102,8 +102,8 @@ def said(agent: Channel, count: int) -> list[object]:
 # -- with an agent ---------------------------------------------------------------------------------
 
 
-def test_the_first_event_is_there_and_the_agent_hears_of_the_start(agent: FileChannel) -> None:
-    event = tell(agent, healthy(1, 0, 2, 29500))
+def test_the_first_event_is_there_and_the_agent_learns_of_the_start(agent: FileChannel) -> None:
+    event = send_event(agent, healthy(1, 0, 2, 29500))
     assert get_worker_event() == event
     assert get_worker_info() == event.worker_info
     assert not world_changed()
@@ -112,24 +112,24 @@ def test_the_first_event_is_there_and_the_agent_hears_of_the_start(agent: FileCh
 
 
 def test_a_worker_without_a_world_is_paused_and_waits_for_one(agent: FileChannel) -> None:
-    expected = tell(agent, paused(1, 3))
+    expected = send_event(agent, paused(1, 3))
     assert get_worker_event() == expected
     with pytest.raises(DeadlineExceeded, match="waiting for a world"):
         get_worker_info(0.05)
-    timer = later(lambda: tell(agent, healthy(5, 2, 3, 29500, UP)))
+    timer = later(lambda: send_event(agent, healthy(5, 2, 3, 29500, UP)))
     assert get_worker_info(PATIENCE_S).rank == 2
     timer.join()
 
 
-def test_changes_are_told_once(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 2, 29500))
+def test_changes_are_reported_once(agent: FileChannel) -> None:
+    send_event(agent, healthy(1, 0, 2, 29500))
     assert wait_for_worker_event(0) is None
-    tell(agent, paused(0, 2, 1, DOWN))
+    send_event(agent, paused(0, 2, 1, DOWN))
     eventually(world_changed)
     assert get_worker_event().worker_state is WorkerState.PAUSED
     assert not world_changed()
     assert wait_for_worker_event(0.05) is None
-    timer = later(lambda: tell(agent, healthy(2, 0, 1, 29500, DOWN)))
+    timer = later(lambda: send_event(agent, healthy(2, 0, 1, 29500, DOWN)))
     event = wait_for_worker_event(PATIENCE_S)
     timer.join()
     assert event is not None
@@ -137,11 +137,11 @@ def test_changes_are_told_once(agent: FileChannel) -> None:
     assert not world_changed()
 
 
-def test_an_ack_is_for_what_the_worker_was_told_not_for_what_came_since(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 2, 29500))
+def test_an_ack_is_for_what_the_worker_was_sent_not_for_what_came_since(agent: FileChannel) -> None:
+    send_event(agent, healthy(1, 0, 2, 29500))
     info = get_worker_info()
-    tell(agent, paused(0, 2, 1, DOWN))
-    tell(agent, healthy(2, 0, 1, 29500, DOWN))
+    send_event(agent, paused(0, 2, 1, DOWN))
+    send_event(agent, healthy(2, 0, 1, 29500, DOWN))
     eventually(world_changed)
     ack_worker_event()
     info.get_pg_parameters()
@@ -154,13 +154,13 @@ def test_garbage_between_events_is_ignored(
     agent: FileChannel, caplog: pytest.LogCaptureFixture
 ) -> None:
     agent.send({"type": "lunch"})
-    tell(agent, healthy(1, 0, 2, 29500))
+    send_event(agent, healthy(1, 0, 2, 29500))
     assert get_worker_info().round == 1
     agent.send({"type": "event", "timestamp": "now"})
     agent.send(
         healthy(3, 0, 2, 29500).to_message() | {"worker_info": {"rank": True, "world_size": 1}}
     )
-    tell(agent, healthy(2, 0, 2, 29500))
+    send_event(agent, healthy(2, 0, 2, 29500))
     event = wait_for_worker_event(PATIENCE_S)
     assert event is not None
     assert event.worker_info.round == 2
@@ -168,7 +168,7 @@ def test_garbage_between_events_is_ignored(
 
 
 def test_a_worker_whose_agent_is_gone_gets_an_error(agent: FileChannel) -> None:
-    tell(agent, paused(0, 2))
+    send_event(agent, paused(0, 2))
     get_worker_event()
     timer = later(agent.close)
     with pytest.raises(ChannelClosed, match="removed"):
@@ -185,7 +185,7 @@ def test_a_worker_whose_agent_is_gone_gets_an_error(agent: FileChannel) -> None:
 def test_no_wait_for_a_world_outlasts_the_news_that_this_worker_is_ended(
     agent: FileChannel, wait: Callable[[], object]
 ) -> None:
-    tell(agent, paused(0, 2))
+    send_event(agent, paused(0, 2))
     get_worker_event()
     timer = later(lambda: agent.send(EndNotice("worker 1 failed").to_message()))
     with pytest.raises(WorkerEnding, match="worker 1 failed"):
@@ -196,7 +196,7 @@ def test_no_wait_for_a_world_outlasts_the_news_that_this_worker_is_ended(
 
 
 def test_a_worker_that_is_ended_may_finish_its_step(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 1, 29500))
+    send_event(agent, healthy(1, 0, 1, 29500))
     assert get_worker_info().round == 1
     agent.send(EndNotice("preempted").to_message())
     with pytest.raises(WorkerEnding):
@@ -208,7 +208,7 @@ def test_a_worker_that_is_ended_may_finish_its_step(agent: FileChannel) -> None:
 
 
 def test_a_world_is_not_formed_any_more_by_a_worker_that_is_ended(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 2, 1))  # nobody is there
+    send_event(agent, healthy(1, 0, 2, 1))  # nobody is there
     info = get_worker_info()
     timer = later(lambda: agent.send(EndNotice("preempted").to_message()))
     with pytest.raises(WorldSuperseded, match="is ending it: preempted"):
@@ -225,10 +225,10 @@ def test_a_channel_that_is_gone_before_the_first_call_is_reported(agent: FileCha
 @pytest.mark.parametrize("transport", [QueueChannel, SocketChannel])
 def test_another_transport(transport: type[QueueChannel] | type[SocketChannel]) -> None:
     agent, worker = transport.pair()
-    tell(agent, paused(0, 2))
+    send_event(agent, paused(0, 2))
     runtime.use_channel(worker)
     assert get_worker_event().worker_state is WorkerState.PAUSED
-    timer = later(lambda: tell(agent, healthy(1, 1, 2, 29500)))
+    timer = later(lambda: send_event(agent, healthy(1, 1, 2, 29500)))
     assert get_worker_info(PATIENCE_S).rank == 1
     timer.join()
     ack_worker_event()
@@ -238,37 +238,40 @@ def test_another_transport(transport: type[QueueChannel] | type[SocketChannel]) 
 
 
 def test_a_callback_is_called_for_every_event_that_comes(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 2, 29500))
+    send_event(agent, healthy(1, 0, 2, 29500))
     found: list[WorkerEvent] = []
     on_worker_event(lambda _: 1 / 0)
     on_worker_event(found.append)
-    events = [tell(agent, paused(0, 2, 1, DOWN)), tell(agent, healthy(2, 0, 1, 29500, DOWN))]
+    events = [
+        send_event(agent, paused(0, 2, 1, DOWN)),
+        send_event(agent, healthy(2, 0, 1, 29500, DOWN)),
+    ]
     eventually(lambda: found == events)
 
 
 def test_a_callback_has_run_before_its_event_is_reported(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 2, 29500))
+    send_event(agent, healthy(1, 0, 2, 29500))
     seen: list[int] = []
     on_worker_event(lambda _: time.sleep(0.1))
     on_worker_event(lambda _: seen.append(get_worker_info().round))
-    tell(agent, healthy(2, 0, 1, 29500, DOWN))
+    send_event(agent, healthy(2, 0, 1, 29500, DOWN))
     eventually(lambda: get_worker_info().round == 2)
     assert seen == [1]
 
 
 def test_a_worker_that_has_left_a_world_by_itself_waits_for_the_next(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 2, 29500))
+    send_event(agent, healthy(1, 0, 2, 29500))
     get_worker_info()
     leave_world()
     with pytest.raises(DeadlineExceeded):
         get_worker_info(0.05)
-    tell(agent, healthy(2, 0, 1, 29500, DOWN))
+    send_event(agent, healthy(2, 0, 1, 29500, DOWN))
     assert get_worker_info(PATIENCE_S).round == 2
     assert said(agent, 2)[1:] == [WorkerLeft(1)]
 
 
-def test_many_threads_are_told_of_a_change(agent: FileChannel) -> None:
-    tell(agent, paused(0, 2))
+def test_many_threads_learn_of_a_change(agent: FileChannel) -> None:
+    send_event(agent, paused(0, 2))
     get_worker_event()
     found: list[WorkerInfo] = []
     threads = [
@@ -276,14 +279,14 @@ def test_many_threads_are_told_of_a_change(agent: FileChannel) -> None:
     ]
     for thread in threads:
         thread.start()
-    event = tell(agent, healthy(1, 0, 2, 29500))
+    event = send_event(agent, healthy(1, 0, 2, 29500))
     for thread in threads:
         thread.join()
     assert found == [event.worker_info] * 5
 
 
 def test_asking_in_every_step_costs_nothing(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 2, 29500))
+    send_event(agent, healthy(1, 0, 2, 29500))
     world_changed()
     per_call_s = min(timeit.repeat(world_changed, number=10_000, repeat=20)) / 10_000
     assert per_call_s < 2e-6
@@ -291,7 +294,7 @@ def test_asking_in_every_step_costs_nothing(agent: FileChannel) -> None:
 
 @pytest.mark.processes
 def test_a_forked_child_is_informed_and_keeps_silent(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 2, 29500))
+    send_event(agent, healthy(1, 0, 2, 29500))
     get_worker_info()
     child = os.fork()
     if child == 0:
@@ -299,7 +302,7 @@ def test_a_forked_child_is_informed_and_keeps_silent(agent: FileChannel) -> None
         is_right = get_worker_info().round == 1 and not world_changed()
         os._exit(0 if is_right else 1)
     assert os.waitpid(child, 0)[1] == 0
-    tell(agent, healthy(2, 0, 2, 29500))
+    send_event(agent, healthy(2, 0, 2, 29500))
     event = wait_for_worker_event(PATIENCE_S)
     assert event is not None
     assert event.worker_info.round == 2
@@ -311,18 +314,18 @@ def test_a_forked_child_is_informed_and_keeps_silent(agent: FileChannel) -> None
 
 
 def test_parameters_of_a_replaced_world_are_refused_at_once(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 0, 2, 29500))
+    send_event(agent, healthy(1, 0, 2, 29500))
     parameters = get_worker_info().get_pg_parameters()
     assert parameters["rank"] == 0
     assert parameters["world_size"] == 2
-    tell(agent, healthy(2, 0, 1, 29500))
+    send_event(agent, healthy(2, 0, 1, 29500))
     eventually(world_changed)
     with pytest.raises(WorldSuperseded, match="world 2 has replaced it"):
         dist.init_process_group("gloo", **parameters)
 
 
 def test_the_variables_of_torchrun_follow_the_world(agent: FileChannel) -> None:
-    tell(agent, healthy(1, 1, 3, 29600))
+    send_event(agent, healthy(1, 1, 3, 29600))
     get_worker_info().get_pg_parameters()
     assert os.environ["RANK"] == "1"
     assert os.environ["WORLD_SIZE"] == "3"
@@ -334,7 +337,7 @@ def test_the_variables_of_torchrun_follow_the_world(agent: FileChannel) -> None:
 @pytest.mark.processes
 def test_a_destroyed_group_makes_it_wait_for_the_next_world(agent: FileChannel) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    tell(agent, healthy(1, 0, 1, store.port))
+    send_event(agent, healthy(1, 0, 1, store.port))
     info = get_worker_info()
     assert get_worker_info() == info, "asking twice is no reason to wait"
     parameters = info.get_pg_parameters()
@@ -347,20 +350,20 @@ def test_a_destroyed_group_makes_it_wait_for_the_next_world(agent: FileChannel) 
         get_worker_info(0.05)
     with pytest.raises(WorldSuperseded, match="it had one"):
         dist.init_process_group("gloo", **parameters)
-    tell(agent, healthy(2, 0, 1, store.port))
+    send_event(agent, healthy(2, 0, 1, store.port))
     assert get_worker_info(PATIENCE_S).round == 2
     assert said(agent, 3)[1:] == [WorkerAck(1), WorkerLeft(1)]
 
 
 @pytest.mark.processes
-def test_who_leaves_a_world_when_it_was_told_of_the_next_works_in_that(agent: FileChannel) -> None:
+def test_who_leaves_a_world_when_it_knows_of_the_next_works_in_that(agent: FileChannel) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    tell(agent, healthy(1, 0, 1, store.port))
+    send_event(agent, healthy(1, 0, 1, store.port))
     dist.init_process_group("gloo", **get_worker_info().get_pg_parameters())
-    tell(agent, healthy(2, 0, 1, store.port))
-    told = wait_for_worker_event(PATIENCE_S)
-    assert told is not None
-    assert told.worker_info.round == 2
+    send_event(agent, healthy(2, 0, 1, store.port))
+    event = wait_for_worker_event(PATIENCE_S)
+    assert event is not None
+    assert event.worker_info.round == 2
     leave_world()
     assert get_worker_info(PATIENCE_S).round == 2
     dist.init_process_group("gloo", **get_worker_info().get_pg_parameters())
@@ -411,7 +414,7 @@ def test_what_torch_itself_needs_is_enough(monkeypatch: pytest.MonkeyPatch) -> N
     assert get_worker_info() == WorkerInfo(0, 3, 3, 1, 4, 4, "host", 29500)
 
 
-def test_a_launcher_may_tell_a_local_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launcher_may_set_a_local_rank_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("LOCAL_RANK", "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     set_all(monkeypatch, {name: TORCHRUN[name] for name in names})
     assert get_worker_info() == WorkerInfo(1, 3, 3, 2, 4, 4, "host", 29500)
@@ -426,7 +429,7 @@ def test_without_a_launcher_there_is_a_clear_error(
         world_changed()
 
 
-def test_ranks_that_contradict_one_another_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_contradict_one_another_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     set_all(monkeypatch, TORCHRUN | {"RANK": "4"})
     with pytest.raises(ConfigError, match="rank is 4, but world_size is 4"):
         get_worker_info()
@@ -485,7 +488,7 @@ def test_importing_it_is_cheap() -> None:
         "import sys, torchft_svc.elastic.runtime\n"
         "print(sorted({'torch', 'numpy', 'grpc', 'asyncio'} & set(sys.modules)))"
     )
-    told = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert told.stdout.strip() == "[]"
+    assert done.stdout.strip() == "[]"

@@ -29,11 +29,11 @@ class Training:
             self.run.start(node, "--run-path", "--start-method=fork", script=script)
 
     def steps(self, node: str, num_lines: int = 0) -> list[Step]:
-        """In the last lines of a node's output (0: all)."""
+        """The steps in the last lines of a node's output (0: in all)."""
         return trained(self.run.nodes[node].read_so_far()[-num_lines:])
 
     def pids(self, node: str) -> set[int]:
-        """Of the workers that have trained in the newest world of this node."""
+        """The process ids of the workers that have trained in the newest world of this node."""
         steps = self.steps(node)
         return {step.pid for step in steps if step.round == steps[-1].round} if steps else set()
 

@@ -25,7 +25,7 @@ def flags(address: str, nnodes: str, run: str = "run", window_s: float = 1.0) ->
 
 
 def test_workers_of_two_nodes_train_together(tmp_path: Path) -> None:
-    """At the second lighthouse of a list, with a token."""
+    """The workers train at the second lighthouse of a list, with a token."""
     with (
         refusing() as nobody,
         lighthouse_process(TORCHFT_TOKEN=TOKEN) as lighthouse,
@@ -40,12 +40,12 @@ def test_workers_of_two_nodes_train_together(tmp_path: Path) -> None:
         nodes.start()
         nodes.start()
         assert nodes.statuses() == [0, 0], [each.lines for each in nodes.agents]
-        told = {path.name: path.read_text() for path in tmp_path.glob("sum-*")}
-        assert told == {f"sum-{rank}": "1 of 2" for rank in range(2)}
+        sums = {path.name: path.read_text() for path in tmp_path.glob("sum-*")}
+        assert sums == {f"sum-{rank}": "1 of 2" for rank in range(2)}
 
 
 def test_nodes_come_and_go_and_no_restart_is_used(tmp_path: Path) -> None:
-    """Also while the lighthouse is restarted, and beside a job and another run on it."""
+    """The lighthouse is restarted meanwhile, and has a job and another run beside this one."""
     address = steady_address()
     run, other = tmp_path / "run", tmp_path / "other"
     run.mkdir()
@@ -114,11 +114,11 @@ def test_a_frozen_node_is_left_out_until_it_goes_on(tmp_path: Path) -> None:
 
 
 def sizes(nodes: Nodes, agent: int) -> list[str]:
-    """Of the worlds in which the workers of this agent are."""
+    """Sizes of the worlds in which the workers of this agent are."""
     return [each["WORLD_SIZE"] for each in nodes.workers() if each["agent"] == agent]
 
 
-def test_mistakes_are_told_in_a_sentence(tmp_path: Path) -> None:
+def test_mistakes_are_explained_in_a_sentence(tmp_path: Path) -> None:
     with (
         lighthouse_process(TORCHFT_TOKEN=TOKEN) as lighthouse,
         Nodes(tmp_path, *flags(lighthouse.address, "1:2"), "--nproc-per-node=1") as nodes,

@@ -45,7 +45,7 @@ def test_survivors_of_a_killed_worker_go_on_and_take_another_one_in(
     is_in(agents.world(one, two, three), one, two, three)
     assert one.reached(1)
     two.kill()
-    one.says("lost")  # before its agent tells it
+    one.says("lost")  # before its agent reports it
     three.says("lost")
     eventually(lambda: one.left(1) and three.left(1))
     agents.pause(one, three, change=DOWN)

@@ -21,7 +21,7 @@ MakeDestroyer = Callable[..., _Destroyer]
 
 
 class Group:
-    """Its destruction waits for ``may_end``, as that of a group of gloo for its operations."""
+    """A group whose destruction waits for ``may_end``, as one of gloo for its operations."""
 
     def __init__(self, may_end: threading.Event | None = None) -> None:
         self.may_end = may_end

@@ -84,7 +84,7 @@ def test_a_dead_peer_costs_a_moment_once_its_loss_is_known() -> None:
             assert answer["ends"] == [2.0, 2.0]
 
 
-def test_a_dead_peer_is_noticed_at_the_timeout_if_nobody_tells() -> None:
+def test_a_dead_peer_is_noticed_at_the_timeout_if_nobody_reports_it() -> None:
     with group_of(2, timeout_s=3.0) as group:
         group.configure()
         everyone(group.ranks, "allreduce", numel=1000, value=1.0)

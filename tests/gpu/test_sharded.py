@@ -15,5 +15,5 @@ pytestmark = [pytest.mark.gpu, pytest.mark.processes, needs_gpu, pytest.mark.tim
 def test_i3_a_sharded_group_heals_part_by_part(
     tmp_path: Path, layout: str, num_workers: int
 ) -> None:
-    """As tests/client/test_hsdp.py does between CPUs."""
+    """The same as in tests/client/test_hsdp.py, between GPUs."""
     heal_part_by_part(tmp_path, layout, num_workers, "cuda")

@@ -56,7 +56,7 @@ class Script:
         self._unread = b""
 
     def line(self) -> str:
-        """Its next line; empty at its end."""
+        """Read the next line of its output; empty at its end."""
         assert self.popen.stdout is not None
         deadline = time.monotonic() + LINE_S
         with selectors.DefaultSelector() as selector:

@@ -1,4 +1,4 @@
-"""An etcd with TLS and users: who comes in, and what those are told who do not."""
+"""An etcd with TLS and users: who comes in, and what error those get who do not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> Papers:
 
 @pytest.fixture(scope="module")
 def guarded(some: Papers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EtcdServer]:
-    """It wants a certificate and a password."""
+    """An etcd that wants a certificate and a password."""
     with etcd_server(tmp_path_factory.mktemp("etcd"), security=some.local) as server:
         server.add_user("nobody", PASSWORD)
         server.enable_users(lighthouse=PASSWORD)
@@ -37,7 +37,7 @@ def guarded(some: Papers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture
 def access(some: Papers, guarded: EtcdServer) -> EtcdAccess:
-    """That which is right for it."""
+    """The access that is right for the guarded etcd."""
     return EtcdAccess(
         url=f"etcds://{guarded.address}",
         ca_file=some.local.ca_file,
@@ -49,7 +49,7 @@ def access(some: Papers, guarded: EtcdServer) -> EtcdAccess:
 
 
 def complaint(access: EtcdAccess) -> Exception | None:
-    """What a lighthouse hears that campaigns; None: it is elected."""
+    """The error that a lighthouse gets that campaigns; None: it is elected."""
 
     async def campaign() -> None:
         etcd = Etcd(access)
@@ -245,7 +245,7 @@ def test_argument_beats_environment(some: Papers, tmp_path: Path) -> None:
             "TORCHFT_ETCD_PASSWORD": PASSWORD,
         }
     )
-    told = EtcdAccess(
+    expected = EtcdAccess(
         url="etcds://a:1",
         ca_file=some.theirs.ca_file,
         cert_file=some.local.cert_file,
@@ -253,12 +253,12 @@ def test_argument_beats_environment(some: Papers, tmp_path: Path) -> None:
         user="one",
         password=PASSWORD,
     )
-    assert resolve_etcd_access(environment, "etcds://a:1") == told
-    assert PASSWORD not in repr(told)
+    assert resolve_etcd_access(environment, "etcds://a:1") == expected
+    assert PASSWORD not in repr(expected)
     assert resolve_etcd_access(
         environment,
         "etcds://a:1",
         ca_file=some.ours.ca_file,
         user="two",
         password_file=str(file),
-    ) == replace(told, ca_file=some.ours.ca_file, user="two", password="in-a-file")  # noqa: S106
+    ) == replace(expected, ca_file=some.ours.ca_file, user="two", password="in-a-file")  # noqa: S106

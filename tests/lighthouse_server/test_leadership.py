@@ -81,7 +81,7 @@ def watching(process: Process, name: str = NAME) -> Iterator[Iterator[int]]:
 
 @contextlib.contextmanager
 def while_it_leads() -> Iterator[None]:
-    """What a leader is told that has stood still for most of its lease, it refuses."""
+    """A leader that has stood still for most of its lease refuses what it is sent."""
     try:
         yield
     except grpc.RpcError as error:
@@ -104,8 +104,8 @@ def test_only_the_leader_answers_and_the_other_names_it(etcd: str) -> None:
         line_to(first.address) as right,
     ):
         sentence = f"this lighthouse does not lead; the leader is {first.address}"
-        told = (grpc.StatusCode.UNAVAILABLE, sentence)
-        eventually(lambda: failure(line.quorum("a:1", timeout_s=1)) == told)
+        refusal = (grpc.StatusCode.UNAVAILABLE, sentence)
+        eventually(lambda: failure(line.quorum("a:1", timeout_s=1)) == refusal)
         assert right.quorum("a:1").result().quorum.quorum_id
         with LighthouseClient(second.address, LONG, job_id="other") as client:
             assert client.quorum("a:1", LONG).quorum_id, "it goes to the one that was named"
@@ -225,7 +225,7 @@ def test_a_leader_without_etcd_stops_in_time_and_leads_again_when_it_is_back(
         if leads(only):
             raise Late("it leads without etcd, or what was seen is an earlier term's end")
         with line_to(only.address) as line:
-            told = failure(line.quorum("a:1"))[1]
-        assert told == "this lighthouse does not lead; the leader is not known yet"
+            sentence = failure(line.quorum("a:1"))[1]
+        assert sentence == "this lighthouse does not lead; the leader is not known yet"
         with etcd_server(folder, address=address, peers=peers):
             assert next(seen) == SERVING

@@ -55,7 +55,7 @@ def order(*words: str, **variables: str) -> tuple[int, str]:
     return done.returncode, (done.stdout + done.stderr).strip()
 
 
-def test_the_exit_status_tells_how_a_job_is(lighthouse: Process, line: Line) -> None:
+def test_the_exit_status_shows_how_a_job_is(lighthouse: Process, line: Line) -> None:
     line.quorum("s:1", step=3, job="stalls").result()
     line.quorum("f:1", step=3, job="finished").result()
     left = pb.LighthouseLeaveRequest(replica_id="f:1", reason="done", between_steps=True, ends=True)
@@ -179,7 +179,7 @@ def test_accept_loss_lets_the_job_go_on(lighthouse: Process, line: Line) -> None
     assert (status, "job 'back' has no loss to accept" in text) == (1, True), text
 
 
-def test_a_group_that_is_not_there_or_cannot_be_told(lighthouse: Process, line: Line) -> None:
+def test_a_group_that_is_not_there_or_cannot_be_reached(lighthouse: Process, line: Line) -> None:
     where = f"--lighthouse={lighthouse.address}"
     line.beat("deaf:1")
     for kind in ("drain", "kill"):
@@ -208,7 +208,7 @@ def test_the_first_lighthouse_that_answers(lighthouse: Process) -> None:
 
 
 def test_a_lighthouse_that_is_busy_is_waited_for(lighthouse: Process) -> None:
-    """Longer than a party that tries again waits for its greeting."""
+    """The lighthouse is busy for longer than a party that tries again waits for its greeting."""
     lighthouse.send(signal.SIGSTOP)
     busy_s = 1.2 * MAX_CONNECTING_MS / 1000
     goes_on = threading.Timer(busy_s, lighthouse.send, [signal.SIGCONT])
@@ -216,10 +216,10 @@ def test_a_lighthouse_that_is_busy_is_waited_for(lighthouse: Process) -> None:
     request = pb.LighthouseStatusRequest()
     answer = pb.LighthouseStatusResponse
     try:
-        told = ask("lighthouse", lighthouse.address, PLAIN, DEFAULT_JOB, request, answer)
+        status = ask("lighthouse", lighthouse.address, PLAIN, DEFAULT_JOB, request, answer)
     finally:
         goes_on.join()
-    assert isinstance(told, answer)
+    assert isinstance(status, answer)
 
 
 def test_operator_commands_need_the_token_that_is_set() -> None:

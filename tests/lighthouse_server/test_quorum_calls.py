@@ -17,7 +17,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 
 # How long a living group that has not asked is waited for here.
 JOIN_S = 0.3
-# The reason is told a twentieth earlier, at most 0.1 s; with less patience a busy machine could let
+# The reason is sent a twentieth earlier, at most 0.1 s; with less patience a busy machine could let
 # the caller's own clock end the call first.
 IMPATIENT = timedelta(seconds=2)
 PATIENT = timedelta(seconds=20)
@@ -245,7 +245,7 @@ def test_200_callers_at_once_get_one_quorum() -> None:
             assert all(answer == answers[0] for answer in answers)
 
 
-def test_a_job_may_tell_its_own_minimum(line: Line) -> None:
+def test_a_job_may_set_its_own_minimum(line: Line) -> None:
     """The lighthouse's is two; another job on it keeps that."""
     small = line.quorum("a:1", job="small", min_replicas=1)
     assert members(small.result()) == ["a:1"]

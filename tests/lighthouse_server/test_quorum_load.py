@@ -28,13 +28,15 @@ def check_none_was_silent(reasons: Iterable[str]) -> None:
 
 def test_i7_two_hundred_groups_with_a_large_quorum(steady: Training) -> None:
     result = load(steady, groups=200, num_bytes=8 * 1024)
-    assert all(isinstance(each, int) and each > 1_600_000 for each in result.told), result.told
+    assert all(isinstance(each, int) and each > 1_600_000 for each in result.outcomes), (
+        result.outcomes
+    )
     result.check()
 
 
 def test_i7_two_hundred_groups_with_more_than_a_quorum_may_have(steady: Training) -> None:
     result = load(steady, groups=200, num_bytes=31 * 1024)
-    refused = {each for each in result.told if isinstance(each, str)}
+    refused = {each for each in result.outcomes if isinstance(each, str)}
     assert refused
     limit = "the limit of this lighthouse is 4194304 (--max-quorum-bytes)"
     check_none_was_silent(refused)
@@ -43,8 +45,10 @@ def test_i7_two_hundred_groups_with_more_than_a_quorum_may_have(steady: Training
 
 
 def test_i7_groups_that_do_not_read_their_large_quorum(steady: Training) -> None:
-    """They lose their streams, if not by their silence then after `HEAVY_WRITE_S`; those that break
-    off while they are answered leave no traceback."""
+    """The groups lose their streams, if not by their silence then after `HEAVY_WRITE_S`.
+
+    Those that break off while they are answered leave no traceback.
+    """
     for _ in range(3):
         load(steady, groups=0, deaf=100, num_bytes=15 * 1024).check()
     assert "Traceback" not in steady.lighthouse.errors()

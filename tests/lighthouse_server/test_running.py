@@ -66,7 +66,7 @@ def test_a_signal_ends_the_command_in_good_order(number: signal.Signals) -> None
 
 
 @pytest.mark.processes
-def test_the_flags_are_heard_in_both_spellings() -> None:
+def test_the_flags_are_accepted_in_both_spellings() -> None:
     flags = (
         "--min_replicas=2",
         "--join_timeout_ms=100",
@@ -120,7 +120,7 @@ def test_a_first_id_never_goes_below_zero() -> None:
     assert first_quorum_id(1_735_689_601.5, 7) == 1500 * ID_STRIDE + 7
 
 
-def test_groups_are_told_to_beat_less_often_the_more_they_are() -> None:
+def test_groups_are_asked_to_beat_less_often_the_more_they_are() -> None:
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1) as server,
         line_to(server.address()) as line,
@@ -131,16 +131,16 @@ def test_groups_are_told_to_beat_less_often_the_more_they_are() -> None:
 def test_groups_beat_at_least_twice_per_heartbeat_timeout() -> None:
     async def many() -> list[float]:
         driver = LighthouseDriver(QuorumConfig(heartbeat_timeout_s=2))
-        told = [driver.heartbeat("job", f"g{i}:1") for i in range(600)]
+        intervals = [driver.heartbeat("job", f"g{i}:1") for i in range(600)]
         driver.close()
-        return told
+        return intervals
 
-    told = asyncio.run(many())
-    assert (told[99], told[299], told[599]) == (0.25, 0.75, 1.0)
+    intervals = asyncio.run(many())
+    assert (intervals[99], intervals[299], intervals[599]) == (0.25, 0.75, 1.0)
 
 
 def test_the_map_of_heartbeats_does_not_grow() -> None:
-    """Also one job after another: what has ended leaves one number, and that for max_jobs only."""
+    """One job after another leaves one number where it has ended, and that for max_jobs only."""
 
     async def thousands_come_and_go() -> None:
         loop = asyncio.get_running_loop()

@@ -66,10 +66,10 @@ def test_an_answer_names_its_question(line: Line, session: RawSession) -> None:
         assert members(news) == members(peer.result()) == ["a:1", "b:1"]
 
 
-def test_who_is_back_after_its_session_broke_hears_that_it_is_out(
+def test_who_is_back_after_its_session_broke_learns_that_it_is_out(
     line: Line, session: RawSession
 ) -> None:
-    """Its workers wait for sums that will not come. Who leaves knows that itself."""
+    """The group's workers wait for sums that will not come. Who leaves knows that itself."""
     session.ask(1)
     peer = line.quorum("b:1")
     quorum = next(session.news).quorum
@@ -83,18 +83,18 @@ def test_who_is_back_after_its_session_broke_hears_that_it_is_out(
     back.close()
 
 
-def test_who_was_silent_hears_that_it_is_out_when_it_moves_again() -> None:
+def test_who_was_silent_learns_that_it_is_out_when_it_moves_again() -> None:
     with (
         LighthouseServer("127.0.0.1:0", min_replicas=1, heartbeat_timeout_ms=300) as server,
         line_to(server.address()) as line,
     ):
         session = RawSession(line)
         session.ask(1)
-        told = [next(session.news)]
-        while told[-1].WhichOneof("kind") != "lost" or not told[-1].lost.quorum_id:
-            told.append(next(session.news))  # it does not beat
-        (quorum,) = [news.quorum for news in told if news.WhichOneof("kind") == "quorum"]
-        lost = told[-1].lost
+        received = [next(session.news)]
+        while received[-1].WhichOneof("kind") != "lost" or not received[-1].lost.quorum_id:
+            received.append(next(session.news))  # it does not beat
+        (quorum,) = [news.quorum for news in received if news.WhichOneof("kind") == "quorum"]
+        lost = received[-1].lost
         assert (lost.replica_id, lost.quorum_id) == ("a:1", quorum.quorum_id)
         session.close()
 
@@ -108,7 +108,7 @@ def _kill(line: Line) -> None:
 def test_a_stranger_under_a_living_id_takes_no_news_from_the_group(
     line: Line, session: RawSession, *, stays: bool
 ) -> None:
-    """Nor is the group lost, because the stranger's session ends."""
+    """The end of the stranger's session is no loss of the group either."""
     session.ask(1)
     peer = line.quorum("b:1")
     quorum_id = next(session.news).quorum.quorum_id
@@ -137,9 +137,9 @@ def test_of_many_sessions_under_one_id_the_most_silent_is_ended(
         session.send(beat={"phase": pb.PHASE_TRAINING, "step": len(others)})
         eventually(lambda: _step(line) == len(others))
         others.append(RawSession(line))
-    code, told = failure(others.pop(0).news)
+    code, reason = failure(others.pop(0).news)
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert f"has {MAX_SESSIONS_PER_GROUP} others" in told
+    assert f"has {MAX_SESSIONS_PER_GROUP} others" in reason
     _kill(line)
     assert next(session.news).kill.reason == "enough"
     for other in others:
@@ -176,7 +176,7 @@ def test_a_withdrawn_question_does_not_get_into_the_next_quorum(
 
 
 @pytest.mark.usefixtures("early_news")
-def test_who_waits_long_hears_why_and_when_that_changes(line: Line, session: RawSession) -> None:
+def test_who_waits_long_learns_why_and_when_that_changes(line: Line, session: RawSession) -> None:
     session.ask(1)
     assert next(session.news).no_quorum_yet.reason == "1 of at least 2 groups ask (--min-replicas)"
     session.send(beat={})
@@ -189,7 +189,7 @@ def test_who_waits_long_hears_why_and_when_that_changes(line: Line, session: Raw
 
 
 @pytest.mark.usefixtures("early_news")
-def test_who_comes_to_a_wait_that_is_known_hears_why_too(line: Line, session: RawSession) -> None:
+def test_who_comes_to_a_wait_that_is_known_learns_why_too(line: Line, session: RawSession) -> None:
     session.ask(1)
     why = next(session.news).no_quorum_yet.reason
     session.ask(2)

@@ -1,4 +1,4 @@
-"""A lighthouse that stood still blames nobody for what it did not hear."""
+"""Tests that a lighthouse that stood still blames nobody for what it did not receive."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LONG_S = 20.0
 def test_who_waits_outlives_a_standstill(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """It is longer than every timeout: nobody is dead or late because of it."""
+    """The standstill is longer than every timeout: nobody is dead or late because of it."""
     config = QuorumConfig(
         min_replicas=1,
         heartbeat_timeout_s=TIMEOUT_S,

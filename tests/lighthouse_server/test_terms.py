@@ -1,4 +1,4 @@
-"""What a lighthouse tells whose term has ended, and what it forgets."""
+"""Tests what a lighthouse sends whose term has ended, and what it forgets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONG_S = 20.0
 
 
 class Written(list[bytes]):
-    """Takes what is written to a stream."""
+    """A context that takes what is written to a stream."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def test_who_does_not_lead_any_more_publishes_nothing_and_forgets_everybody() ->
             raise NotLeader(leader[0])
 
     async def lose_the_lease(waits: str) -> None:
-        """While one call ``waits`` and one session is open."""
+        """Lose the lease while one call ``waits`` and one session is open."""
         driver, context = LighthouseDriver(QuorumConfig(min_replicas=2), check_leads), Written()
         stream: Any = context
         session = asyncio.create_task(driver.session("other", _hello_only(), stream))

@@ -29,11 +29,11 @@ def test_the_answer_to_a_question_that_was_given_up_is_not_taken_for_the_next_on
 ) -> None:
     with line_to(manager.address) as line:
         given_up = line.ask_manager(worker_id="w")
-        first = script.hear("question")
+        first = script.next_request("question")
         given_up.cancel()
-        assert script.hear("withdrawal").number == first.number
+        assert script.next_request("withdrawal").number == first.number
         asked = line.ask_manager(worker_id="w")
-        second = script.hear("question")
+        second = script.next_request("question")
         script.answer(first, quorum_id=7, answers=first.number)  # was published a moment before
         script.answer(second, quorum_id=8, answers=second.number)
         assert asked.result().quorum_id == 8
@@ -42,13 +42,13 @@ def test_the_answer_to_a_question_that_was_given_up_is_not_taken_for_the_next_on
 def test_a_question_that_is_given_up_at_once_costs_no_session(
     script: Script, manager: Process
 ) -> None:
-    """Often enough to meet one that is still being written, whose stream gRPC would cancel."""
+    """The loop meets a question that is still being written, whose stream gRPC would cancel."""
     with line_to(manager.address) as line:
         for _ in range(50):
             given_up = line.ask_manager(worker_id="w")
-            question = script.hear("question")
+            question = script.next_request("question")
             given_up.cancel()
-            assert script.hear("withdrawal").number == question.number
+            assert script.next_request("withdrawal").number == question.number
 
 
 def test_a_lighthouse_that_does_not_number_its_answers_is_believed(
@@ -56,5 +56,5 @@ def test_a_lighthouse_that_does_not_number_its_answers_is_believed(
 ) -> None:
     with line_to(manager.address) as line:
         asked = line.ask_manager(worker_id="w")
-        script.answer(script.hear("question"), quorum_id=7, answers=0)
+        script.answer(script.next_request("question"), quorum_id=7, answers=0)
         assert asked.result().quorum_id == 7

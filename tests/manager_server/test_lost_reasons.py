@@ -58,7 +58,7 @@ class RefusedStream:
         raise self._error
 
     def cancel(self) -> None:
-        """It has ended already."""
+        """Ignore this: the stream has ended already."""
 
 
 def failure_of(channel: Any) -> TorchFTError:

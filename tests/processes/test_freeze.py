@@ -41,7 +41,7 @@ def test_a_frozen_group_is_left_out_and_heals_when_it_thaws(
 
 
 def test_a_job_that_was_suspended_as_a_whole_goes_on(make_fleet: Callable[..., Fleet]) -> None:
-    """As a batch system does it. Nobody is dead, late or hung because of that."""
+    """A batch system suspends jobs so. Nobody is dead, late or hung because of that."""
     # Each of the timeouts; less would be tripped by a stall of a machine that was not suspended.
     timeout_s = 2.5
     timeout_ms = f"{timeout_s * 1000:.0f}"

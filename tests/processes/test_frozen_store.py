@@ -66,7 +66,7 @@ def test_the_host_of_the_store_is_frozen_while_it_asks(make_fleet: Callable[...,
 def test_a_question_names_a_store_that_accepts_and_never_answers(
     make_fleet: Callable[..., Fleet],
 ) -> None:
-    """Who asked it counts as alive all the time, so there is no news that ends the wait."""
+    """The host of the store counts as alive all the time, so no news ends the wait."""
     flags = ("--min-replicas=2", "--join-timeout-ms=300", "--heartbeat-timeout-ms=60000")
     with (
         lighthouse_process(*flags) as lighthouse,

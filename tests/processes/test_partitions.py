@@ -51,8 +51,10 @@ def start(fleet: Fleet, groups: dict[int, Host]) -> None:
 
 
 def check_alone(fleet: Fleet, group: int, others: set[int], since: float) -> None:
-    """Who is cut off has committed nothing that the others have not, except maybe the step that
-    was under way when they lost it."""
+    """Check that a cut-off group has committed no step that the others have not.
+
+    The step that was under way when they lost it may be an exception.
+    """
     fleet.read()
     (quorum_id,) = {each.quorum_id for each in fleet.of(group, Committed)[-1:]}
     together = [each for other in others for each in fleet.of(other, Committed)]

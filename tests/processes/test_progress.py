@@ -1,4 +1,4 @@
-"""Too few groups, or none that is up to date: training pauses, says why, and goes on by itself."""
+"""Training pauses with too few groups or none up to date, says why, and goes on by itself."""
 
 from __future__ import annotations
 
@@ -66,8 +66,10 @@ def test_without_a_group_that_is_up_to_date_the_job_waits(make_fleet: Callable[.
 def test_a_group_that_was_frozen_and_is_the_last_one_left_does_not_take_the_job_back(
     make_fleet: Callable[..., Fleet],
 ) -> None:
-    """It wakes when its peer, which went on without it, is dead: the job waits, whatever becomes
-    of the frozen group's lines meanwhile."""
+    """The group wakes when its peer, which went on without it, is dead: the job waits.
+
+    It does so whatever becomes of the frozen group's lines meanwhile.
+    """
     with lighthouse_process("--min-replicas=1", "--heartbeat-timeout-ms=600") as lighthouse:
         fleet = make_fleet(lighthouse.address)
         workers = [fleet.start(group)[0] for group in range(2)]

@@ -98,7 +98,7 @@ def test_a_lighthouse_that_is_back_continues_the_term(make_fleet: Callable[..., 
 def test_the_death_of_a_manager_costs_nobody_a_step(
     make_fleet: Callable[..., Fleet], num_workers: int
 ) -> None:
-    """Its group goes on in the quorum; the next manager continues as the same member."""
+    """The manager's group goes on in the quorum; the next manager continues as the same member."""
     with lighthouse_process("--min-replicas=1") as lighthouse:
         fleet = make_fleet(lighthouse.address, num_workers=num_workers)
         workers = [fleet.start(group)[0] for group in sorted(GROUPS)]

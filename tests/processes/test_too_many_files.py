@@ -76,7 +76,7 @@ def train_with(
 
 
 def test_a_trainer_with_few_files_ends_at_its_start(lighthouse: Process, tmp_path: Path) -> None:
-    """Of which torch, as it is imported, needs some as well."""
+    """The import of torch needs some of these files as well."""
     (tmp_path / "train.py").write_text(TRAINER)
     variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
     check_refusal(12, run_with(12, str(tmp_path / "train.py"), **variables))
@@ -101,7 +101,7 @@ def check_refusal(limit: int, done: subprocess.CompletedProcess[str]) -> None:
 def test_a_trainer_that_can_start_but_not_connect_ends(
     lighthouse: Process, tmp_path: Path, limit: int
 ) -> None:
-    """Or it trains, where these files are enough; it must not discard the same step for ever."""
+    """The trainer may train where these files are enough, but not discard one step for ever."""
     variables = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_JOB_ID": f"few{limit}"}
     done = train_with(limit, tmp_path, "ends", **variables)
     if done.returncode:
@@ -127,7 +127,7 @@ def test_a_trainer_whose_files_run_out_ends_with_that(lighthouse: Process, tmp_p
 
 @contextlib.contextmanager
 def no_files_left() -> Iterator[None]:
-    """In this process."""
+    """Open files in this process until none is left."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(map(int, os.listdir("/proc/self/fd"))) + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (used, before[1]))
@@ -165,7 +165,7 @@ def test_with_files_left_nothing_is_short() -> None:
 
 
 def test_a_full_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only root could fill the kernel's table, and would stop all that runs beside this test."""
+    """The error is planted: only root could fill the kernel's table, and would stop all else."""
 
     def refuse(*_: Any) -> int:
         raise OSError(errno.ENFILE, "Too many open files in system")

@@ -113,7 +113,7 @@ def test_the_log_of_a_lighthouse_goes_on_when_it_is_read_again() -> None:
 
 
 def test_a_trainer_and_its_manager_whose_output_nobody_reads_train(tmp_path: Path) -> None:
-    """They share the pipe, as a shell's ``2>&1 | less`` has it."""
+    """The trainer and its manager share the pipe, as with a shell's ``2>&1 | less``."""
     (tmp_path / "trainer.py").write_text(TRAINER.replace('print("trained", flush=True)', MARK))
     mark = tmp_path / "trained"
     with lighthouse_process() as lighthouse, stuck_pipe() as pipe:

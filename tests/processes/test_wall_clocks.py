@@ -38,7 +38,7 @@ time.sleep = lambda secs: select.select([], [], [], secs) and None
 
 
 class WallClock:
-    """Of the processes that have its ``variables``; their monotonic clocks go on as always."""
+    """The wall clock of processes with its ``variables``; their monotonic clocks go on."""
 
     def __init__(self, file: Path) -> None:
         self._file = file

@@ -1,4 +1,4 @@
-"""What people are told about jobs and runs passes over the wire whole."""
+"""Tests that the status of jobs and runs passes over the wire whole."""
 
 from __future__ import annotations
 

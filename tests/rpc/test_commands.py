@@ -120,7 +120,7 @@ def test_operator_commands_take_underscores_too() -> None:
 
 
 @pytest.mark.parametrize("main", [lighthouse, manager])
-def test_the_help_tells_defaults_in_words(main: click.Command) -> None:
+def test_the_help_shows_defaults_in_words(main: click.Command) -> None:
     shown = CliRunner().invoke(main, ["--help"]).output
     for rest in ("none ever", "x<=", "RANGE", "None"):
         assert rest not in shown

@@ -102,7 +102,7 @@ def test_a_manager_s_orders_reach_its_workers_as_one_line(order: str) -> None:
 
 
 @pytest.mark.processes
-def test_the_lighthouse_hears_why_a_group_was_killed_whatever_the_reason() -> None:
+def test_the_lighthouse_learns_why_a_group_was_killed_whatever_the_reason() -> None:
     with (
         lighthouse_process("--min-replicas=2") as lighthouse,
         manager_process(lighthouse.address) as manager,

@@ -231,7 +231,7 @@ def test_a_manager_wants_certificates_too(some: Papers) -> None:
             assert worker._quorum(0, 0, "", False, TIMEOUT).replica_world_size == 1
 
 
-def test_a_manager_that_the_lighthouse_refuses_tells_its_workers_at_once(
+def test_a_manager_that_the_lighthouse_refuses_informs_its_workers_at_once(
     guarded: Process, some: Papers
 ) -> None:
     with LighthouseServer("127.0.0.1:0", 1, security=some.local) as tls:

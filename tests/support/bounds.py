@@ -31,7 +31,7 @@ def check(what: str, took_s: float, bound_s: float) -> None:
 
 @contextlib.contextmanager
 def raises_in_time(kind: type[E], match: str) -> Iterator[pytest.ExceptionInfo[E]]:
-    """As `pytest.raises`, for an error with a reason that must come just before a deadline."""
+    """Expect an error as `pytest.raises` does, whose reason must come just before a deadline."""
     with pytest.raises(kind) as caught:
         yield caught
     if not re.search(match, str(caught.value)):

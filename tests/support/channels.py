@@ -27,7 +27,7 @@ def encoded(message: Message) -> bytes:
 
 
 class QueueChannel:
-    """Between threads of one process."""
+    """A channel between threads of one process."""
 
     def __init__(self, inbox: queue.Queue[bytes | None], outbox: queue.Queue[bytes | None]) -> None:
         self._inbox, self._outbox = inbox, outbox
@@ -65,7 +65,7 @@ class QueueChannel:
 
 
 class SocketChannel:
-    """Between processes; each message is a frame of multiprocessing's connections."""
+    """A channel between processes; each message is a frame of multiprocessing's connections."""
 
     def __init__(self, end: socket.socket) -> None:
         self._end = connection.Connection(end.detach())

@@ -39,7 +39,7 @@ class Calls:
         self._options = {"device": device, "dtype": dtype}
 
     def all(self) -> dict[str, list[float] | str]:
-        """By name; an error is a string."""
+        """The results of all by name; an error is a string."""
         found: dict[str, list[float] | str] = {}
         for name in NAMES:
             try:

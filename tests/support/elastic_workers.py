@@ -160,7 +160,7 @@ def train_with_ddp() -> None:
 
 def init_own() -> WorkerInfo:
     """A process group of which the worker API knows nothing."""
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as agents tell workers
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # as agents set it for workers
     info = get_worker_info()
     ack_worker_event()
     address = f"tcp://{info.master_addr}:{info.master_port}"
@@ -169,7 +169,7 @@ def init_own() -> WorkerInfo:
 
 
 def stop_before_connecting() -> None:
-    """Is frozen when all workers have arrived, before gloo connects them."""
+    """Freeze when all workers have arrived, before gloo connects them."""
     meet = WorldGroup.meet
 
     def meet_and_stop(group: WorldGroup, *arguments: Any) -> Any:

@@ -44,7 +44,7 @@ class EtcdServer:
         os.kill(self._pid, signal.SIGKILL)
 
     def enable_users(self, **passwords: str) -> None:
-        """From now on it wants a password; all of these users may use keys below ``torchft/``."""
+        """Require a password from now on; all of these users may use keys below ``torchft/``."""
         self._administer("role/add", name="root")
         self._administer("role/add", name="elector")
         permission = {
@@ -65,7 +65,7 @@ class EtcdServer:
         self._administer("user/add", name=user, password=password)
 
     def change_password(self, user: str, password: str) -> None:
-        """Its tokens are worth nothing after that."""
+        """Change the password of ``user``, whose tokens are worth nothing after that."""
         self._administer("user/changepw", name=user, password=password)
 
     def forget(self, prefix: str) -> None:
@@ -73,7 +73,7 @@ class EtcdServer:
         self._post("kv/deleterange", key=_key(f"{prefix}/"), range_end=_key(f"{prefix}0"))
 
     def serves(self) -> bool:
-        """Its port is open some time before anybody answers there."""
+        """Whether it answers; its port is open some time before."""
         try:
             return self._request("GET", "/health")[0] == http.HTTPStatus.OK
         except (OSError, http.client.HTTPException):
@@ -83,9 +83,9 @@ class EtcdServer:
         return self._post(f"auth/{what}", **body)
 
     def _post(self, what: str, **body: Any) -> Any:
-        status, told = self._request("POST", f"/v3/{what}", json.dumps(body))
-        assert status == http.HTTPStatus.OK, told
-        return json.loads(told)
+        status, answer = self._request("POST", f"/v3/{what}", json.dumps(body))
+        assert status == http.HTTPStatus.OK, answer
+        return json.loads(answer)
 
     def _request(self, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
         context = self._security.client_context()

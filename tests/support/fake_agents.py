@@ -1,4 +1,4 @@
-"""Stands for the agents of a run: hosts the stores of its worlds, and tells workers about them."""
+"""Stands for the agents of a run: hosts the stores of its worlds, and sends workers events."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ class FakeAgents:
     def start(
         self, run: Callable[..., object] | Path, *arguments: Any, first: WorkerEvent | None = None
     ) -> FakeWorker:
-        """A worker that has no world yet, unless ``first`` tells another event.
+        """A worker that has no world yet, unless ``first`` is another event.
 
         ``run``: a function, or a script with the command line ``arguments``.
         """
@@ -132,7 +132,7 @@ class FakeAgents:
         change: WorldChangeEvent | None = None,
         port: int | None = None,
     ) -> int:
-        """A new world of these workers, told to all of them; its round."""
+        """Send all of these workers a new world of them; return its round."""
         self.round += 1
         if port is None:
             store: Any = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
@@ -144,7 +144,7 @@ class FakeAgents:
         return self.round
 
     def pause(self, *workers: FakeWorker, change: WorldChangeEvent) -> None:
-        """Tell them that another world is on its way."""
+        """Inform them that another world is on its way."""
         for rank, worker in enumerate(workers):
             worker.channel.send(paused(rank, len(workers), self.round, change).to_message())
 

@@ -153,8 +153,10 @@ class Training:
 
 @contextlib.contextmanager
 def training() -> Iterator[Training]:
-    """It goes on at the beginning and at the end of the block, and no process has logged a
-    traceback."""
+    """A training that goes on at the beginning and at the end of the block.
+
+    No process of it has logged a traceback.
+    """
     with contextlib.ExitStack() as stack:
         lighthouse = stack.enter_context(lighthouse_process("--log-level=info", "--min-replicas=2"))
         managers = [

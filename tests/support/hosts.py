@@ -1,5 +1,4 @@
-"""Hosts of their own on a network of this machine, where packets can be lost without anybody being
-told."""
+"""Hosts of their own on a network of this machine, where packets can be lost unnoticed."""
 
 from __future__ import annotations
 

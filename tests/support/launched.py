@@ -41,7 +41,7 @@ class Worker:
 
     @property
     def world(self) -> tuple[int, int] | None:
-        """Its rank and the world's size, if it works in one."""
+        """The worker's rank and the world's size, if it works in one."""
         last = self.notes[-1]
         return (last["rank"], last["world_size"]) if last.get("state") == "HEALTHY" else None
 
@@ -90,7 +90,7 @@ class Launch:
         return program
 
     def workers(self, node: str = "") -> list[Worker]:
-        """Those that live, of one node or of all."""
+        """The workers that live, of one node or of all."""
         found = []
         for path in self.folder.glob("*.events"):
             notes = [json.loads(line) for line in path.read_text().splitlines() if line[-1] == "}"]
@@ -106,8 +106,8 @@ class Launch:
             workers = {node: self.workers(node) for node in self.nodes}
             if any(len(found) != sizes.get(node, 0) for node, found in workers.items()):
                 return False
-            told = [worker.world for found in workers.values() for worker in found]
-            return sorted(map(str, told)) == sorted(str((rank, size)) for rank in range(size))
+            places = [worker.world for found in workers.values() for worker in found]
+            return sorted(map(str, places)) == sorted(str((rank, size)) for rank in range(size))
 
         self.until(is_there, str(sizes))
         return {node: self.pids(node) for node in sizes}
@@ -150,8 +150,8 @@ class Launch:
         (self.folder / f"cut-{pid}").touch()
 
     def output(self) -> str:
-        told = {node: "\n".join(program.read_so_far()) for node, program in self.nodes.items()}
-        return "\n".join(f"--- {node}\n{lines}" for node, lines in told.items())
+        outputs = {node: "\n".join(program.read_so_far()) for node, program in self.nodes.items()}
+        return "\n".join(f"--- {node}\n{lines}" for node, lines in outputs.items())
 
 
 @contextlib.contextmanager

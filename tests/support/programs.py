@@ -94,12 +94,12 @@ class Program:
         return line
 
     def poll(self) -> int | None:
-        """Its exit status, if it has ended."""
+        """The program's exit status, if it has ended."""
         status: int | None = self._process.poll()
         return status
 
     def read_so_far(self) -> list[str]:
-        """Its lines until now."""
+        """The program's lines until now."""
         with contextlib.suppress(queue.Empty):
             while (line := self._new.get_nowait()) is not None:
                 self.lines.append(line)

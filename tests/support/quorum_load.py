@@ -1,5 +1,4 @@
-"""Many groups of one job, or many jobs, with much to tell: what does the lighthouse hold, and how
-long?
+"""Measures what a lighthouse holds, and how long, for many groups of a job, or many jobs.
 
 PYTHONPATH=tests:. python -m support.quorum_load --groups 200 --kilobytes 8 --rounds 20
 PYTHONPATH=tests:. python -m support.quorum_load --jobs 100 --questions 400 --rounds 10
@@ -38,7 +37,7 @@ _NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
 
 
 def question(number: int, num_bytes: int) -> pb.SessionRequest:
-    """Of group ``number``, which tells so much."""
+    """The question of group ``number``, with so many bytes of data."""
     asker = pb.QuorumMember(replica_id=f"load{number}:1", address="a:1", store_address="a:2")
     asker.data = "x" * min(num_bytes, 16 * 1024)
     if num_bytes > len(asker.data):
@@ -91,16 +90,18 @@ async def _rounds(lighthouse: Process, count: int, num_bytes: int, rounds: int) 
         for group in groups:
             await group.join()
         for _ in range(rounds):
-            told = await asyncio.gather(*(group.ask() for group in groups))
-        return told
+            outcomes = await asyncio.gather(*(group.ask() for group in groups))
+        return outcomes
     finally:
         await asyncio.gather(*(group.end() for group in groups))
 
 
 @contextlib.contextmanager
 def deaf_groups(lighthouse: Process, count: int, num_bytes: int) -> Iterator[None]:
-    """They ask, half of them without a session, and read nothing at all: gRPC's first window is all
-    that they take. In the end they break off."""
+    """Groups that ask, half of them without a session, and read nothing at all.
+
+    They take gRPC's first window, and in the end they break off.
+    """
     with contextlib.ExitStack() as stack:
         streams, calls = [], []
         for number in range(count):
@@ -162,8 +163,8 @@ async def _write_on(call: Any, number: int, asked: pb.SessionRequest, questions:
 def _num_living(lighthouse: Process) -> int:
     """The groups of `_ask_on`."""
     with line_to(lighthouse.address) as line:
-        told = line.call("LighthouseService/Status", pb.LighthouseStatusRequest(), ROUND_S, None)
-        jobs = [job for job in told.result().jobs if job.job.startswith(f"{JOB}-")]
+        status = line.call("LighthouseService/Status", pb.LighthouseStatusRequest(), ROUND_S, None)
+        jobs = [job for job in status.result().jobs if job.job.startswith(f"{JOB}-")]
     return sum(len(job.groups) for job in jobs)
 
 
@@ -180,12 +181,12 @@ def _say(raw: socket.socket, said: bytes, *, ends: bool = False) -> None:
 @dataclass(frozen=True)
 class Load:
     """What the lighthouse held at the most, and held in the end, in MB above what it held before;
-    the longest step of a training beside it; and what the groups were told in the last round."""
+    the longest step of a training beside it; and what the groups got in the last round."""
 
     peak_mb: float
     left_mb: float
     worst_step_s: float
-    told: list[int | str]
+    outcomes: list[int | str]
 
     def check(self) -> None:
         assert self.peak_mb < MAX_PEAK_MB, f"{self.peak_mb:.0f} MB more under load"
@@ -225,7 +226,7 @@ def load(
     steady.goes_on_in_time()
     usage = Usage(steady.lighthouse)
     peak = _Peak(usage)
-    told: list[int | str] = []
+    outcomes: list[int | str] = []
     try:
         if deaf:
             with deaf_groups(steady.lighthouse, deaf, num_bytes):
@@ -233,7 +234,7 @@ def load(
                 eventually(lambda: published in steady.lighthouse.errors(), ROUND_S)
                 steady.goes_on()
         if groups:
-            told = asyncio.run(_rounds(steady.lighthouse, groups, num_bytes, rounds))
+            outcomes = asyncio.run(_rounds(steady.lighthouse, groups, num_bytes, rounds))
         for _ in range(rounds if jobs else 0):
             asyncio.run(_ask_on(steady.lighthouse, jobs, questions, num_bytes))
         steady.goes_on()
@@ -242,7 +243,7 @@ def load(
     with contextlib.suppress(AssertionError):  # the number says more
         eventually(lambda: usage.grown_mb() < MAX_LEFT_MB / 2, 10)
     worst_s, steady.worst_s = steady.worst_s, 0.0
-    return Load(mb, usage.grown_mb(), worst_s, told)
+    return Load(mb, usage.grown_mb(), worst_s, outcomes)
 
 
 if __name__ == "__main__":
@@ -270,6 +271,6 @@ if __name__ == "__main__":
                 num_bytes=options.kilobytes * 1024,
                 rounds=options.rounds,
             )
-    print(f"{time.monotonic() - began_at:.0f} s: {result.told[:1]}")
+    print(f"{time.monotonic() - began_at:.0f} s: {result.outcomes[:1]}")
     print(f"{result.peak_mb=:.0f} {result.left_mb=:.0f} {result.worst_step_s=:.2f}")
     result.check()

@@ -85,7 +85,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def start_with_process_id(pid: int, start: Callable[[], int]) -> None:
-    """Have ``start`` start a process that gets the id ``pid``, which an earlier one had."""
+    """Call ``start`` until its process gets the id ``pid``, which an earlier one had."""
     for _ in range(50):
         try:
             Path("/proc/sys/kernel/ns_last_pid").write_text(str(pid - 1))
@@ -288,11 +288,11 @@ def run_forked(
             status = process.wait(timeout_s)
         finally:
             process.kill()
-        told = []
+        texts = []
         for file in (output, errors):
             file.seek(0)
-            told.append(file.read().decode())
-    return subprocess.CompletedProcess(words, status, *told)
+            texts.append(file.read().decode())
+    return subprocess.CompletedProcess(words, status, *texts)
 
 
 def run_fresh(
@@ -357,7 +357,7 @@ class Line:
         """The groups whose question waits at a lighthouse, also those whose name is taken."""
         request = pb.LighthouseStatusRequest()
         jobs = self.call("LighthouseService/Status", request, CALL_S, None).result().jobs
-        groups = [group for told in jobs if told.job == job for group in told.groups]
+        groups = [group for each in jobs if each.job == job for group in each.groups]
         return {group.replica_id for group in groups if group.asking}
 
     def await_askers(self, *replica_ids: str, job: str = "default") -> None:
@@ -376,7 +376,7 @@ class Line:
         return self.call("ManagerService/ShouldCommit", request, timeout_s, None)
 
     def flush(self) -> None:
-        """Return when a manager has heard all that this line has asked before."""
+        """Return when a manager has received all that this line has asked before."""
         request = pb.CheckpointAddressRequest(rank=0)
         self.call("ManagerService/CheckpointAddress", request, CALL_S, None).exception()
 
@@ -428,7 +428,7 @@ def _ignore(*_: object) -> None:
 
 
 def members(answer: Any) -> list[str]:
-    """Who is in the quorum that a lighthouse has answered with."""
+    """The members of the quorum that a lighthouse has answered with."""
     return [member.replica_id for member in answer.quorum.participants]
 
 

@@ -17,7 +17,7 @@ class Script:
     """Serves sessions, and nothing else."""
 
     def __init__(self) -> None:
-        self.heard: queue.SimpleQueue[pb.SessionRequest] = queue.SimpleQueue()
+        self._received: queue.SimpleQueue[pb.SessionRequest] = queue.SimpleQueue()
         self._news: queue.SimpleQueue[pb.SessionNews | None] = queue.SimpleQueue()
         self._server = grpc.server(ThreadPoolExecutor(4))
         handler = grpc.stream_stream_rpc_method_handler(
@@ -43,14 +43,14 @@ class Script:
     def _read(self, requests: Iterator[pb.SessionRequest]) -> None:
         try:
             for request in requests:
-                self.heard.put(request)
+                self._received.put(request)
         except grpc.RpcError:
             pass  # the stream has ended
 
-    def hear(self, kind: str) -> Any:
+    def next_request(self, kind: str) -> Any:
         """The next message of this kind."""
         while True:
-            request = self.heard.get(timeout=30)
+            request = self._received.get(timeout=30)
             if request.WhichOneof("kind") == kind:
                 return getattr(request, kind)
 

@@ -22,7 +22,7 @@ LIMIT_S = 2 * WITHIN_S + 30
 
 @dataclass
 class Cluster:
-    """Groups of several workers, and what they told."""
+    """Groups of several workers, and what they reported."""
 
     lighthouse: str
     folder: Path
@@ -51,7 +51,7 @@ class Cluster:
         self.groups.append(group.start())
         return group
 
-    def told(self, name: str) -> list[dict[str, Any]]:
+    def reports(self, name: str) -> list[dict[str, Any]]:
         path = self.folder / name
         lines = path.read_text().splitlines(keepends=True) if path.exists() else []
         return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -61,12 +61,12 @@ class Cluster:
         return path.read_text() if path.exists() else ""
 
     def last_step(self, name: str) -> int:
-        return max((line["step"] for line in self.told(name)), default=0)
+        return max((line["step"] for line in self.reports(name)), default=0)
 
     def has_healed(self, name: str, since: int) -> bool:
         """Whether all workers of the group's second life contribute, some steps after ``since``."""
-        pids = {line["pid"] for line in self.told(name)}
-        last = [line for line in self.told(name) if line["groups"] == 2 and line["step"] > since]
+        pids = {line["pid"] for line in self.reports(name)}
+        last = [line for line in self.reports(name) if line["groups"] == 2 and line["step"] > since]
         return len(pids) == 2 * self.num_workers and len(last) > 5 * self.num_workers
 
 
@@ -91,13 +91,13 @@ def heal_part_by_part(folder: Path, layout: str, num_workers: int, device: str =
                 lambda: cluster.has_healed("b", killed_at), WITHIN_S, "the group did not come back"
             )
     hashes = {
-        name: {(line["step"], line["group_rank"]): line["hash"] for line in cluster.told(name)}
+        name: {(line["step"], line["group_rank"]): line["hash"] for line in cluster.reports(name)}
         for name in ("a", "b")
     }
     common = hashes["a"].keys() & hashes["b"].keys()
     assert all(hashes["a"][key] == hashes["b"][key] for key in common)
     assert {rank for step, rank in common if step > killed_at} == set(range(num_workers))
-    assert cluster.told("a")[-1]["loss"] < cluster.told("a")[0]["loss"]
+    assert cluster.reports("a")[-1]["loss"] < cluster.reports("a")[0]["loss"]
 
 
 def pause_a_worker(folder: Path, group_rank: int, *, as_a_whole: bool) -> None:
@@ -115,13 +115,15 @@ def pause_a_worker(folder: Path, group_rank: int, *, as_a_whole: bool) -> None:
             os.kill(worker.pid, signal.SIGUSR2 if as_a_whole else signal.SIGUSR1)
             if as_a_whole:
                 eventually(lambda: "worker gone" in cluster.log("a"), WITHIN_S, "not missed")
-            before = len(cluster.told("a"))
+            before = len(cluster.reports("a"))
             os.kill(worker.pid, signal.SIGCONT)
             eventually(
-                lambda: len(cluster.told("a")) > before + 10, WITHIN_S, "the group trains no more"
+                lambda: len(cluster.reports("a")) > before + 10,
+                WITHIN_S,
+                "the group trains no more",
             )
             assert "is discarded" in cluster.log("a")
-            assert len({line["pid"] for line in cluster.told("a")}) == 2
+            assert len({line["pid"] for line in cluster.reports("a")}) == 2
 
 
 def change_a_part(folder: Path, layout: str) -> None:
@@ -146,7 +148,7 @@ def change_a_part(folder: Path, layout: str) -> None:
                 assert "in group b are not those of group a" in found[0][1]
             assert "healed to step 6" in cluster.log("b")
     lines = {
-        name: {(line["step"], line["group_rank"]): line["hash"] for line in cluster.told(name)}
+        name: {(line["step"], line["group_rank"]): line["hash"] for line in cluster.reports(name)}
         for name in ("a", "b")
     }
     common = lines["a"].keys() & lines["b"].keys()

@@ -48,7 +48,7 @@ class Member:
         assert (await self._news()).WhichOneof("kind") == "welcome"
 
     async def ask(self, step: int) -> None:
-        """Unless the last question still waits."""
+        """Ask, unless the last question still waits."""
         if self.answer is not None:
             return
         self._number += 1
@@ -96,7 +96,7 @@ class Worker:
         self._vote: Any = self._channel.unary_unary("/torchft.ManagerService/ShouldCommit")
 
     async def step(self, step: int) -> pb.ManagerQuorumResponse:
-        """The quorum as its manager tells it."""
+        """The quorum as its manager answers it."""
         request = pb.ManagerQuorumRequest(step=step, worker_id="w").SerializeToString()
         answer = pb.ManagerQuorumResponse.FromString(await self._quorum(request, timeout=ROUND_S))
         vote = pb.ShouldCommitRequest(
@@ -128,7 +128,7 @@ class Rounds:
             await asyncio.wait_for(self._round(step), ROUND_S)
 
     async def _round(self, step: int) -> None:
-        """Who was a member before is in this quorum; newcomers may have to wait for the next."""
+        """Check that former members are in this quorum; newcomers may have to wait for the next."""
         for member in self.members:
             await member.ask(step)
         quorum = await self.worker.step(step)
@@ -174,29 +174,29 @@ def soak(num_rounds: int, seed: int = 0) -> str:
             await rounds.run(1, WARM_UP_ROUNDS)
             usages = [Usage(lighthouse), Usage(manager)]
             await rounds.run(WARM_UP_ROUNDS, num_rounds + 1)
-            told.append(f"{rounds.num_started} sessions")
+            findings.append(f"{rounds.num_started} sessions")
             for usage in usages:
-                told.append(check(usage))
+                findings.append(check(usage))
             await rounds.end()
 
-        told: list[str] = []
+        findings: list[str] = []
         began_at = time.monotonic()
         asyncio.run(all_rounds())
         assert "Traceback" not in lighthouse.errors() + manager.errors()
-        return f"{num_rounds} rounds in {time.monotonic() - began_at:.0f} s: {'; '.join(told)}"
+        return f"{num_rounds} rounds in {time.monotonic() - began_at:.0f} s: {'; '.join(findings)}"
 
 
 def check(usage: Usage) -> str:
     """Fails if the process holds more than its bounds allow."""
     now = usage.now()
     more_mb = usage.grown_mb()
-    told = f"RSS {now[0] / 1e6:.1f} MB ({more_mb:+.1f}), descriptors and threads {now[1:]}"
-    told += f", after the warm-up {usage.before[1:]}"
-    assert more_mb < MAX_GROWTH_MB, told
+    finding = f"RSS {now[0] / 1e6:.1f} MB ({more_mb:+.1f}), descriptors and threads {now[1:]}"
+    finding += f", after the warm-up {usage.before[1:]}"
+    assert more_mb < MAX_GROWTH_MB, finding
     # That of a member which has just crashed is still to be closed.
-    eventually(lambda: usage.descriptors_are_back(MAX_MORE_DESCRIPTORS), what=told)
-    assert now[2] <= usage.before[2] + MAX_MORE_THREADS, told
-    return told
+    eventually(lambda: usage.descriptors_are_back(MAX_MORE_DESCRIPTORS), what=finding)
+    assert now[2] <= usage.before[2] + MAX_MORE_THREADS, finding
+    return finding
 
 
 if __name__ == "__main__":

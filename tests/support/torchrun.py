@@ -27,7 +27,7 @@ Worker = Mapping[str, Any]
 
 
 class Nodes:
-    """Agents whose workers write what they were told into ``folder``; leaving the block ends all.
+    """Agents whose workers record their ranks in ``folder``; leaving the block ends all.
 
     ``flags`` are those of all nodes, ``variables`` is their environment; ``of``: whose agents.
     """
@@ -56,10 +56,10 @@ class Nodes:
         return started
 
     def workers(self) -> list[Worker]:
-        """Those that live and have told their ranks, by rank."""
-        told = [json.loads(path.read_text()) for path in self.folder.glob("*.json")]
+        """The workers that live and have recorded their ranks, by rank."""
+        records = [json.loads(path.read_text()) for path in self.folder.glob("*.json")]
         return sorted(
-            (each for each in told if is_alive(each["pid"])), key=lambda each: int(each["RANK"])
+            (each for each in records if is_alive(each["pid"])), key=lambda each: int(each["RANK"])
         )
 
     def await_world(
@@ -70,9 +70,9 @@ class Nodes:
 
         def found() -> list[Worker]:
             workers = self.workers()
-            told = [(int(each["RANK"]), each["WORLD_SIZE"]) for each in workers]
+            places = [(int(each["RANK"]), each["WORLD_SIZE"]) for each in workers]
             counts = Counter(each["agent"] for each in workers)
-            is_there = told == [(rank, size) for rank in range(int(size))]
+            is_there = places == [(rank, size) for rank in range(int(size))]
             is_there = is_there and sorted(counts.values()) == sorted(num_workers)
             return workers if is_there and all(map(holds, workers)) else []
 
@@ -84,7 +84,7 @@ class Nodes:
         return workers
 
     def statuses(self) -> list[int]:
-        """Those with which the agents end."""
+        """The statuses with which the agents end."""
         return [each.wait(WAIT_S) for each in self.agents]
 
     def finish(self) -> list[int]:

@@ -58,7 +58,10 @@ def check_all(steps: list[Step]) -> None:
 
 
 def check_survivor(steps: list[Step]) -> None:
-    """It was in all worlds: it may have missed the update in which a world broke, and no other."""
+    """Check the steps of a worker that was in all worlds.
+
+    It may have missed the update in which a world broke, and no other.
+    """
     for before, after in itertools.pairwise(steps):
         assert after.step <= before.step + 1 + (after.round > before.round)
     assert steps[-1].loss < steps[0].loss

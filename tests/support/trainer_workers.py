@@ -346,7 +346,7 @@ _calls: dict[str, int] = {}
 
 
 def lose_at(config: Any) -> None:
-    """At the step that ``config`` names, end this worker, or raise, or hold it."""
+    """End this worker, or raise, or hold it, at the step that ``config`` names."""
     step = _calls["step"] = _calls.get("step", 0) + 1
     number = int(os.environ["TEST_WORKER"])
     if config.get("lose") == (number, step - 1):

@@ -59,7 +59,7 @@ def together(*programs: Callable[[], T]) -> list[T]:
 
 
 def make_manager(address: str, name: str, **options: Any) -> Manager:
-    """Of a group in this process; ``options`` go before what it has otherwise."""
+    """The manager of a group in this process; ``options`` go before what it has otherwise."""
     settings: dict[str, Any] = {
         "lighthouse_addr": address,
         "replica_id": name,

@@ -137,7 +137,7 @@ def test_lost_and_frozen_workers_and_all_of_them(
     assert_equal(weights(trainer), weights(undisturbed))
 
 
-def test_errors_of_the_program_are_told_apart(running: Callable[..., Trainer]) -> None:
+def test_errors_of_the_program_are_distinguished(running: Callable[..., Trainer]) -> None:
     trainer = running((3, 0, "a bad sample"), num_workers=1)
     with pytest.raises(ValueError, match="a bad sample") as raised:
         trainer.train(max_retries=0)

@@ -132,7 +132,7 @@ def train_another(context: TrainContext) -> int:
 def test_checkpoints_of_another_program_are_an_error_at_once(
     processes: Sharing, tmp_path: Path, kind: str
 ) -> None:
-    """Only workers can notice it; nothing begins at the start instead."""
+    """Workers alone can notice it; nothing begins at the start instead."""
     folder = tmp_path / "checkpoints"
     with creators(processes, checkpoint_dir=folder) as trainer:
         for _ in range(2):

@@ -118,7 +118,7 @@ class Story:
         self.do("failed", worker, error)
 
     def refuse(self, worker: int) -> None:
-        """Have ``worker`` fail to load the state that it was to begin with."""
+        """Make ``worker`` fail to load the state that it was to begin with."""
         error = ProgramError(
             kind="ConfigError", message="unfit", step=0, is_peers=False, refuses_state=True
         )
@@ -474,7 +474,7 @@ def test_starts_that_fail_in_a_row_are_repeated_less_and_less_often() -> None:
     assert pauses == [0.0, 0.0, 0.5, 1.0, 2.0, 4.0]
 
 
-def test_progress_that_only_an_offered_state_tells_of_counts() -> None:
+def test_progress_that_only_an_offered_state_shows_counts() -> None:
     story = Story()
     workers = trained(story, 1, max_retries=1, reset_after=4)
     for step in (1, 6):
@@ -790,7 +790,7 @@ def test_a_worker_that_is_behind_when_another_one_has_finished_is_lost() -> None
     assert EndCommand() in story.orders
 
 
-def test_a_worker_that_tells_its_last_step_late_is_not_behind() -> None:
+def test_a_worker_that_reports_its_last_step_late_is_not_behind() -> None:
     story = Story(PER_STEP)
     trained(story, 7, max_retries=0)
     for worker in (1, 2):

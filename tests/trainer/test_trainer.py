@@ -302,7 +302,7 @@ def test_what_a_lost_leader_has_reported_is_not_reported_again(tmp_path: Path) -
 
 
 class Unreadable:
-    """Can be sent, and not be read."""
+    """An object that can be sent, and not be read."""
 
     def __reduce__(self) -> Any:
         return int, ("what is no number",)

@@ -201,7 +201,7 @@ class Launch:
         return agent
 
     def connect(self, name: str) -> None:
-        """Its agent opens a stream."""
+        """Open a stream of the node's agent."""
         agent = self.agents[name]
         agent.launch = self  # it may come from another lighthouse
         self._num_streams += 1
@@ -214,7 +214,7 @@ class Launch:
         self.execute(orders)
 
     def disconnect(self, name: str) -> None:
-        """Its stream breaks."""
+        """Break the stream of the node's agent."""
         agent = self.agents[name]
         stream, agent.stream = agent.stream, 0
         self.execute(self.rendezvous.closed(stream, self.now))
@@ -224,7 +224,7 @@ class Launch:
         del self.agents[name]
 
     def stop(self, name: str) -> None:
-        """Its agent gets a signal."""
+        """Send the node's agent a signal."""
         agent = self.agents[name]
         agent.execute(agent.machine.stop_requested("SIGTERM", self.now))
 
@@ -234,7 +234,7 @@ class Launch:
         agent.execute(agent.machine.workers_failed("it died", local_ranks or (0,), self.now))
 
     def leave_world(self, name: str) -> None:
-        """Its workers' process group is broken, though nobody is lost."""
+        """Break the process group of the node's workers, though nobody is lost."""
         agent = self.agents[name]
         agent.execute(agent.machine.world_over(self.now))
 
@@ -249,7 +249,7 @@ class Launch:
         agent.execute(agent.machine.store_opened(self._num_ports, self.now))
 
     def answer(self, name: str) -> None:
-        """Its slow workers do what they were to do."""
+        """Make the node's slow workers do what they were to do."""
         self.agents[name].answer()
 
     def restart_lighthouse(self) -> None:

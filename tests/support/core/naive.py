@@ -49,9 +49,9 @@ class Naive:
         default_factory=set
     )  # reported of a newer quorum than the last one here
     last_id: int = 0
-    heard_id: int = 0
+    reported_id: int = 0
     loss_accepted: bool = False
-    told_num_groups: list[tuple[int, float]] = field(default_factory=list)  # and when
+    reported_num_groups: list[tuple[int, float]] = field(default_factory=list)  # and when
     others_known: bool = False  # lighthouses; by one of them
     asked_alone: list[float] = field(default_factory=list)  # newcomers, or that were alone: when
     all_reported: list[tuple[str, int]] = field(
@@ -62,7 +62,7 @@ class Naive:
 
     def request(self, member: Member, caller: int, now: float) -> None:
         self._sign_of_life(member.replica_id, now)
-        self.heard_id = max(self.heard_id, member.seen_quorum_id)
+        self.reported_id = max(self.reported_id, member.seen_quorum_id)
         asked_at = now
         for request in list(self.requests):
             if request.member.replica_id == member.replica_id:
@@ -93,7 +93,7 @@ class Naive:
 
     def hello(self, replica_id: str, last: LastQuorum, now: float) -> None:
         self._sign_of_life(replica_id, now)
-        self.heard_id = max(self.heard_id, last.quorum_id)
+        self.reported_id = max(self.reported_id, last.quorum_id)
         if last.quorum_id > 0:
             self.veterans.add(replica_id)
             if self.previous is not None and last.quorum_id > self.newest.quorum_id:
@@ -154,8 +154,10 @@ class Naive:
         )
 
     def _believed(self) -> set[str]:
-        """Of those who tell of a newer quorum, whose names the last one had; unless as many of it
-        live, and do not tell that."""
+        """The believed among those who report a newer quorum: the last one had their names.
+
+        None is believed if as many of the last one live, and do not report that.
+        """
         loyal = {each for each in self._before() if each in self.groups and each not in self.ahead}
         loyal_names = {each.split(":")[0] for each in loyal}
         old_names = {each.split(":")[0] for each in self._before()} - loyal_names
@@ -180,13 +182,13 @@ class Naive:
         }
 
     def _gathering(self) -> Gathering:
-        if not self.told_num_groups:
+        if not self.reported_num_groups:
             knows_job = max(self.questions, default=NO_QUORUM) > NO_QUORUM
             if knows_job or not self.asked_alone:
                 return Gathering()
             return Gathering(starts_at=min(self.asked_alone) + self.config.startup_wait_s)
-        first = min(now for _, now in self.told_num_groups)
-        most = max(num for num, _ in self.told_num_groups)
+        first = min(now for _, now in self.reported_num_groups)
+        most = max(num for num, _ in self.reported_num_groups)
         until = first + min(GATHER_S, self.config.join_timeout_s)
         all_back_at = ALL_BACK_S + most * EACH_BACK_S  # it has begun at 0
         if not self.others_known and first <= all_back_at:
@@ -214,10 +216,10 @@ class Naive:
             if self.newest.max_step == 0:  # that is like no step at all
                 self.newest = NO_QUORUM
             self.loss_accepted = False
-            self.told_num_groups, self.all_reported, self.others_known = [], [], False
+            self.reported_num_groups, self.all_reported, self.others_known = [], [], False
             self.asked_alone = []
             self.questions = []
-            self.last_id = max(self.last_id, self.heard_id)
+            self.last_id = max(self.last_id, self.reported_id)
         while True:
             if self.view(now).waiting:
                 deadlines = twin.waited_for(self.view(now), self.config)
@@ -230,14 +232,14 @@ class Naive:
     def _publish(self, members: list[Member], lost_from: int | None, now: float) -> None:
         ids, floor = [member.replica_id for member in members], self._floor()
         before = self.previous.participants if self.previous else ()
-        grows = len(before) != len(members) or self.heard_id > self.last_id
+        grows = len(before) != len(members) or self.reported_id > self.last_id
         grows = grows or any(member.commit_failures for member in members)
         for mine, theirs in zip(members, before, strict=False):
             grows = grows or mine.replica_id != theirs.replica_id
             grows = grows or mine.address != theirs.address
             grows = grows or mine.store_address != theirs.store_address
         if grows:
-            self.last_id = max(self.last_id, self.heard_id) + 1
+            self.last_id = max(self.last_id, self.reported_id) + 1
         callers = [
             request.caller
             for replica_id in ids
@@ -250,7 +252,7 @@ class Naive:
             self.begun_anew = self.last_id
         self.previous = Quorum(quorum_id=self.last_id, participants=tuple(members))
         self.veterans |= set(ids)
-        self.told_num_groups, self.all_reported, self.others_known = [], [], False
+        self.reported_num_groups, self.all_reported, self.others_known = [], [], False
         self.asked_alone = []
         self.questions = []
         top = max(member.step for member in members)
@@ -272,7 +274,7 @@ class Naive:
             if self.previous is None:
                 self.questions.append(LastQuorum(member.seen_quorum_id, step))
         if self.previous is None and member.last_num_groups > 1:
-            self.told_num_groups.append((member.last_num_groups, now))
+            self.reported_num_groups.append((member.last_num_groups, now))
             self.others_known |= not member.sole_lighthouse
         elif self.previous is None:
             self.asked_alone.append(now)

@@ -44,8 +44,10 @@ def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
 
 
 def longer_for_a_heal(heal: Heal, first: float, config: QuorumConfig) -> float:
-    """Never longer than the heal timeout, never less than the join timeout; in between, as long as
-    it heals, and then as long as others get to ask."""
+    """The end of a wait that is no longer than the heal timeout, no shorter than the join timeout.
+
+    In between it is as long as the group heals, and then as long as others get to ask.
+    """
     assert config.heal_timeout_s is not None
     if (
         heal.ended_at is None
@@ -56,7 +58,7 @@ def longer_for_a_heal(heal: Heal, first: float, config: QuorumConfig) -> float:
 
 
 def still_waited_for(view: JobView, config: QuorumConfig, now: float) -> list[float]:
-    """Until when somebody is, for each who is.
+    """The times until which groups are waited for, one for each.
 
     A lighthouse without a quorum lets those gather that were in one elsewhere.
     """
@@ -84,8 +86,8 @@ def decide(
     asking = [view.waiting[replica_id].member for replica_id in sorted(view.waiting)]
     if any(member.shrink_only and member.replica_id in view.previous for member in asking):
         asking = [member for member in asking if member.replica_id in view.previous]
-    told = [waiter.member.min_replicas for waiter in view.waiting.values()]
-    if len(asking) < (max(told) or config.min_replicas):
+    minimums = [waiter.member.min_replicas for waiter in view.waiting.values()]
+    if len(asking) < (max(minimums) or config.min_replicas):
         return math.inf
     wrong = not_believed(view, config, asking)
     believed = [member for member in asking if member not in wrong]
@@ -115,7 +117,7 @@ def progress(
 
 
 def not_believed(view: JobView, config: QuorumConfig, asking: list[Member]) -> list[Member]:
-    """More than a step ahead, against the word of a living group of the last quorum."""
+    """The members who are more than a step ahead, against the word of a living member."""
     usual = view.committed_step + 1
     for each in asking:  # who has committed in the last quorum shows how far that is
         if each.replica_id in view.previous and 0 < each.step_quorum_id == view.last_quorum_id:

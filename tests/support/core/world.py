@@ -54,7 +54,7 @@ class Group:
     trains_since: int = 0  # while it has a quorum
 
     def activity(self, now: int) -> Activity:
-        """What its beats tell."""
+        """The activity that its beats report."""
         if self.quorum is not None:
             phase = Phase.HEALING if self.is_healing else Phase.TRAINING
             return Activity(phase, self.step, self.trains_since)
@@ -211,8 +211,10 @@ class World:
             self.carry_out(orders)
 
     def succeed(self, group: Group) -> None:
-        """It leaves, and comes back as another incarnation: with what it has, but without a word of
-        the quorum that it was in."""
+        """Make the group leave and come back as another incarnation.
+
+        It comes back with what it has, but does not report the quorum that it was in.
+        """
         self.kill(group, noticed=True)
         self.start(group.job, group.replica_id.split(":")[0], group.step, group.min_replicas)
         self.groups[
@@ -334,7 +336,7 @@ class World:
         assert beat == Activity(order.phase, order.step, since), "what its last beat reported"
 
     def evict(self, order: ReportEviction) -> None:
-        """It hangs, and a member of the same quorum has said last that it asks, or waits."""
+        """Check that the group hangs, while a member of the same quorum last reported a wait."""
         assert self.config.on_hang == "evict"
         assert order.quorum_id == self.ledger[order.job].last.quorum_id
         doing = self.beats[order.job, order.replica_id]
@@ -350,8 +352,10 @@ class World:
         ledger.evicted.add(order.replica_id)
 
     def leave_behind(self, order: ReportStraggler) -> None:
-        """Told to a living member of the last quorum only, of that quorum; before the first quorum
-        here also to those that were in an older one."""
+        """Check that the order is for a living member of the last quorum, and of that quorum.
+
+        Before the first quorum here it may also be for those that were in an older one.
+        """
         assert order.recipients == (order.replica_id,)
         assert order.quorum_id == self.ledger[order.job].last.quorum_id
         before = self.members_before(order.job)
@@ -362,13 +366,13 @@ class World:
         assert doing is None or doing.phase is not Phase.HEALING
 
     def leave_healing(self, order: ReportLeftHealing) -> None:
-        """Told once, of a living group that was waited for in vain."""
+        """Check that the order comes once, of a living group that was waited for in vain."""
         assert order.replica_id in self.living(order.job)
         assert (order.job, order.replica_id) not in self.left_healing, "reported once"
         self.left_healing.add((order.job, order.replica_id))
 
     def members_before(self, job: str) -> set[str]:
-        """Of the last quorum: published here, or reported by those who were in it elsewhere."""
+        """Members of the last quorum, published here or reported by its members elsewhere."""
         ledger = self.ledger[job]
         if ledger.has_published:
             return {key for key, _, _ in ledger.lists[ledger.last_id]}
@@ -436,17 +440,19 @@ class World:
         ledger.announced.clear()
 
     def check_doubts(self, order: AnswerQuorum, ledger: JobLedger) -> None:
-        """Who is not believed is more than a step ahead, and a living member does not say so; and
-        a lighthouse that has published believes nobody else who is, but from elsewhere."""
+        """Check that members who are not believed are more than a step ahead, and a witness is not.
+
+        A lighthouse that has published believes nobody else who is, but from elsewhere.
+        """
         before = self.members_before(order.job) & self.living(order.job)
         limit = ledger.floor + 1
-        tells = {
+        steps = {
             each.replica_id: each.doubted_step or each.step for each in order.quorum.participants
         }
         for group in self.asked_by.values():
             if group.job == order.job and group.asked:
-                tells[group.replica_id] = group.asked.step
-        witnesses = {each for each in before if tells.get(each, 0) <= limit}
+                steps[group.replica_id] = group.asked.step
+        witnesses = {each for each in before if steps.get(each, 0) <= limit}
         for each in order.quorum.participants:
             if each.doubted_step:
                 assert each.doubted_step > limit

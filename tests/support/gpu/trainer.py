@@ -26,7 +26,7 @@ TIMEOUT = timedelta(seconds=20)
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Of every weight and every value that the optimizer keeps."""
+    """The digest of every weight and every value that the optimizer keeps."""
     seen = hashlib.sha256()
     tensors = list(model.state_dict().values())
     for entry in optimizer.state_dict()["state"].values():

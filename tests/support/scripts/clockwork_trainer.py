@@ -32,7 +32,7 @@ def main(group: int, incarnation: int, events: Path, fault: str) -> None:
     if fault == "child":
         subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     first = step = int(time.monotonic() / STEP_S)
-    # Who stood still does the missed steps at once, also after it was told to leave: all groups
+    # Who stood still does the missed steps at once, also after it was asked to leave: all groups
     # that leave together have steps in common.
     while not _stop or (step + 1) * STEP_S < time.monotonic():
         for fifth, phase in enumerate(("forward", "backward", "commit"), 2):

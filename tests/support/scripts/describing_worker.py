@@ -1,4 +1,4 @@
-"""A worker that writes down what it finds in each of its attempts, and ends as it is told.
+"""A worker that writes down what it finds in each of its attempts, and ends as END says.
 
 ``describing_worker.py FOLDER END``: if it was started cold, it waits to be killed; otherwise it
 ends by END: a status, ``raise``, ``interrupt`` or ``wait``.
@@ -20,7 +20,7 @@ from torchft_svc.elastic import get_worker_info
 
 
 class Picklable:
-    """Belongs to the program."""
+    """A class that belongs to the program."""
 
 
 def described() -> dict[str, object]:
@@ -54,7 +54,7 @@ def descriptor(number: int) -> str:
 
 
 def drawn() -> list[float]:
-    """By generators of modules that were imported already: that takes no time."""
+    """Numbers drawn by generators of modules that were imported already: that takes no time."""
     found = [random.random()]
     if "numpy" in sys.modules:
         found.append(float(sys.modules["numpy"].random.rand()))
@@ -76,9 +76,9 @@ def raise_error() -> None:
 def main() -> None:
     folder, end = Path(sys.argv[1]), sys.argv[2]
     attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-    told = described()
+    same = described()
     own = {"pid": os.getpid(), "parent": os.getppid(), "drawn": drawn()}
-    text = json.dumps({"same": told, "own": own})
+    text = json.dumps({"same": same, "own": own})
     part = folder / f"{attempt}.part"
     part.write_text(text)
     part.rename(folder / f"{attempt}.json")

@@ -22,7 +22,7 @@ LIFE_S = 110.0
 
 
 def leads_a_session(address: str, name: str) -> None:
-    """As a launcher starts it: its signals reach it alone, and its manager."""
+    """Train as a launcher starts it: its signals reach it alone, and its manager."""
     os.setsid()
     main(address, name, in_process=False)
 

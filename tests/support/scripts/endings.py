@@ -82,7 +82,7 @@ def waits_in_backward(lighthouse: str) -> None:
 
 
 def say_when_it_waits(main_thread: int) -> None:
-    """When that waits for a sum to end."""
+    """Print a line when the main thread waits for a sum to end."""
     while True:
         frame = sys._current_frames()[main_thread]
         while frame is not None and frame.f_code.co_name != "_wait_in_slices":
@@ -102,12 +102,12 @@ def hangs(lighthouse: str) -> None:
 def hangs_with_the_lock(lighthouse: str) -> None:
     """The same, and no thread of it runs."""
     begins_a_step(lighthouse)
-    time.sleep(1.0)  # the thread that tells the phase does so ten times in a second
+    time.sleep(1.0)  # the thread that reports the phase does so ten times in a second
     take_the_lock()
 
 
 class NeverEnds(dist.Work):
-    """A collective in a library that heeds no deadline."""
+    """A collective in a library that ignores deadlines."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         time.sleep(LIFE_S)
@@ -120,7 +120,7 @@ class Stuck(ProcessGroupDummy):
 
 
 def sticks_in_a_collective(lighthouse: str) -> None:
-    """Which neither ends nor can be abandoned."""
+    """Begin a collective that neither ends nor can be abandoned."""
     short = timedelta(seconds=0.5)
     _, optimizer, model = make(lighthouse, pg=Stuck(), timeout=short, watchdog_timeout=short)
     optimizer.zero_grad()
@@ -130,7 +130,7 @@ def sticks_in_a_collective(lighthouse: str) -> None:
 
 
 def begins_a_step(lighthouse: str) -> torch.Tensor:
-    """With another group; its loss, before the backward pass."""
+    """Begin a step with another group; return its loss, before the backward pass."""
     manager, optimizer, model = make(lighthouse)
     while True:
         optimizer.zero_grad()
@@ -156,7 +156,7 @@ def leads_into_a_step(lighthouse: str) -> None:
 
 
 def sleeps(lighthouse: str) -> None:
-    """Its main thread hangs."""
+    """Train with a main thread that hangs."""
     make(lighthouse)
     say("training")
     time.sleep(LIFE_S)
@@ -172,7 +172,7 @@ def holds_the_lock(lighthouse: str) -> None:
 
 
 def take_the_lock() -> None:
-    """And never give it back."""
+    """Take the interpreter's lock, and never give it back."""
     lock = ctypes.create_string_buffer(64)  # zeros: a mutex that nobody holds
     for _ in range(2):  # nor does a signal end the second wait
         ctypes.PyDLL(None).pthread_mutex_lock(lock)
@@ -223,7 +223,7 @@ def raises(lighthouse: str) -> None:
 
 
 def unreachable(lighthouse: str) -> None:
-    """Has no lighthouse."""
+    """Start without a lighthouse."""
     manager, _, _ = make("127.0.0.1:1", quorum_timeout=timedelta(seconds=20))
     try:
         manager.start_quorum(timeout=timedelta(seconds=1))

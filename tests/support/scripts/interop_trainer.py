@@ -64,8 +64,8 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         if manager.current_step() > step:
-            told = {"step": step + 1, "loss": loss.item(), "groups": manager.num_participants()}
-            print(json.dumps(told), flush=True)
+            report = {"step": step + 1, "loss": loss.item(), "groups": manager.num_participants()}
+            print(json.dumps(report), flush=True)
     manager.shutdown()
     sys.stdout.flush()
     os._exit(0)  # whatever threads either package leaves are not what is tested here

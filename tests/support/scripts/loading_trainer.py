@@ -20,7 +20,7 @@ NUM_WORKERS = 2
 
 
 def leads_a_session(address: str, name: str) -> None:
-    """As Slurm and systemd start it: its process group has all of its processes."""
+    """Train as Slurm and systemd start it: its process group has all of its processes."""
     os.setsid()
     main(address, name)
 

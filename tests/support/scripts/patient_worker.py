@@ -1,4 +1,4 @@
-"""A launched worker that works in whatever world it is told, until a file says that it is to end.
+"""A launched worker that works in whatever world it is sent, until a file says that it is to end.
 
 ``patient_worker.py FOLDER [TRAIT ...]``: it notes each event as a line of JSON in
 ``FOLDER/PID.events``. It ends well when ``FOLDER/finish`` or ``FOLDER/finish-PID`` is there, and
@@ -45,8 +45,8 @@ def main() -> None:
     while not has_ended(folder):
         if event is not None:
             info = event.worker_info
-            told = {"rank": info.rank, "world_size": info.world_size, "round": info.round}
-            note(folder, {"state": event.worker_state.value, "attempt": attempt(), **told})
+            place = {"rank": info.rank, "world_size": info.world_size, "round": info.round}
+            note(folder, {"state": event.worker_state.value, "attempt": attempt(), **place})
             if event.worker_state is WorkerState.HEALTHY:
                 if "cut-off" in traits and attempt() == 0:
                     be_cut_off(folder)

@@ -1,7 +1,7 @@
 """The public release's services; run as a script, by a python that has it, by test_interop.py.
 
 `lighthouse`: starts one, prints its port, serves until stdin ends. `member ADDRESS`: joins the
-quorum of the lighthouse there through the release's own manager, and prints what it was told.
+quorum of the lighthouse there through the release's own manager, and prints the answer.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def member(address: str) -> None:
         timeout=TIMEOUT,
         reconfigure_handle="",
     )
-    told = {
+    answer = {
         "quorum_id": result.quorum_id,
         "replica_ids": result.replica_ids,
         "replica_rank": result.replica_rank,
@@ -56,7 +56,7 @@ def member(address: str) -> None:
         "max_step": result.max_step,
         "heal": result.heal,
     }
-    print(json.dumps(told), flush=True)
+    print(json.dumps(answer), flush=True)
     sys.stdin.read()
     server.shutdown()
 

@@ -61,14 +61,14 @@ def run(wrapper: str, file: Path) -> None:
         inputs = torch.randn(8, 4, generator=dice)
         (parallel(inputs) - inputs.sum(1, keepdim=True)).square().mean().backward()
         if optimizer.step():
-            told = {
+            report = {
                 "step": manager.current_step(),
                 "pid": os.getpid(),
                 "groups": manager.num_participants(),
                 "hash": fingerprint(model.state_dict(), adam.state_dict()),
             }
             with file.open("a") as lines:
-                lines.write(json.dumps(told) + "\n")
+                lines.write(json.dumps(report) + "\n")
 
 
 def wrap(model: nn.Module, manager: Manager, wrapper: str) -> nn.Module:

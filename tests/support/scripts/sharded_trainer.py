@@ -125,8 +125,11 @@ def fingerprint(state: Any) -> str:
 
 
 class Pauses:
-    """Between two steps, when a signal has asked for it: SIGUSR1 for a pause of the main thread
-    alone, SIGUSR2 for one of the whole process, until SIGCONT."""
+    """Pauses between two steps, when a signal has asked for it.
+
+    SIGUSR1 asks for a pause of the main thread alone, SIGUSR2 for one of the whole process, until
+    SIGCONT.
+    """
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -214,7 +217,7 @@ def run(
             loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         if optimizer.step():
-            told = {
+            report = {
                 "step": manager.current_step(),
                 "group_rank": rank,
                 "pid": os.getpid(),
@@ -223,4 +226,4 @@ def run(
                 "hash": fingerprint(save()),
             }
             with file.open("a") as lines:  # one write: those of several workers do not mix
-                lines.write(json.dumps(told) + "\n")
+                lines.write(json.dumps(report) + "\n")

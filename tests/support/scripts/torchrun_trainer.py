@@ -12,6 +12,6 @@ if __name__ == "__main__":
     dist.init_process_group("gloo")
     ranks = torch.tensor([float(dist.get_rank())])
     dist.all_reduce(ranks)
-    told = f"{int(ranks.item())} of {dist.get_world_size()}"
-    (Path(sys.argv[1]) / f"sum-{dist.get_rank()}").write_text(told)
+    total = f"{int(ranks.item())} of {dist.get_world_size()}"
+    (Path(sys.argv[1]) / f"sum-{dist.get_rank()}").write_text(total)
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""A worker that tells the ranks that it was given, without torch; ends when it is told to."""
+"""A worker that records the ranks that it was given, without torch; a file ends it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-TOLD = (
+RECORDED = (
     "RANK",
     "LOCAL_RANK",
     "ROLE_RANK",
@@ -25,8 +25,8 @@ TOLD = (
 
 def main(folder: Path) -> int:
     agent, pid = os.getppid(), os.getpid()
-    told = {name: os.environ.get(name) for name in TOLD}
-    text = json.dumps({**told, "pid": pid, "agent": agent})
+    record = {name: os.environ.get(name) for name in RECORDED}
+    text = json.dumps({**record, "pid": pid, "agent": agent})
     unfinished = folder / f"{pid}.part"
     unfinished.write_text(text)
     unfinished.rename(folder / f"{pid}.json")

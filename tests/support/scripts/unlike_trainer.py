@@ -41,7 +41,7 @@ def run(kind: str, file: Path) -> None:
     try:
         _train(kind, file)
     except TorchFTError as error:
-        _tell(file, raised=f"{type(error).__name__}: {error}")
+        _append(file, raised=f"{type(error).__name__}: {error}")
         raise
 
 
@@ -92,7 +92,7 @@ def _train(kind: str, file: Path) -> None:
             kind = ""
             manager.allreduce(torch.ones(1)).wait()
         committed = optimizer.step()
-        _tell(
+        _append(
             file,
             step=manager.current_step(),
             committed=committed,
@@ -109,6 +109,6 @@ def _averaged(kind: str) -> tuple[int, ...]:
     return (4096, 4) if "an average last" in kind else ()
 
 
-def _tell(file: Path, **told: Any) -> None:
+def _append(file: Path, **fields: Any) -> None:
     with file.open("a") as lines:
-        lines.write(json.dumps({"pid": os.getpid(), **told}) + "\n")
+        lines.write(json.dumps({"pid": os.getpid(), **fields}) + "\n")
