@@ -42,7 +42,7 @@ def test_ratios_are_those_to_the_public_release_and_to_the_package_before() -> N
 
 
 class Jobs(Course[int]):
-    """Those that start after ``may_start`` of them fail; every second kill ends a job."""
+    """Jobs, of which those that start after ``may_start`` fail; every second kill ends a job."""
 
     name = "a job"
 

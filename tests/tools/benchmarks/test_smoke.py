@@ -61,8 +61,8 @@ def test_quorum_rounds(run: Run) -> None:
         quorum_rounds.main, "--callers=1", "--callers=5", "--seconds=0.05", "--blocks=2"
     )
     assert "server CPU ms" in output
-    told = [(row["callers"], row["over"]) for row in result["rows"]]
-    assert told == [(1, "sessions"), (1, "unary"), (5, "sessions"), (5, "unary")]
+    rows = [(row["callers"], row["over"]) for row in result["rows"]]
+    assert rows == [(1, "sessions"), (1, "unary"), (5, "sessions"), (5, "unary")]
     for row in result["rows"]:
         assert row["rounds"] >= 2
         assert row.keys() >= {"wall_ms", "wall_worst_ms", "server_cpu_ms", "load_cpu_ms"}
@@ -216,8 +216,8 @@ def test_striping(run: Run) -> None:
     tiny = ("--gb=0.13", "--repeat=1", "--sources=1", "--sources=2", "--mb-per-s=200")
     output, result = run(striping.main, *tiny)
     assert "Healing 0.13 GB from several groups" in output
-    told = [(row["link"], row["num_sources"]) for row in result["rows"]]
-    assert told == [("200 MB/s", 1), ("200 MB/s", 2), ("loopback", 1), ("loopback", 2)]
+    rows = [(row["link"], row["num_sources"]) for row in result["rows"]]
+    assert rows == [("200 MB/s", 1), ("200 MB/s", 2), ("loopback", 1), ("loopback", 2)]
     for row in result["rows"]:
         assert min(row["wall_s"], row["speedup"], row["receiver_cpu_s"]) > 0
 

@@ -100,7 +100,7 @@ def other(job: str, *events: Event) -> list[tuple[str, Event]]:
 
 
 @pytest.mark.parametrize(
-    ("rule", "events", "told"),
+    ("rule", "events", "detail"),
     [
         (judge_ids, [commit(0, 1, 1, members="a"), commit(1, 1, 1)], "two lists of members"),
         (judge_ids, [commit(0, 1, 1, quorum_id=5), commit(0, 2, 2)], "went back to quorum 1"),
@@ -138,16 +138,16 @@ def other(job: str, *events: Event) -> list[tuple[str, Event]]:
     ],
 )
 def test_what_is_broken_is_found(
-    rule: Callable[[Run], Verdict], events: list[Event], told: str
+    rule: Callable[[Run], Verdict], events: list[Event], detail: str
 ) -> None:
     verdict = rule(run(*events))
     assert verdict.outcome is Outcome.FAIL
-    assert told in verdict.detail
+    assert detail in verdict.detail
 
 
 @pytest.mark.parametrize("end", [Healed(**who(0, 2.0)), ended(0, 2.0, -9)])
 def test_a_commit_that_was_given_up_is_set_apart(end: Event) -> None:
-    """Its group was lost, or healed, and the others did the step again."""
+    """The group of the commit was lost, or healed, and the others did the step again."""
     again = [commit(group, 5, 3, quorum_id=2) for group in (1, 2)]
     verdict = judge_identity(run(commit(0, 5, 1, "alone"), end, *again))
     assert verdict.outcome is Outcome.PASS
@@ -168,7 +168,7 @@ def begins_anew(heals: bool = True, members: str = "c", first: int = 1) -> list[
 def test_a_newcomer_may_begin_anew_at_a_restarted_lighthouse(
     rule: Callable[[Run], Verdict],
 ) -> None:
-    """It was the first there, and heals when the members are back (rule F8)."""
+    """The newcomer was the first there, and heals when the members are back (rule F8)."""
     killed = Fault(kind=Kind.LIGHTHOUSE_KILLED, group=0, worker=0, length_s=0.0, pause_s=0.0)
     restarted = [Incident(1, killed, "job", 3.0, 0.5)]
     assert rule(run(*begins_anew(), incidents=restarted)).outcome is Outcome.PASS
@@ -196,7 +196,7 @@ def test_jobs_are_judged_apart() -> None:
 
 
 def test_what_an_operator_gave_up_may_be_done_again() -> None:
-    """By whoever was let go back, and by those who heal from it."""
+    """The steps are done again by whoever was let go back, and by those who heal from it."""
     lost = [begins(0, 0, 0.0), commit(0, 1, 1), commit(1, 1, 1.1), commit(0, 2, 2), commit(1, 2, 2)]
     again = [begins(2, 1, 4.0), commit(2, 2, 5, "others", quorum_id=2)]
     stale = Fault(kind=Kind.STALE_SURVIVOR, group=2, worker=0, length_s=0.0, pause_s=0.0)

@@ -72,7 +72,7 @@ def read_until(cluster: Cluster, wanted: Callable[[Event], bool]) -> list[Event]
 
 
 class TestCluster:
-    def test_the_lighthouse_tells_its_address(self, cluster: Cluster) -> None:
+    def test_the_lighthouse_reports_its_address(self, cluster: Cluster) -> None:
         host, port = cluster.start_lighthouse().rsplit(":", 1)
         assert host == "127.0.0.1"
         assert int(port) > 0
@@ -171,7 +171,7 @@ def direct(folder: Path, fault: str = "well", **changes: object) -> tuple[Run, s
 
 
 def fresh(folder: Path) -> Path:
-    """For a test that may be done again."""
+    """A new folder, for a test that may be done again."""
     return Path(tempfile.mkdtemp(dir=folder))
 
 

@@ -87,14 +87,14 @@ def plain(line: str) -> str:
     line = re.sub(r"^[\d-]+ [\d:,]+ ", "", line)
     line = re.sub(r":[0-9a-f]{8}-[0-9a-f-]{27}: .*$", ":...", line)  # a group, and how it was lost
     line = re.sub(r"\((its session ended|the process of .*|group rank 0 .*)\)$", "(...)", line)
-    # Why a group is gone may be told a moment after the next quorum, on a busy machine.
+    # Why a group is gone may be reported a moment after the next quorum, on a busy machine.
     line = re.sub(r"(gone: \w+) \(.*\)", r"\1", line)
     return re.sub(r"\d+(\.\d+)?( [kM]?B)?", "N", line)
 
 
 @pytest.mark.timeout(300)
 def test_the_readmes_first_steps(tmp_path: Path) -> None:
-    """Its own text, from an empty folder: start two groups, kill one, look, start it again."""
+    """The README's own text, from an empty folder: start two groups, kill one, look, restart it."""
     program = code_blocks("python")[0].replace("< 1000:", "< 600:")  # it shows the same sooner
     (tmp_path / "train.py").write_text(program)
     with socket.socket() as probe:
@@ -181,7 +181,7 @@ def test_sharded_groups_heal_with_the_commands_of_the_readme(environment: dict[s
 
 
 def worker_of_two(rank: int, port: int) -> dict[str, str]:
-    """What a launcher tells a worker, whose store is the launcher's: here, the test's."""
+    """What a launcher sets for a worker, whose store is the launcher's: here, the test's."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -201,7 +201,7 @@ def workers_of(launcher: Program) -> list[psutil.Process]:
 
 
 def test_a_training_with_mutual_tls_and_a_token_heals(tmp_path: Path) -> None:
-    """Nothing but the environment is different, in every process."""
+    """The environment is the only difference, in every process."""
     settings = variables(replace(papers(tmp_path).local, token=TOKEN))
     with ExitStack() as stack:
 

@@ -134,7 +134,7 @@ class TestWhen:
         assert killer.order_due(25.2, board) is None
         assert killer.done
 
-    def test_no_more_after_it_was_told_to_stop(self) -> None:
+    def test_no_more_after_it_was_stopped(self) -> None:
         killer, board = Killer(repeat(ORDER), num_kills=9), healthy_board()
         killer.stop_after(1)
         given = 0

@@ -200,7 +200,7 @@ def test_a_run_in_which_nothing_happens_fails() -> None:
 
 
 class TestInterrupted:
-    """After Ctrl-C only what has happened until then is judged."""
+    """Promises after Ctrl-C, by which only what has happened until then is judged."""
 
     def test_kills_still_to_come_are_not_missed(self) -> None:
         run = run_of(good_events(num_steps=60), num_kills_planned=5, interrupted=True)

@@ -87,7 +87,7 @@ def test_schedulers_of_all_sorts_are_drawn() -> None:
 
 
 def test_updates_fail_in_a_group_that_is_not_killed_any_more(tmp_path: Path) -> None:
-    """Except while it heals, or by others of which one lives: so there is a state to heal from."""
+    """No update fails in a heal; one of the others lives, so there is a state to heal from."""
     program = Program(
         seed=1,
         features=frozenset({Feature.PUBLIC_LOOP}),

@@ -57,7 +57,7 @@ def seen_ids_are_ignored(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Job, "record_quorum_id", lambda self, reported_id: None)
 
 
-def what_workers_were_told_is_ignored(plant: pytest.MonkeyPatch) -> None:
+def what_workers_were_sent_is_ignored(plant: pytest.MonkeyPatch) -> None:
     real = WorkerCalls.sign_question
 
     def question(self: Any, request: Any) -> Any:
@@ -89,13 +89,13 @@ def lost_steps_are_not_noticed(plant: pytest.MonkeyPatch) -> None:
 def a_loss_is_reported_where_there_is_none(plant: pytest.MonkeyPatch) -> None:
     real = quorum.check_progress
 
-    def tell(view: JobView, config: QuorumConfig, members: list[Member]) -> Any:
+    def report(view: JobView, config: QuorumConfig, members: list[Member]) -> Any:
         decision = real(view, config, members)
         if isinstance(decision, quorum.Formed):
             return quorum.Formed(decision.members, lost_from=view.committed_step)
         return decision
 
-    plant.setattr(quorum, "check_progress", tell)
+    plant.setattr(quorum, "check_progress", report)
 
 
 def veterans_are_forgotten(plant: pytest.MonkeyPatch) -> None:
@@ -108,7 +108,7 @@ def veterans_are_forgotten(plant: pytest.MonkeyPatch) -> None:
 
 
 def a_survivor_counts_as_a_restart(plant: pytest.MonkeyPatch) -> None:
-    """If it does not tell of the quorum that it was in."""
+    """A survivor that does not report the quorum that it was in counts as a restart."""
     real = Membership.asked
 
     def asked(self: Any, member: Member, caller: int, now: float) -> Any:
@@ -125,7 +125,7 @@ def every_job_that_ends_has_finished(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(overview.History, "end", lambda self: True)
 
 
-def what_groups_tell_is_ignored(plant: pytest.MonkeyPatch) -> None:
+def what_groups_report_is_ignored(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Membership, "reported", lambda self, replica_id, last: None)
 
 
@@ -162,7 +162,7 @@ def one_yes_is_enough(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(CommitBarrier, "count_vote", count)
 
 
-def a_dead_worker_s_peers_are_not_told(plant: pytest.MonkeyPatch) -> None:
+def a_dead_worker_s_peers_are_not_informed(plant: pytest.MonkeyPatch) -> None:
     real = Group.callers_in_barrier
     plant.setattr(Group, "callers_in_barrier", lambda self: real(self)[:1])
 
@@ -281,7 +281,7 @@ def who_waits_hangs(plant: pytest.MonkeyPatch) -> None:
 
 
 def who_waits_is_left_out(plant: pytest.MonkeyPatch) -> None:
-    """With the one that it waits for."""
+    """A group that waits is left out with the one that it waits for."""
 
     real = jobs.to_evict
 
@@ -301,14 +301,14 @@ def nobody_is_left_out(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(jobs, "to_evict", lambda members, hangs, candidates: [])
 
 
-def who_is_left_out_does_not_hear_of_it(plant: pytest.MonkeyPatch) -> None:
+def who_is_left_out_is_not_informed(plant: pytest.MonkeyPatch) -> None:
     real = jobs.ReportEviction
     less = lambda *what: real(*what[:4], what[4][1:])  # noqa: E731
     plant.setattr(jobs, "ReportEviction", less)
 
 
 def who_was_left_out_stays_out(plant: pytest.MonkeyPatch) -> None:
-    """As newcomers do where a member wants none."""
+    """A group that was left out is treated as a newcomer where a member wants none."""
     real = quorum.candidates_of
 
     def candidates(view: JobView) -> list[Member]:
@@ -337,7 +337,7 @@ def who_comes_late_waits_for_those_that_have_gone_on(plant: pytest.MonkeyPatch) 
 
 
 def what_holds_up_a_worker_is_ignored(plant: pytest.MonkeyPatch) -> None:
-    """Its peers wait for it in a collective of the group, which then hangs."""
+    """The worker's peers wait for it in a collective of the group, which then hangs."""
     plant.setattr(activity, "HELD_UP_PHASES", frozenset())
 
 
@@ -366,7 +366,7 @@ def an_update_that_was_spoiled_counts_as_lost(plant: pytest.MonkeyPatch) -> None
 
 
 def who_has_missed_a_quorum_keeps_its_connections(plant: pytest.MonkeyPatch) -> None:
-    """And sums as if it had it."""
+    """A worker that has missed a quorum sums as if it had it."""
     plant.setattr(Round, "record_failure", _fail_quietly(Round.record_failure))
     plant.setattr(Round, "may_reduce", True)
 
@@ -455,7 +455,7 @@ def a_standstill_of_the_lighthouse_counts(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(PausableClock, "now", now)
 
 
-def who_waits_is_not_told_why(plant: pytest.MonkeyPatch) -> None:
+def who_waits_does_not_learn_why(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Lighthouse, "uninformed", lambda self, pause, reason: [])
 
 
@@ -468,13 +468,13 @@ def news_come_over_the_newest_session_alone(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Sessions, "streams_of", streams_of)
 
 
-def nobody_hears_that_a_term_has_ended(plant: pytest.MonkeyPatch) -> None:
+def nobody_learns_that_a_term_has_ended(plant: pytest.MonkeyPatch) -> None:
     real = Lighthouse.lead_ended
     plant.setattr(Lighthouse, "lead_ended", lambda *args: real(*args)[:0])
 
 
 def who_leaves_is_out_when_his_stream_has_ended(plant: pytest.MonkeyPatch) -> None:
-    """As a loss, which takes the others' step from them."""
+    """A leave counts as a loss, which takes the others' step from them."""
 
     def leave_session(self: Any, session: Any, leave: Any, at: float) -> None:
         self._sessions.end_stream(session.stream)
@@ -537,7 +537,7 @@ PLANTS: dict[Plant, int] = {
     changed_list_keeps_its_id: 92,
     discarded_step_keeps_the_id: 1276,
     seen_ids_are_ignored: 54,
-    what_workers_were_told_is_ignored: 1_795_307_743_873,
+    what_workers_were_sent_is_ignored: 1_795_307_743_873,
     withdrawals_are_lost: 12,
     joining_is_ignored: 120,
     the_silent_never_die: 6,
@@ -547,11 +547,11 @@ PLANTS: dict[Plant, int] = {
     a_survivor_counts_as_a_restart: 46,
     every_job_that_ends_has_finished: 4,
     who_is_far_ahead_is_believed: 76,
-    what_groups_tell_is_ignored: 347,
+    what_groups_report_is_ignored: 347,
     heal_from_the_wrong_source: 7,
     at_step_0_nobody_heals: 4,
     one_yes_is_enough: 0,
-    a_dead_worker_s_peers_are_not_told: 2,
+    a_dead_worker_s_peers_are_not_informed: 2,
     a_restarted_worker_goes_unnoticed: 2,
     a_discarded_step_counts: 31,
     an_error_is_forgotten: 29,
@@ -572,7 +572,7 @@ PLANTS: dict[Plant, int] = {
     who_waits_is_left_out: 5,
     who_hangs_is_left_out_though_nobody_waits: 4,
     nobody_is_left_out: 48,
-    who_is_left_out_does_not_hear_of_it: 5,
+    who_is_left_out_is_not_informed: 5,
     who_was_left_out_stays_out: 0,
     who_hangs_is_not_waited_for_again: 401,
     who_was_waited_for_again_is_never_left_out: 401,
@@ -597,9 +597,9 @@ PLANTS: dict[Plant, int] = {
     questions_never_expire: 1,
     the_question_of_a_stream_that_has_ended_stays: 1,
     a_standstill_of_the_lighthouse_counts: 1880,
-    who_waits_is_not_told_why: 0,
+    who_waits_does_not_learn_why: 0,
     news_come_over_the_newest_session_alone: 116,
-    nobody_hears_that_a_term_has_ended: 495,
+    nobody_learns_that_a_term_has_ended: 495,
     who_leaves_is_out_when_his_stream_has_ended: 15,
     who_gives_up_still_asks: 4,
     a_worker_that_is_gone_is_not_missed: 2,

@@ -53,7 +53,7 @@ def who_has_lost_its_update_goes_on(plant: pytest.MonkeyPatch) -> None:
 
 
 def one_of_several_workers_asks_alone(plant: pytest.MonkeyPatch) -> None:
-    """Instead of going on and voting no."""
+    """One worker asks instead of going on and voting no."""
     real = Round.begin_step
 
     def begin_step(self: Any, *what: Any) -> Ready:
@@ -96,7 +96,7 @@ def who_drains_does_not_say_so(plant: pytest.MonkeyPatch) -> None:
     )
 
 
-def a_session_that_begins_does_not_hear_of_newcomers(plant: pytest.MonkeyPatch) -> None:
+def a_session_that_begins_does_not_learn_of_newcomers(plant: pytest.MonkeyPatch) -> None:
     _leave_out_missed(plant, NewcomerWaits)
 
 
@@ -113,7 +113,7 @@ def nobody_is_informed_that_a_member_asks(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Job, "end_term_for_request", end_term_for_request)
 
 
-def a_session_that_begins_does_not_hear_of_the_end(plant: pytest.MonkeyPatch) -> None:
+def a_session_that_begins_does_not_learn_of_the_end(plant: pytest.MonkeyPatch) -> None:
     _leave_out_missed(plant, TermEnds)
 
 
@@ -126,7 +126,7 @@ def _leave_out_missed(plant: pytest.MonkeyPatch, kind: type) -> None:
     plant.setattr(Jobs, "missed_news", missed_news)
 
 
-def a_worker_does_not_heed_the_end(plant: pytest.MonkeyPatch) -> None:
+def a_worker_ignores_the_end(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Round, "record_term_end", lambda self, news: None)
 
 
@@ -174,7 +174,7 @@ def a_quorum_that_a_member_has_left_keeps_its_id(plant: pytest.MonkeyPatch) -> N
 # -- the step of the job (E5) --------------------------------------------------------------------
 
 
-def what_beats_tell_is_not_noted(plant: pytest.MonkeyPatch) -> None:
+def what_beats_report_is_not_recorded(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Job, "record_progress", lambda self: None)
 
 
@@ -189,7 +189,7 @@ def a_session_begins_with_the_step_of_the_quorum(plant: pytest.MonkeyPatch) -> N
 
 
 def an_update_that_is_under_way_counts_as_done(plant: pytest.MonkeyPatch) -> None:
-    """By the lighthouse: the ledgers of the simulator read `Activity.reached`, too."""
+    """The lighthouse counts it so: the ledgers of the simulator read `Activity.reached`, too."""
     real = Job.record_reached
 
     def record_reached(self: Any, replica_id: str, activity: Activity) -> None:
@@ -199,7 +199,7 @@ def an_update_that_is_under_way_counts_as_done(plant: pytest.MonkeyPatch) -> Non
 
 
 def a_newcomer_asks_before_the_members_are_back(plant: pytest.MonkeyPatch) -> None:
-    """At a lighthouse that was restarted (rule F8)."""
+    """A newcomer asks too early at a lighthouse that was restarted (rule F8)."""
     real = Incarnation.opened
     plant.setattr(Incarnation, "opened", lambda self, **how: 0.0 * real(self, **how))
 
@@ -218,7 +218,7 @@ def who_was_late_in_a_term_is_waited_for_again(plant: pytest.MonkeyPatch) -> Non
 # -- sessions, and a worker's round --------------------------------------------------------------
 
 
-def a_second_session_hears_nothing(plant: pytest.MonkeyPatch) -> None:
+def a_second_session_receives_nothing(plant: pytest.MonkeyPatch) -> None:
     """The one that is open may be the second, if the end of the first was not noticed."""
     real = Sessions.streams_of
 
@@ -301,8 +301,8 @@ def nobody_misses_who_has_not_come_back(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Job, "waits_for_unreported", lambda self, *what: False)
 
 
-def what_a_worker_has_begun_is_not_heeded(plant: pytest.MonkeyPatch) -> None:
-    """By another manager, which does not know the decision before (rule M4)."""
+def what_a_worker_has_begun_is_ignored(plant: pytest.MonkeyPatch) -> None:
+    """Another manager, which does not know the decision before (rule M4), ignores it."""
     plant.setattr(CommitBarrier, "step_begun", lambda self, group_rank, step: [])
 
 
@@ -355,18 +355,18 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     what_the_sum_of_the_wishes_says_is_ignored: (draw_long_terms, 1),
     each_worker_goes_by_its_own_wish: (draw_long_terms, 9),
     who_drains_does_not_say_so: (draw_long_terms, 9),
-    a_session_that_begins_does_not_hear_of_newcomers: (draw_long_terms, 42),
+    a_session_that_begins_does_not_learn_of_newcomers: (draw_long_terms, 42),
     nobody_is_informed_that_a_member_asks: (draw_long_terms, 0),
-    a_session_that_begins_does_not_hear_of_the_end: (draw_long_terms, 134),
-    a_worker_does_not_heed_the_end: (draw_long_terms, 0),
+    a_session_that_begins_does_not_learn_of_the_end: (draw_long_terms, 134),
+    a_worker_ignores_the_end: (draw_long_terms, 0),
     the_end_of_an_earlier_quorum_counts: (draw_long_terms, 5),
     a_group_always_says_that_all_know: (draw_long_terms, 0),
     an_agreement_from_before_the_term_counts: (draw_long_terms, 600),
     a_quorum_that_was_left_keeps_its_id: (draw_long_terms, 5),
     a_quorum_that_a_member_has_left_keeps_its_id: (draw_long_terms, 13),
-    what_beats_tell_is_not_noted: (draw_steady, 209),
+    what_beats_report_is_not_recorded: (draw_steady, 209),
     a_session_begins_with_the_step_of_the_quorum: (draw_long_terms, 9),
-    a_second_session_hears_nothing: (draw_long_terms, 622),
+    a_second_session_receives_nothing: (draw_long_terms, 622),
     the_end_of_any_session_is_the_end_of_the_group: (draw_long_terms, 620),
     who_breaks_off_says_that_all_know: (draw_long_terms, 623),
     the_end_is_forgotten_between_two_steps: (draw_long_terms, 12),
@@ -382,7 +382,7 @@ PLANTS: dict[Plant, tuple[Draw, int]] = {
     the_end_of_a_session_is_a_loss: (draw_steady, 15),
     another_manager_is_another_incarnation: (draw_steady, 15),
     nobody_misses_who_has_not_come_back: (draw_long_terms_of_four, 90),
-    what_a_worker_has_begun_is_not_heeded: (draw_long_terms, 59),
+    what_a_worker_has_begun_is_ignored: (draw_long_terms, 59),
     a_sum_that_is_made_again_is_divided_by_the_old_number: (draw_long_terms, 0),
     one_of_several_workers_sums_again: (draw_long_terms, 0),
 }

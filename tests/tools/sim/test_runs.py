@@ -25,7 +25,7 @@ def test_small_fleets(first: int) -> None:
 
 
 def test_a_step_of_a_group_that_is_kept_out_may_be_repeated() -> None:
-    """It has committed the step alone, and a restarted lighthouse hears of that."""
+    """The group has committed the step alone, and a restarted lighthouse learns of that."""
     outcome = Fleet(draw_steady(2044, 3)).run()
     assert outcome.fell is None, describe(outcome)
 
@@ -63,7 +63,7 @@ def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int)
     ],
 )
 def test_runs_that_fell_once(seed: int) -> None:
-    """A late heartbeat follows a leave; a drain is told while streams are broken; beats are rarer
+    """A late heartbeat follows a leave; a drain is sent while streams are broken; beats are rarer
     than the join timeout is long; a cut begins while messages are on their way; a lighthouse that
     does not lead any more is called; a member is lost while a stream is broken and gets the answer
     again; one that was no member beats late; an operator goes back three times, as two groups turn
@@ -75,7 +75,7 @@ def test_runs_that_fell_once(seed: int) -> None:
     while a group asks; of a life of a group only one rank was let in;
     a worker has not noticed at the end that its stream has ended; workers of two lives ask
     together, and the group restarts once more; a lighthouse dies just when a group moves back to
-    it; a worker goes on without its last update, as its manager dies before the other is told;
+    it; a worker goes on without its last update, as its manager dies before the other is sent it;
     operators command a lighthouse that stands still; a frozen group reads an old answer
     while it leaves."""
     outcome = run_seed(seed)
@@ -91,7 +91,7 @@ def test_a_job_that_has_split_is_one_again(seed: int) -> None:
 
 
 def test_a_group_that_missed_the_quorum_that_it_should_have_healed_in_heals_in_the_next() -> None:
-    """It was at the step of a newcomer that has begun anew at a restarted lighthouse."""
+    """The group was at the step of a newcomer that has begun anew at a restarted lighthouse."""
     outcome = run_seed(99000001591)
     assert outcome.fell is None, describe(outcome)
 
@@ -108,7 +108,7 @@ def test_a_seed_is_one_and_the_same_run() -> None:
     assert first.num_commits > 0
 
 
-def test_the_story_of_a_fall_is_short_and_can_be_told_again(
+def test_the_story_of_a_fall_is_short_and_can_be_repeated(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(Membership, "dead", lambda self, now: [])
@@ -127,7 +127,7 @@ def test_the_story_of_a_fall_is_short_and_can_be_told_again(
 
 
 def test_a_run_depends_on_its_faults_alone() -> None:
-    """Without faults, chance decides nothing but moments: everybody trains from the first step."""
+    """Chance decides nothing but moments in a calm run: everybody trains from the first step."""
     calm = dataclasses.replace(draw(3), faults=())
     outcome = Fleet(calm).run()
     assert outcome.fell is None
@@ -135,7 +135,7 @@ def test_a_run_depends_on_its_faults_alone() -> None:
 
 
 def test_a_drain_costs_nobody_a_step() -> None:
-    """Neither the group, which ends between two steps, nor its peers, which are told in time."""
+    """The group ends between two steps, and its peers are informed in time."""
     for seed in range(3):
         drawn = draw(seed, num_groups=4)
         rules = dataclasses.replace(
@@ -157,6 +157,6 @@ def test_a_drain_costs_nobody_a_step() -> None:
 
 
 def test_the_command_counts_what_it_has_seen() -> None:
-    told = CliRunner().invoke(main, ["--seed", "0", "--count", "2", "--processes", "1"])
-    assert told.exit_code == 0, told.output
-    assert "2 seeds" in told.output
+    result = CliRunner().invoke(main, ["--seed", "0", "--count", "2", "--processes", "1"])
+    assert result.exit_code == 0, result.output
+    assert "2 seeds" in result.output
