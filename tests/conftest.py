@@ -131,15 +131,18 @@ def _mark_processes() -> Iterator[str]:
 
 @pytest.fixture
 def early_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Services of this process tell why a call of 10 s times out after 0.3 s of it: long before
-    the caller's own clock would end it without a reason."""
+    """Shorten the time after which services of this process give a reason for a call's timeout.
+
+    They do so after 0.3 s of a call of 10 s: long before the caller's own clock would end it
+    without a reason.
+    """
     monkeypatch.setattr(calls, "MARGIN", 0.97)
     monkeypatch.setattr(calls, "MAX_MARGIN_S", 10.0)
 
 
 @pytest.fixture
 def early_news(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Services of this process tell after 0.2 s what they tell after 2 s, or do after 5 s."""
+    """Make services of this process report, or act, after 0.2 s instead of 2 s or 5 s."""
     monkeypatch.setattr(lighthouse, "REPORT_PAUSE_AFTER_S", 0.2)
     monkeypatch.setattr(group, "EXPLAIN_AFTER_S", 0.2)
     monkeypatch.setattr(group, "OWNER_SILENCE_S", 0.2)
@@ -147,7 +150,7 @@ def early_news(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Before the first fixture, which may be one that other tests share."""
+    """Count the starts before the first fixture, which may be one that other tests share."""
     item.stash[_STARTED_BEFORE] = len(_started)
 
 
@@ -194,13 +197,13 @@ def _check_processes(mark: str, known: set[int]) -> None:
     while left and time.monotonic() < deadline:
         time.sleep(0.01)
         left = {process for process in left if _counts(process)}
-    told = []
+    lines = []
     for process in left:
         with contextlib.suppress(psutil.Error):
-            told.append(f"{process.pid}: {' '.join(process.cmdline())[:300]}")
+            lines.append(f"{process.pid}: {' '.join(process.cmdline())[:300]}")
             process.kill()
-    if told:
-        pytest.fail("processes left behind (now killed):\n" + "\n".join(told))
+    if lines:
+        pytest.fail("processes left behind (now killed):\n" + "\n".join(lines))
 
 
 def _marked(mark: str, known: set[int]) -> set[psutil.Process]:

@@ -24,7 +24,7 @@ LONGER = {
 ONE_NAME = {
     "Quorum": "`coordination.Quorum` has the public release's fields, `core`'s the rules'",
     "Backend": "an engine that runs a trainer's workers, and torch's inside an isolated group",
-    "End": "what a trainer tells a worker, and what an agent is to do",
+    "End": "what a trainer sends a worker, and what an agent is to do",
     "Lost": "of a worker of a trainer, and of a session",
     "Progress": "of a worker of a trainer, and of a simulated job",
 }
@@ -119,7 +119,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 
 def modules(tree: str = "torchft_svc") -> list[str]:
-    """By their files, not by importing packages: this is asked while tests are collected."""
+    """Names of the modules by their files: this is asked while tests are collected."""
     found = (path.relative_to(ROOT).with_suffix("") for path in (ROOT / tree).rglob("*.py"))
     names = {".".join(path.parts).removesuffix(".__init__") for path in found}
     return sorted(name for name in names if not name.endswith("__main__"))
@@ -152,8 +152,8 @@ def test_services_and_the_core_never_import_torch() -> None:
         name for name in modules() if name == "torchft_svc" or name.split(".")[1] in WITHOUT_TORCH
     ]
     imports = "\n".join(f"import {name}" for name in [*without, *modules("tools/sim")])
-    told = fresh(f"{imports}\nimport sys\nprint(sorted({{'torch', 'numpy'}} & set(sys.modules)))")
-    assert told == "[]"
+    output = fresh(f"{imports}\nimport sys\nprint(sorted({{'torch', 'numpy'}} & set(sys.modules)))")
+    assert output == "[]"
 
 
 @pytest.mark.processes
@@ -161,15 +161,15 @@ def test_the_core_imports_neither_grpc_nor_asyncio() -> None:
     imports = "\n".join(
         f"import {name}" for name in modules() if re.search(r"\.(core|retry)\b", name)
     )
-    told = fresh(
+    output = fresh(
         f"{imports}\nimport sys\nprint(sorted({{'grpc', 'asyncio', 'socket'}} & set(sys.modules)))"
     )
-    assert told == "[]"
+    assert output == "[]"
 
 
 @pytest.mark.processes
 def test_a_trainer_starts_its_manager_before_it_imports_what_both_need() -> None:
-    told = fresh(
+    output = fresh(
         "import subprocess, sys\n"
         "from torchft_svc.client import DistributedDataParallel, Manager, Optimizer\n"
         "def spawn(command, **_):\n"
@@ -178,13 +178,13 @@ def test_a_trainer_starts_its_manager_before_it_imports_what_both_need() -> None
         "subprocess.Popen = spawn\n"
         "Manager(state_dict=dict, load_state_dict=print, lighthouse_addr='127.0.0.1:1')\n"
     )
-    assert told == "torchft_svc.manager_server.sidecar []"
+    assert output == "torchft_svc.manager_server.sidecar []"
 
 
 @pytest.mark.processes
 def test_importing_starts_no_thread_and_configures_no_logging() -> None:
     imports = "\n".join(f"import {name}" for name in modules())
-    told = fresh(
+    output = fresh(
         "import torch, threading, logging\n"
         "before = set(threading.enumerate()), list(logging.root.handlers), logging.root.level\n"
         f"{imports}\n"
@@ -192,4 +192,4 @@ def test_importing_starts_no_thread_and_configures_no_logging() -> None:
         "print(before == after, [n for n in logging.root.manager.loggerDict "
         "if n.startswith('torchft') and logging.getLogger(n).handlers])"
     )
-    assert told == "True []"
+    assert output == "True []"

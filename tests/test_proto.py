@@ -80,7 +80,7 @@ print(google.protobuf.__version__)
 )
 @pytest.mark.processes
 def test_the_generated_code_is_fresh(name: str, tmp_path: Path) -> None:
-    """When this falls: `make proto`."""
+    """Run `make proto` when this fails."""
     well_known = Path(grpc_tools.__file__).parent / "_proto"
     subprocess.run(
         [
@@ -144,7 +144,7 @@ def test_all_services_of_the_paper_have_its_calls(paper: FileDescriptor) -> None
 
 
 def test_an_answer_of_the_paper_is_read_by_its_own_names(paper: FileDescriptor) -> None:
-    """And ours by the paper's: a name is not sent."""
+    """An answer of ours is read by the paper's names, too: a name is not sent."""
     theirs = GetMessageClass(paper.message_types_by_name["ManagerQuorumResponse"])
     values = {"quorum_id": 7, "store_address": "b:2", "max_step": 5, "heal": True}
     answer = pb.ManagerQuorumResponse(
@@ -229,6 +229,6 @@ def _installed(requirement: str, where: Path) -> Path:
             check=True,
         )
     except subprocess.SubprocessError as error:
-        told = str(getattr(error, "stderr", None) or error)
-        pytest.skip(f"pip cannot install {requirement}: {told.strip()[-200:]}")
+        reason = str(getattr(error, "stderr", None) or error)
+        pytest.skip(f"pip cannot install {requirement}: {reason.strip()[-200:]}")
     return where
