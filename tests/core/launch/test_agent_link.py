@@ -78,7 +78,7 @@ def test_l19_a_hello_has_the_world_of_the_state_not_a_later_one() -> None:
 
 @pytest.mark.parametrize("news", [RunWaiting("it goes on"), WarmUp(WORLDS[2])])
 def test_l13_a_node_that_was_left_out_shows_the_next_lighthouse_no_world(news: Any) -> None:
-    """It would be taken for the whole run if it comes before those that have gone on."""
+    """A world would pass for the whole run if it comes before those that have gone on."""
     link = AgentPlay().opened()
     link.receive(WORLDS[1])
     link.report(WORKING[1])
