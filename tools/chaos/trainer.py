@@ -15,7 +15,16 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from tools.chaos.options import WorkerOptions
-from tools.demo.events import Committed, Discarded, EventLog, Finished, Healed, Joined, PhaseBegan
+from tools.demo.events import (
+    Committed,
+    Discarded,
+    EventLog,
+    Finished,
+    Healed,
+    Joined,
+    PhaseBegan,
+    SumFailed,
+)
 from tools.demo.fingerprint import fingerprint
 from torchft_svc.client import (
     DistributedDataParallel,
@@ -60,12 +69,14 @@ class Commands:
 class Gloo(ProcessGroupGloo):
     """gloo, whose next sum fails after the command `fail`."""
 
-    def __init__(self, timeout_s: float, commands: Commands) -> None:
+    def __init__(self, timeout_s: float, commands: Commands, log: EventLog) -> None:
         super().__init__(timedelta(seconds=timeout_s))
         self._commands = commands
+        self._log = log
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
         if self._commands.pop_command("fail") is not None:
+            self._log.write(SumFailed)
             raise OnPurpose("this sum fails on purpose")
         return super().allreduce(tensors, opts)
 
@@ -180,7 +191,7 @@ def _manager(options: WorkerOptions, state: State, log: EventLog, commands: Comm
     return Manager(
         state_dict=state.state_dict,
         load_state_dict=state.load_state_dict,
-        pg=Gloo(timeout_s, commands),
+        pg=Gloo(timeout_s, commands, log),
         checkpoint_transport=Transport(log, options.host or "127.0.0.1"),
         **(settings | given),
     )

@@ -109,6 +109,11 @@ class Killed(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SumFailed(Event):
+    """A sum of the trainer failed because it was ordered to."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Exited(Event):
     """The process is gone; ``status`` is ``Popen.returncode``, ``expected``: on request."""
 
@@ -120,7 +125,7 @@ _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
         *(Started, Joined, PhaseBegan, Committed, Discarded),
-        *(Healed, Finished, Killed, Exited),
+        *(Healed, Finished, Killed, SumFailed, Exited),
     )
 }
 # What a trainer works on, in this order: ``record`` is all that follows the update until the next.
