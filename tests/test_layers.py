@@ -25,6 +25,7 @@ ONE_NAME = {
     "Quorum": "`coordination.Quorum` has the public release's fields, `core`'s the rules'",
     "Backend": "an engine that runs a trainer's workers, and torch's inside an isolated group",
     "End": "what a trainer sends a worker, and what an agent is to do",
+    "Incident": "of a trainer's run, and of a job in its lighthouse's ledger",
     "Lost": "of a worker of a trainer, and of a session",
     "Progress": "of a worker of a trainer, and of a simulated job",
 }

@@ -12,6 +12,7 @@ import grpc
 
 from torchft_svc.core.launch.rendezvous import SETTLE_IN_S, RendezvousRules
 from torchft_svc.core.launch.world import MAX_NODES
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
 from torchft_svc.core.quorum.lighthouse.lighthouse import (
     ID_STRIDE,
     Lighthouse,
@@ -50,7 +51,8 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         check_leads: Callable[[], None] = lambda: None,
         settle_in_s: float = SETTLE_IN_S,
     ) -> None:
-        core = Lighthouse(config, _first_id(), time.monotonic())
+        now = time.monotonic()
+        core = Lighthouse(config, _first_id(), now, time.time() - now)
         super().__init__(core, check_leads, Unread(), HeavyWrites())
         self._reports = Reports(config.max_jobs)
         self._calls: dict[int, asyncio.Future[bytes]] = {}
@@ -133,6 +135,22 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
     def status(self, job: str) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty)."""
         return self._core.status(job, time.monotonic())
+
+    def incidents(self, job: str, after: int = 0) -> list[Incident]:
+        """The records of ``job`` with numbers above ``after``, the oldest first.
+
+        Raises:
+            RequestRefused: nothing is known of it.
+        """
+        return self._core.incidents(job, after)
+
+    def goodput(self, job: str) -> Goodput:
+        """How much of the time of ``job`` ended in committed steps.
+
+        Raises:
+            RequestRefused: there is no such job.
+        """
+        return self._core.goodput(job, time.monotonic())
 
     def end_lead(self, error: TorchFTError) -> None:
         self.runs.end_lead(error)

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from torchft_svc.core.quorum.manager.group import Group
-from torchft_svc.core.quorum.session_messages import Leave
+from torchft_svc.core.quorum.session_messages import Departure, Leave
 from torchft_svc.host.address import HostPort, advertised_host, parse_address
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig
@@ -81,7 +81,7 @@ async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) 
     if has_owner:
         driver.report_stop()
     if driver.kill_reason is not None:
-        await link.leave(Leave(driver.kill_reason, ends=True))
+        await link.leave(Leave(driver.kill_reason, ends=True, departure=Departure.KILLED))
     elif has_owner:  # an owner that stops on purpose has detached before, so the group has left
         await link.leave(Leave("the process of group rank 0 is stopping or dead"))
     else:

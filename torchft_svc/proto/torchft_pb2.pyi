@@ -17,6 +17,12 @@ class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     PHASE_TRAINING: _ClassVar[Phase]
     PHASE_VOTING: _ClassVar[Phase]
 
+class Departure(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    DEPARTURE_OTHER: _ClassVar[Departure]
+    DEPARTURE_DRAINED: _ClassVar[Departure]
+    DEPARTURE_KILLED: _ClassVar[Departure]
+
 class AgentStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
     AGENT_UNKNOWN: _ClassVar[AgentStatus]
@@ -43,6 +49,9 @@ PHASE_WAITING: Phase
 PHASE_HEALING: Phase
 PHASE_TRAINING: Phase
 PHASE_VOTING: Phase
+DEPARTURE_OTHER: Departure
+DEPARTURE_DRAINED: Departure
+DEPARTURE_KILLED: Departure
 AGENT_UNKNOWN: AgentStatus
 AGENT_JOINING: AgentStatus
 AGENT_WARMING: AgentStatus
@@ -209,14 +218,16 @@ class SessionWithdrawal(_message.Message):
     def __init__(self, number: _Optional[int] = ...) -> None: ...
 
 class SessionLeave(_message.Message):
-    __slots__ = ("reason", "between_steps", "ends")
+    __slots__ = ("reason", "between_steps", "ends", "departure")
     REASON_FIELD_NUMBER: _ClassVar[int]
     BETWEEN_STEPS_FIELD_NUMBER: _ClassVar[int]
     ENDS_FIELD_NUMBER: _ClassVar[int]
+    DEPARTURE_FIELD_NUMBER: _ClassVar[int]
     reason: str
     between_steps: bool
     ends: bool
-    def __init__(self, reason: _Optional[str] = ..., between_steps: bool = ..., ends: bool = ...) -> None: ...
+    departure: Departure
+    def __init__(self, reason: _Optional[str] = ..., between_steps: bool = ..., ends: bool = ..., departure: _Optional[_Union[Departure, str]] = ...) -> None: ...
 
 class SessionQuestion(_message.Message):
     __slots__ = ("requester", "number", "timeout_ms", "agreed")

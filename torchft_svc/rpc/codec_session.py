@@ -5,6 +5,7 @@ from __future__ import annotations
 from torchft_svc.core.limits import MAX_DURATION_MS, one_line
 from torchft_svc.core.quorum.session_messages import (
     Beat,
+    Departure,
     Drain,
     Hello,
     Kill,
@@ -32,7 +33,7 @@ from torchft_svc.rpc.codec import (
     phase_from_wire,
     phase_to_wire,
 )
-from torchft_svc.rpc.records import Codec, Field, HandWritten, OneOf, milliseconds
+from torchft_svc.rpc.records import Codec, Field, HandWritten, OneOf, milliseconds, numbered
 from torchft_svc.rpc.status import error_to_wire
 
 # -- from the manager ------------------------------------------------------------------------------
@@ -86,6 +87,11 @@ def _beat_to_wire(beat: Beat) -> pb.SessionBeat:
     return message
 
 
+_DEPARTURES = {
+    Departure.OTHER: pb.DEPARTURE_OTHER,
+    Departure.DRAINED: pb.DEPARTURE_DRAINED,
+    Departure.KILLED: pb.DEPARTURE_KILLED,
+}
 _MESSAGES = OneOf(
     pb.SessionRequest,
     "a session",
@@ -104,7 +110,11 @@ _MESSAGES = OneOf(
             },
         ),
         "withdrawal": Codec(Withdrawal, pb.SessionWithdrawal),
-        "leave": Codec(Leave, pb.SessionLeave),
+        "leave": Codec(
+            Leave,
+            pb.SessionLeave,
+            fields={"departure": numbered(_DEPARTURES, default=Departure.OTHER)},
+        ),
     },
 )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from dataclasses import dataclass
 
 from torchft_svc.core.limits import MAX_REASON_LENGTH, check_text
@@ -56,6 +57,14 @@ class Withdrawal:
     number: int
 
 
+class Departure(enum.Enum):
+    """Why a group leaves."""
+
+    OTHER = "it has ended, was lost, or goes elsewhere"
+    DRAINED = "it was drained"
+    KILLED = "it was killed by request"
+
+
 @dataclass(frozen=True, slots=True)
 class Leave:
     """A group leaves; its last message.
@@ -67,6 +76,7 @@ class Leave:
     reason: str = ""
     between_steps: bool = False
     ends: bool = False
+    departure: Departure = Departure.OTHER
 
     @property
     def is_orderly(self) -> bool:

@@ -169,19 +169,19 @@ def test_a_check_that_found_a_difference_is_counted_once() -> None:
     scene = formed("a", "b", step=3)
     report = DifferenceReport(7, 4, "they differ")
     for replica_id in ("a", "b", "a"):
-        scene.jobs.record_difference(JOB, replica_id, report)
-    scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 6, "they still differ"))
-    scene.jobs.record_difference(JOB, "b", DifferenceReport(8, 6, "and again"))
-    scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 6, "late"))
-    scene.jobs.record_difference(JOB, "nobody", DifferenceReport(9, 9, "made up"))
-    scene.jobs.record_difference("another", "a", DifferenceReport(9, 9, "made up"))
+        scene.jobs.record_difference(JOB, replica_id, report, scene.now)
+    scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 6, "they still differ"), scene.now)
+    scene.jobs.record_difference(JOB, "b", DifferenceReport(8, 6, "and again"), scene.now)
+    scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 6, "late"), scene.now)
+    scene.jobs.record_difference(JOB, "nobody", DifferenceReport(9, 9, "made up"), scene.now)
+    scene.jobs.record_difference("another", "a", DifferenceReport(9, 9, "made up"), scene.now)
     assert (status(scene).num_differences, status(scene).last_difference) == (3, "and again")
 
 
 def test_only_the_last_checks_are_kept() -> None:
     scene = formed("a", step=3)
     for step in range(3 * MAX_DIFFERENCES_KEPT):
-        scene.jobs.record_difference(JOB, "a", DifferenceReport(7, step, ""))
+        scene.jobs.record_difference(JOB, "a", DifferenceReport(7, step, ""), scene.now)
     assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT
-    scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 0, "forgotten"))
+    scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 0, "forgotten"), scene.now)
     assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT + 1

@@ -28,6 +28,7 @@ from torchft_svc.core.quorum.manager.group import (
 )
 from torchft_svc.core.quorum.session_messages import (
     Beat,
+    Departure,
     Drain,
     Kill,
     Leave,
@@ -304,7 +305,8 @@ def test_a_group_that_is_killed_ends_once_and_leaves_with_the_reason() -> None:
     assert made.receive(Kill("again")) == (NotifyWorkers((0,), Kill("again")),)
     assert made.kill_reason == "killed: by hand"
     orders = made.worker_detached(0, "w0", "it died", 101.0)
-    assert orders == (Leave("killed: by hand", ends=True),)
+    killed = Departure.KILLED
+    assert orders == (Leave("killed: by hand", ends=True, departure=killed),)
     assert made.worker_attached(0, "w1") == (NotifyWorkers((0,), Kill("again")),), (
         "it has to end as well"
     )

@@ -10,7 +10,7 @@ from support.core.scenes import member, quorum
 
 from torchft_svc.core.quorum.manager.commit_barrier import RefuseWorker
 from torchft_svc.core.quorum.manager.group import AnswerWorker
-from torchft_svc.core.quorum.session_messages import Leave
+from torchft_svc.core.quorum.session_messages import Departure, Leave
 from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest
 from torchft_svc.errors import GroupLeft, QuorumFailed
 
@@ -196,4 +196,5 @@ def test_e4_a_group_that_ends_its_term_alone_does_not_leave_between_steps(
         request(0, "SIGTERM"), step=5, question=2, agreed=agreed, last_quorum_id=seen_id
     )
     leave, _ = group.quorum_requested(last, 2)
-    assert leave == Leave("SIGTERM", between_steps=others_know, ends=True)
+    drained = Departure.DRAINED
+    assert leave == Leave("SIGTERM", between_steps=others_know, ends=True, departure=drained)

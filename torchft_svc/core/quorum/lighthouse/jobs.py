@@ -8,13 +8,22 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torchft_svc.core.limits import MAX_NAME_LENGTH, check_name
 from torchft_svc.core.quorum.activity import Activity, HangWatch, Phase
 from torchft_svc.core.quorum.layout import layouts_differ, why_unlike
+from torchft_svc.core.quorum.lighthouse.goodput import HANG, TimeAccounts
+from torchft_svc.core.quorum.lighthouse.incidents import (
+    Goodput,
+    Incident,
+    IncidentKind,
+    JobLedger,
+    Ledgers,
+    Moment,
+)
 from torchft_svc.core.quorum.lighthouse.membership import (
     AWAITED_MEMBERS,
     GATHER_S,
@@ -41,7 +50,14 @@ from torchft_svc.core.quorum.lighthouse.quorum import (
     to_evict,
 )
 from torchft_svc.core.quorum.names import stable_name
-from torchft_svc.core.quorum.session_messages import Kill, Leave, Lost, NewcomerWaits, News
+from torchft_svc.core.quorum.session_messages import (
+    Departure,
+    Kill,
+    Leave,
+    Lost,
+    NewcomerWaits,
+    News,
+)
 from torchft_svc.core.quorum.term import RunningTerm, TermEnds
 from torchft_svc.core.quorum.types import (
     NO_QUORUM,
@@ -274,6 +290,8 @@ class Job:
     members: Membership
     hangs: HangWatch
     history: History
+    ledger: JobLedger
+    accounts: TimeAccounts
     #: The id of the last quorum.
     last_id: int
     likeness: Likeness = field(default_factory=Likeness)
@@ -485,7 +503,8 @@ class Job:
         """How a group has ended: ``how``, or on purpose if an operator has killed it."""
         if replica_id not in self.killed:
             return how
-        return Leave(self.killed[replica_id], how.between_steps, ends=True)
+        reason, killed = self.killed[replica_id], Departure.KILLED
+        return Leave(reason, how.between_steps, ends=True, departure=killed)
 
     def forget_group(self, replica_id: str) -> int | None:
         """Forget a group that is gone; returns the caller that waited for it, if any."""
@@ -530,6 +549,7 @@ class EndedJob:
     last: LastQuorum
     last_id: int
     history: History
+    accounts: TimeAccounts
     at: float
     is_finished: bool = False
 
@@ -592,8 +612,13 @@ class Jobs:
         *,
         ids_per_s: float = 1000.0,
         now: float = 0.0,
+        unix_s: Callable[[float], float] = float,
+        ledgers: Ledgers | None = None,
     ) -> None:
+        """``unix_s`` makes unix seconds of ``now``, for the ``ledgers``."""
         self._config = config
+        self._unix_s = unix_s
+        self.ledgers = ledgers or Ledgers(config.max_jobs)
         self._outputs = outputs
         self._ids = QuorumIds(first_id, id_stride, ids_per_s, now)
         self._began_at = now
@@ -677,11 +702,16 @@ class Jobs:
         if is_new or has_changed:
             self._settle_job(job, now)
 
-    def record_difference(self, job_name: str, replica_id: str, report: DifferenceReport) -> None:
+    def record_difference(
+        self, job_name: str, replica_id: str, report: DifferenceReport, now: float
+    ) -> None:
         """Count a check that has found a difference, if a living group reports it."""
         job = self._jobs.get(job_name)
-        if job is not None and job.members.knows(replica_id):
-            job.history.record_difference(report)
+        if job is None or not job.members.knows(replica_id):
+            return
+        if job.history.record_difference(report):
+            moment = Moment(self._unix_s(now), report.quorum_id, report.step)
+            job.ledger.record_difference(report.sentence, moment)
 
     def leave(self, job_name: str, replica_id: str, leave: Leave, now: float) -> None:
         """Remove a group that has left: its heartbeat timeout need not pass."""
@@ -764,6 +794,36 @@ class Jobs:
         ended = [name for name, each in self._ended.items() if each.last.quorum_id]
         names = [job_name] if job_name else [*sorted(self._jobs), *ended[-MAX_ENDED_SHOWN:][::-1]]
         return [self._describe(name, now) for name in names]
+
+    def incidents(self, job_name: str, after: int = 0) -> list[Incident]:
+        """The records of a job, or of a launched run, with numbers above ``after``, the oldest
+        first.
+
+        Raises:
+            RequestRefused: nothing is known of it.
+        """
+        ledger = self.ledgers.find(job_name)
+        if ledger is None:
+            shown = job_name[:MAX_NAME_LENGTH]
+            raise RequestRefused(f"this lighthouse has no records of a job {shown!r}")
+        return ledger.incidents(after)
+
+    def goodput(self, job_name: str, now: float) -> Goodput:
+        """How much of a job's time ended in committed steps.
+
+        Raises:
+            RequestRefused: there is no such job.
+        """
+        job = self._jobs.get(job_name)
+        if job is None:
+            if job_name not in self._ended:
+                shown = job_name[:MAX_NAME_LENGTH]
+                raise RequestRefused(f"this lighthouse serves no job {shown!r} now")
+            return self._ended[job_name].accounts.goodput(self._unix_s(now))
+        groups = job.members.groups
+        waits = bool(groups[GroupState.ASKING] or groups[GroupState.JOINING])
+        waits &= not job.members.quorum_left() or bool(groups[GroupState.ASKING])
+        return job.accounts.goodput(self._unix_s(now), waits=waits, hangs=bool(job.ledger.hung))
 
     def _describe(self, job_name: str, now: float) -> JobStatus:
         if job_name in self._ended:
@@ -860,15 +920,20 @@ class Jobs:
         if job is None or not job.members.knows(replica_id):
             self.check_room(name)
         if job is None:
-            new = EndedJob(NO_QUORUM, self._ids.first, History(now), now)
+            accounts = TimeAccounts(self._unix_s(now))
+            new = EndedJob(NO_QUORUM, self._ids.first, History(now), accounts, now)
             ended = self._ended.pop(name, new)
             history = History(now) if ended.is_finished else ended.history
+            accounts = accounts if ended.is_finished else ended.accounts
+            accounts.begin_again(self._unix_s(now))
             last = ended.last if ended.last.max_step else NO_QUORUM  # there is nothing to lose
             members = Membership(
                 self._config, last, is_finished=ended.is_finished, began_at=self._began_at
             )
             hangs = HangWatch(self._config.hang_timeout_s)
-            job = Job(name, members, hangs, history, max(self._ids.first, ended.last_id))
+            ledger = self.ledgers.open_ledger(name, self._unix_s(now))
+            last_id = max(self._ids.first, ended.last_id)
+            job = Job(name, members, hangs, history, ledger, accounts, last_id)
             self._jobs[name] = job
         job.record_quorum_id(reported_id)
         return job
@@ -951,6 +1016,8 @@ class Jobs:
         has_changed = job.members.record_activity(replica_id, activity, now)
         if replica_id in job.members.previous_ids:
             job.history.record_step(activity.reached, now)
+            if job.ledger.awaits_step:
+                job.ledger.record_step(activity.reached, self._unix_s(now))
             job.record_reached(replica_id, activity)
             if activity.phase is Phase.QUORUM:
                 job.term.record_wait(activity.since, self._config.join_timeout_s, now)
@@ -959,6 +1026,8 @@ class Jobs:
                 if job.waits_for_silent(activity, now):
                     has_changed |= self._remove_silent(job, now)
                 has_changed |= self._end_unreported_term(job, activity, now)
+        if replica_id in job.ledger.hung and not job.hangs.is_hung(replica_id):
+            job.ledger.record_moved(replica_id)
         has_changed |= self._handle_hangs(job, now, (replica_id,))
         self._wake(job.hangs.look_at())
         return has_changed
@@ -967,7 +1036,12 @@ class Jobs:
         """Remove a group that is gone, and inform its peers."""
         how = job.how_it_ended(replica_id, how)
         quorum_id = job.members.last.quorum_id
-        if replica_id in job.members.previous_ids:
+        was_member = replica_id in job.members.previous_ids
+        silent_s = now - job.members.seen_at(replica_id)
+        moment = self._moment(job, now)
+        job.accounts.forget_group(replica_id)
+        job.ledger.record_gone(replica_id, how, moment, silent_s=silent_s, was_member=was_member)
+        if was_member:
             job.end_progress()
         # The news would make its peers give up a step that it has finished.
         informed = () if how.between_steps else job.loss_recipients(replica_id, how.reason)
@@ -1007,8 +1081,12 @@ class Jobs:
             for_s = now - hang.since
             report = ReportHang(job.name, replica_id, hang.phase, hang.step, for_s, kill)
             self._outputs.report(report)
+            why = job.hangs.why(replica_id, now)
+            job.ledger.record_hang(replica_id, why, self._moment(job, now), for_s=for_s)
+            if replica_id in job.members.previous_ids:
+                job.accounts.blame(HANG)
             if kill:
-                self._outputs.send(job.name, (replica_id,), Kill(job.hangs.why(replica_id, now)))
+                self._outputs.send(job.name, (replica_id,), Kill(why))
         if self._config.on_hang != "evict":
             return bool(newly_hung)
         candidates = job.members.previous_ids if newly_hung else waiting
@@ -1019,6 +1097,8 @@ class Jobs:
         for each in evicted:
             why, quorum_id = job.hangs.why(each, now), job.members.last.quorum_id
             informed = job.loss_recipients(each, why)
+            moment = self._moment(job, now)
+            job.ledger.record_left_out(IncidentKind.EVICTED, each, why, moment)
             self._report_loss(ReportEviction(job.name, each, why, quorum_id, informed))
         return bool(newly_hung or evicted)
 
@@ -1030,6 +1110,16 @@ class Jobs:
         for replica_id in replica_ids:
             self._remove(job, replica_id, silent, now)
         return bool(replica_ids)
+
+    def _moment(self, job: Job, now: float) -> Moment:
+        step = max(job.members.committed_step, job.history.highest_step)
+        return Moment(self._unix_s(now), job.members.last.quorum_id, step)
+
+    def _record_late(self, job: Job, late: Iterable[str], cause: str, now: float) -> None:
+        """Record that the others continue without groups that are late."""
+        for replica_id in late:
+            moment = self._moment(job, now)
+            job.ledger.record_left_out(IncidentKind.STRAGGLED, replica_id, cause, moment)
 
     def _end_unreported_term(self, job: Job, activity: Activity, now: float) -> bool:
         """Let members that wait in a step for one that has not reported to this lighthouse wait no
@@ -1052,6 +1142,7 @@ class Jobs:
         if not late:
             return False
         job.leave_out_late(late)
+        self._record_late(job, late, f"it did not begin step {step} in time", now)
         job.term.over_from, job.spent_id = step, job.last_id
         self._send_end(job, step, f"{name_some(late)} did not begin step {step} in time")
         return True
@@ -1075,6 +1166,7 @@ class Jobs:
             if isinstance(decision, Formed):
                 for straggler in job.left_behind():
                     self._report_loss(straggler)
+                    self._record_late(job, (straggler.replica_id,), straggler.reason, now)
                 self._publish(job, decision, now)
                 newcomers = job.members.waiting()
             look = look_at(job.members, self._config)
@@ -1105,6 +1197,8 @@ class Jobs:
         late = sorted(key for key, at in deadlines.items() if at <= now)
         for replica_id, since in job.members.left_out(late):
             self._outputs.report(ReportLeftHealing(job.name, replica_id, now - since))
+            cause = f"it was left out after it had healed for {now - since:.1f} s"
+            job.ledger.record_failed_heal(replica_id, cause, self._moment(job, now))
         return decide(view, self._config, now)
 
     def _publish(self, job: Job, formed: Formed, now: float) -> None:
@@ -1117,6 +1211,10 @@ class Jobs:
             joining=joining(formed.members, previous),
         )
         begins_anew = job.members.is_finished and formed.lost_from is not None
+        self._record_quorum(job, quorum, now)
+        if formed.lost_from is not None and not begins_anew:
+            cause = f"the job went back from step {formed.lost_from} to step {quorum.max_step}"
+            job.ledger.record_accepted_loss(cause, self._moment(job, now))
         callers = job.members.publish(quorum)
         job.announcements, job.left = Announcements(), {}
         job.term = RunningTerm(quorum.steady, quorum.max_step, formed_at=now)
@@ -1125,13 +1223,33 @@ class Jobs:
         job.history.published(quorum, now)
         self._outputs.publish(job.name, callers, quorum, formed.lost_from, begins_anew)
 
+    def _record_quorum(self, job: Job, quorum: Quorum, now: float) -> None:
+        """Record ``quorum`` in the ledger, before it is the job's last one."""
+        members, ledger = job.members, job.ledger
+        if members.previous is not None and members.previous.quorum_id == quorum.quorum_id:
+            if ledger.awaits_step:
+                ledger.record_step(quorum.max_step, self._unix_s(now))
+            return
+        ids = [each.replica_id for each in quorum.participants]
+        came = {
+            each: now - members.asked_at(each) for each in ids if each not in members.previous_ids
+        }
+        moment = replace(self._moment(job, now), quorum_id=quorum.quorum_id)
+        is_first = members.previous is None and members.last == NO_QUORUM
+        ledger.record_quorum(quorum, came, moment, is_first=is_first)
+        up_to_date = {each.replica_id for each in quorum.up_to_date}
+        stay = up_to_date.difference(came)
+        job.accounts.record_quorum(stay or up_to_date, moment.at)
+
     def _end_job(self, job: Job, now: float) -> None:
         """Remember the job as ended: its last group is gone."""
         del self._jobs[job.name]
+        job.ledger.end()
+        job.accounts.end(self._unix_s(now))
         if job.members.last.quorum_id or job.highest_id > self._ids.first:
             is_finished = job.history.end() or job.members.is_finished
             self._ended[job.name] = EndedJob(
-                job.members.last, job.highest_id, job.history, now, is_finished
+                job.members.last, job.highest_id, job.history, job.accounts, now, is_finished
             )
         while len(self._ended) > self._config.max_jobs:
             _, forgotten = self._ended.popitem(last=False)

@@ -21,6 +21,7 @@ from typing import Protocol
 from torchft_svc.core.limits import check_name
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.quorum.activity import Activity
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, Ledgers
 from torchft_svc.core.quorum.lighthouse.jobs import JobReport, Jobs
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.session_messages import (
@@ -365,9 +366,14 @@ class Sessions:
 class Lighthouse:
     """All sessions and unary calls of one lighthouse, and the `jobs` that they are about."""
 
-    def __init__(self, config: QuorumConfig, first_id: int, now: float) -> None:
+    def __init__(
+        self, config: QuorumConfig, first_id: int, now: float, wall_offset_s: float = 0.0
+    ) -> None:
+        """``wall_offset_s``: unix seconds less ``now``."""
         self._config = config
         self.clock = PausableClock(usual_look_s(config.heartbeat_timeout_s), now)
+        self._wall_offset_s = wall_offset_s
+        self._ledgers = Ledgers(config.max_jobs)
         self._reported_missed_s = 0.0
         self._callers = itertools.count()
         self._begin_lead(first_id, now)
@@ -375,8 +381,19 @@ class Lighthouse:
     def _begin_lead(self, first_id: int, at: float) -> None:
         self._sessions = Sessions(self._callers)
         self.jobs = Jobs(
-            self._config, self._sessions, first_id, ID_STRIDE, ids_per_s=1000 * ID_STRIDE, now=at
+            self._config,
+            self._sessions,
+            first_id,
+            ID_STRIDE,
+            ids_per_s=1000 * ID_STRIDE,
+            now=at,
+            unix_s=self._unix_s,
+            ledgers=self._ledgers,
         )
+
+    def _unix_s(self, at: float) -> float:
+        """Unix seconds at the time ``at`` of the decisions."""
+        return at + self.clock.missed_s + self._wall_offset_s
 
     # -- inputs: sessions ------------------------------------------------------------------------
 
@@ -582,6 +599,18 @@ class Lighthouse:
             at = min(at, next(iter(self._sessions.pauses.values())).look_at)
         return None if at == math.inf else self.clock.look_by(at)
 
+    def incidents(self, job: str, after: int = 0) -> list[Incident]:
+        """See `Jobs.incidents`."""
+        return self.jobs.incidents(job, after)
+
+    def goodput(self, job: str, now: float) -> Goodput:
+        """See `Jobs.goodput`."""
+        return self.jobs.goodput(job, self._time(now))
+
+    def pop_incidents(self) -> list[Incident]:
+        """The records of all jobs that are new or have changed since the last call."""
+        return self._ledgers.pop_changed()
+
     def status(self, job: str, now: float) -> list[JobStatus]:
         """The status of ``job``, or of all jobs (empty).
 
@@ -617,7 +646,7 @@ class Lighthouse:
             activity = Activity(beat.phase, beat.step, at - beat.lasts_s)
         self.jobs.heartbeat(job, replica_id, at, activity)
         for report in beat.differences:
-            self.jobs.record_difference(job, replica_id, report)
+            self.jobs.record_difference(job, replica_id, report, at)
 
     def _adapt_beats(self, session: Session) -> None:
         """Send a group how often to beat, if its job has grown or shrunk."""

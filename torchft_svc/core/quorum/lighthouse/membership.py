@@ -654,6 +654,14 @@ class Membership:
         """Whether the group is in the last quorum that was published here."""
         return self.previous is not None and replica_id in self._previous_ids
 
+    def seen_at(self, replica_id: str) -> float:
+        """The time of the last sign of life of a living group."""
+        return self._known[replica_id].seen_at
+
+    def asked_at(self, replica_id: str) -> float:
+        """The time at which a group that asks has asked first."""
+        return self._waiting[replica_id].asked_at
+
     def knows(self, replica_id: str) -> bool:
         """Whether the group is alive."""
         return replica_id in self._known

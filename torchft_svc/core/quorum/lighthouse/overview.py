@@ -204,18 +204,26 @@ class History:
         self._num_expected = max(self._num_expected, len(self._remaining))
         self.record_step(quorum.max_step, now)
 
-    def record_difference(self, report: DifferenceReport) -> None:
-        """Count the check that has found this difference, once: each group reports it."""
+    def record_difference(self, report: DifferenceReport) -> bool:
+        """Count the check that has found this difference, once: each group reports it. Returns
+        whether this is the first report."""
         which = report.quorum_id, report.step
-        if which not in self._counted:
-            self._counted.append(which)
-            self._num_differences += 1
-            self._last_difference = report.sentence
+        if which in self._counted:
+            return False
+        self._counted.append(which)
+        self._num_differences += 1
+        self._last_difference = report.sentence
+        return True
 
     def record_step(self, step: int, now: float) -> None:
         """Record that a group of the last quorum has reached ``step``."""
         if step > self._highest:
             self._highest, self._moved_at = step, now
+
+    @property
+    def highest_step(self) -> int:
+        """The highest step that a group of a quorum has reached (0: none)."""
+        return max(0, self._highest)
 
     def gone(self, group: GoneGroup, *, ends: bool, now: float) -> None:
         """Record that a group is gone; ``ends``: for good, and on purpose."""

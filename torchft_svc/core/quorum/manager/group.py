@@ -39,6 +39,7 @@ from torchft_svc.core.quorum.manager.ended import EndedQuorumBarriers
 from torchft_svc.core.quorum.manager.lives import GroupLives
 from torchft_svc.core.quorum.session_messages import (
     Beat,
+    Departure,
     Drain,
     Kill,
     Leave,
@@ -736,7 +737,7 @@ class Group:
         may_be = any(request.last_quorum_id for request in requests)
         in_term = self._formed[0].steady if self._formed else may_be
         knows = not in_term or all(request.agreed for request in requests)
-        return Leave(reason, between_steps=knows, ends=True)
+        return Leave(reason, between_steps=knows, ends=True, departure=Departure.DRAINED)
 
     def _send_leave(self, leave: Leave) -> None:
         if not leave.between_steps:
@@ -747,7 +748,7 @@ class Group:
                 ends = TermEnds(quorum.quorum_id, quorum.max_step + 1, leave.reason)
                 self._pending["left"] = ends
         if self.kill_reason is not None:  # of which the worker that is gone has died
-            leave = replace(leave, reason=self.kill_reason, ends=True)
+            leave = replace(leave, reason=self.kill_reason, ends=True, departure=Departure.KILLED)
         self._orders.append(leave)
 
     # -- news and commands -----------------------------------------------------------------------

@@ -1,0 +1,201 @@
+"""Accounts for a job's time: what ended in committed steps, and what the rest was lost to.
+
+Training is synchronous, so the time of one member of the quorum is the job's: that of a *reference*
+member, which reports its `Tally` with its beats (rule N6). What no tally covers is accounted for by
+what the job did. Times are unix seconds; each input costs O(1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput
+from torchft_svc.core.quorum.tally import NO_TALLY, Tally
+
+STARTUP, WAITING, HEALING = "startup", "waiting", "healing"
+RECONFIGURING, DISCARDED, HANG = "reconfiguring", "discarded", "hang"
+LIGHTHOUSE_AWAY, OTHER = "lighthouse_away", "other"
+CAUSES = (
+    STARTUP,
+    WAITING,
+    HEALING,
+    RECONFIGURING,
+    DISCARDED,
+    HANG,
+    LIGHTHOUSE_AWAY,
+    OTHER,
+)
+# A step under way counts as committed until its outcome is known, but not for longer than this,
+# in usual steps; and where no step is known yet, in seconds.
+USUAL_STEPS, FIRST_STEP_S = 2.0, 5.0
+# A group whose time began so much before the lighthouse has seen its job knows more than that.
+OLDER_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The last tally of a group, and the instant up to which it accounts for the time."""
+
+    tally: Tally
+    until: float
+
+
+class TimeAccounts:
+    """The time of one job since ``at``, when its first group was seen."""
+
+    def __init__(self, at: float) -> None:
+        self._began_at = at
+        self._until = at  # all time before is accounted for
+        self._committed_s = 0.0
+        self._lost_s = dict.fromkeys(CAUSES, 0.0)
+        self._has_quorum = False
+        self._ended_at: float | None = None
+        self._known: dict[str, _Known] = {}
+        self._reference: str | None = None
+        self._eligible: Set[str] | None = None  # as the reference; None: any
+        # What members wait for, or discard steps because of, and until when.
+        self._blamed: str | None = None
+        self._blamed_until: float | None = None
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def record_quorum(self, up_to_date: Set[str], at: float) -> None:
+        """Record that a quorum with other members is formed, of which these are up to date."""
+        if not self._has_quorum:
+            self._has_quorum = True
+            self._add_lost(STARTUP, at)
+        self._eligible = up_to_date
+        if self._reference not in up_to_date:
+            self._reference = None
+        if self._blamed is not None:
+            self._blamed_until = at
+
+    def record_tally(self, replica_id: str, tally: Tally, until: float) -> None:
+        """Record the tally of a group, which accounts for the time up to ``until``."""
+        known = self._known.get(replica_id, _Known(NO_TALLY, until))
+        self._known[replica_id] = _Known(tally, until)
+        if until - tally.total_s < self._began_at - OLDER_S:
+            self._adopt(replica_id, tally, until)
+            return
+        if self._reference is None and (self._eligible is None or replica_id in self._eligible):
+            self._reference = replica_id
+        if replica_id == self._reference and until > self._until:
+            self._add_delta(known.tally, tally, until)
+
+    def forget_group(self, replica_id: str) -> None:
+        """Forget a group that is gone."""
+        self._known.pop(replica_id, None)
+        if replica_id == self._reference:
+            self._reference = None
+
+    def blame(self, cause: str) -> None:
+        """Count what members wait for and discard until the next quorum as lost to ``cause``."""
+        self._blamed, self._blamed_until = cause, None
+
+    def end(self, at: float) -> None:
+        """Record that the last group is gone."""
+        self._add_rest(at, self._rest_cause(waits=False, hangs=False))
+        self._ended_at = at
+        self._known.clear()
+        self._reference = self._eligible = None
+
+    def begin_again(self, at: float) -> None:
+        """Record that a group is back, after the last one was gone."""
+        if self._ended_at is not None:
+            self._add_lost(WAITING, at)
+            self._ended_at = None
+
+    # -- what follows ----------------------------------------------------------------------------
+
+    def goodput(self, at: float, *, waits: bool = False, hangs: bool = False) -> Goodput:
+        """The goodput at ``at``; ``waits``: groups ask in vain; ``hangs``: one hangs."""
+        at = self._until if self._ended_at is not None else max(at, self._until)
+        committed_s, lost_s = self._committed_s, dict(self._lost_s)
+        rest_s = at - self._until
+        cause = self._rest_cause(waits=waits, hangs=hangs)
+        if cause is None:
+            under_way_s = min(rest_s, self._usual_s())
+            committed_s += under_way_s
+            lost_s[OTHER] += rest_s - under_way_s
+        else:
+            lost_s[cause] += rest_s
+        wall_s = at - self._began_at
+        ratio = min(1.0, committed_s / wall_s) if wall_s > 0 else 0.0
+        return Goodput(wall_s=wall_s, committed_s=committed_s, lost_s=lost_s, ratio=ratio)
+
+    def _rest_cause(self, *, waits: bool, hangs: bool) -> str | None:
+        """What the time is lost to that no tally covers yet (None: steps are under way)."""
+        if not self._has_quorum and not self._known:
+            return STARTUP
+        if hangs:
+            return HANG
+        if waits:
+            return WAITING
+        return None if self._known else OTHER
+
+    def _usual_s(self) -> float:
+        """How long a step under way counts as committed."""
+        reference = self._known.get(self._reference or "")
+        if reference is None or not reference.tally.num_committed:
+            return FIRST_STEP_S
+        tally = reference.tally
+        return USUAL_STEPS * tally.committed_s / tally.num_committed
+
+    # -- the accounts ----------------------------------------------------------------------------
+
+    def _add_lost(self, cause: str, at: float) -> None:
+        if at > self._until:
+            self._lost_s[cause] += at - self._until
+            self._until = at
+
+    def _add_rest(self, at: float, cause: str | None) -> None:
+        if cause is not None:
+            self._add_lost(cause, at)
+        elif at > self._until:
+            under_way_s = min(at - self._until, self._usual_s())
+            self._committed_s += under_way_s
+            self._until += under_way_s
+            self._add_lost(OTHER, at)
+
+    def _add_delta(self, before: Tally, now: Tally, until: float) -> None:
+        """Add what the reference has done since ``before``; what an earlier reference has
+        accounted for already is left out in proportion."""
+        span_s = until - self._until
+        parts = _parts(before, now)
+        committed_s = max(0.0, now.committed_s - before.committed_s)
+        total_s = committed_s + sum(parts.values())
+        if total_s > 0:
+            scale = min(1.0, span_s / total_s)
+            self._committed_s += committed_s * scale
+            for cause, seconds in parts.items():
+                is_blamed = self._blamed is not None and cause in (WAITING, DISCARDED)
+                self._lost_s[self._blamed if is_blamed and self._blamed else cause] += (
+                    seconds * scale
+                )
+            span_s -= total_s * scale
+        self._lost_s[WAITING] += max(0.0, span_s)  # nobody was there who could account for it
+        self._until = until
+        if self._blamed_until is not None and until >= self._blamed_until:
+            self._blamed = self._blamed_until = None
+
+    def _adopt(self, replica_id: str, tally: Tally, until: float) -> None:
+        """Begin the accounts with those of a group that was in the job before this lighthouse."""
+        self._began_at, self._until = until - tally.total_s, until
+        self._committed_s = tally.committed_s
+        self._lost_s = dict.fromkeys(CAUSES, 0.0) | _parts(NO_TALLY, tally)
+        self._has_quorum, self._reference = True, replica_id
+
+
+def _parts(before: Tally, now: Tally) -> dict[str, float]:
+    """What was lost between two tallies, by cause."""
+    away_s = max(0.0, now.away_s - before.away_s)
+    waiting_s = max(0.0, now.waiting_s - before.waiting_s)
+    away_s = min(away_s, waiting_s)
+    return {
+        DISCARDED: max(0.0, now.discarded_s - before.discarded_s),
+        WAITING: waiting_s - away_s,
+        LIGHTHOUSE_AWAY: away_s,
+        RECONFIGURING: max(0.0, now.reconfiguring_s - before.reconfiguring_s),
+        HEALING: max(0.0, now.healing_s - before.healing_s),
+    }

@@ -1,0 +1,453 @@
+"""Keeps the ledger of a job: one record for each fault, join and change, with what it has cost.
+
+A record begins when something is detected, and is completed while the job recovers: by the quorum
+that follows, by the first step that is committed in it, and by the return of the group (rules N1 to
+N5). Times are unix seconds, which `Jobs` derives from its clock.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.session_messages import Departure, Leave
+from torchft_svc.core.quorum.types import Quorum
+
+# A job whose groups come and go for months keeps its last records; all jobs together keep so many
+# that they need about 50 MB.
+MAX_INCIDENTS, MAX_INCIDENTS_OF_ALL = 1000, 50_000
+# Of groups that one record is about, as the groups of a cold start.
+MAX_GROUPS_NAMED = 64
+# More groups than this that join with one quorum share one record.
+MAX_JOINED_ONE_BY_ONE = 16
+MAX_CAUSE_LENGTH = 400
+# Numbers begin with the seconds since then, so that they also grow over a lighthouse's restart.
+NUMBER_EPOCH_S = 1_735_689_600
+
+
+class IncidentKind(enum.Enum):
+    """What has happened to a job."""
+
+    LOST = "lost"
+    JOINED = "joined"
+    LEFT = "left"
+    DRAINED = "drained"
+    KILLED = "killed"
+    HUNG = "hung"
+    EVICTED = "evicted"
+    STRAGGLED = "straggled"
+    HEAL_FAILED = "heal_failed"
+    DISCARDED = "discarded"
+    STATE_DIFFERS = "state_differs"
+    MANAGER_DIED = "manager_died"
+    LIGHTHOUSE_AWAY = "lighthouse_away"
+    LOSS_ACCEPTED = "loss_accepted"
+    RUN_CHANGED = "run_changed"
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Incident:
+    """One record of a job's ledger.
+
+    ``number`` grows within a job. ``cause`` is one sentence; ``groups`` are the replica ids that
+    it is about. ``at``: when it was detected, in unix seconds; ``quorum_id`` (0: none) and
+    ``step``: the quorum in force and the job's committed step then. ``is_open``: something of it is
+    still under way, such as the recovery, a heal, or the absence of a lost group.
+
+    The anatomy, in seconds (None: not known, or it did not happen): ``detected_after_s`` from the
+    last sign of life to ``at``; ``decided_after_s`` from ``at`` to the quorum that follows;
+    ``paused_s``: how long the other groups stood still because of it; ``reconfigured_s``: the
+    rebuilding of the process groups; ``healed_s`` and ``healed_bytes``; ``first_commit_after_s``
+    from ``at`` to the first step that was committed in the quorum that follows. ``steps_discarded``
+    and ``samples_lost`` (None: not known): what it has cost.
+    """
+
+    number: int
+    job: str
+    kind: IncidentKind
+    cause: str
+    groups: tuple[str, ...]
+    at: float
+    quorum_id: int = 0
+    step: int = 0
+    is_open: bool = False
+    detected_after_s: float | None = None
+    decided_after_s: float | None = None
+    paused_s: float | None = None
+    reconfigured_s: float | None = None
+    healed_s: float | None = None
+    healed_bytes: int | None = None
+    first_commit_after_s: float | None = None
+    steps_discarded: int = 0
+    samples_lost: int | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as JSON has them."""
+        return {**dataclasses.asdict(self), "kind": self.kind.value, "groups": list(self.groups)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Goodput:
+    """How much of a job's time ended in committed steps; durations in seconds.
+
+    ``wall_s``: since the job's first group was seen. ``lost_s``: the rest, by cause; its values and
+    ``committed_s`` sum to ``wall_s``. ``ratio``: ``committed_s`` of ``wall_s`` (0: no time yet).
+    """
+
+    wall_s: float = 0.0
+    committed_s: float = 0.0
+    lost_s: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    ratio: float = 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields by name, as JSON has them."""
+        return {**dataclasses.asdict(self), "lost_s": dict(self.lost_s)}
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The time of a detection, with the quorum in force and the committed step then."""
+
+    at: float
+    quorum_id: int = 0
+    step: int = 0
+
+
+@dataclass(slots=True)
+class _Entry:
+    """A record, and what completes it.
+
+    ``awaits_quorum``: the quorum that follows. ``awaits_step``: a commit above this step (None:
+    none is awaited). ``awaits_return``: the stable names of lost groups.
+    """
+
+    incident: Incident
+    awaits_quorum: bool = False
+    awaits_step: int | None = None
+    awaits_return: set[str] = dataclasses.field(default_factory=set)
+
+    @property
+    def is_open(self) -> bool:
+        return self.awaits_quorum or self.awaits_step is not None or bool(self.awaits_return)
+
+
+# A group that is gone, or left out, after one of these: that was the beginning of the same fault.
+_BEGINNINGS = (IncidentKind.HUNG, IncidentKind.EVICTED, IncidentKind.STRAGGLED)
+_LASTING = (IncidentKind.LOST, *_BEGINNINGS)  # the group is expected back
+
+
+class JobLedger:
+    """The records of one job."""
+
+    def __init__(self, job: str, at: float, dirty: set[str]) -> None:
+        """``dirty``: the names of jobs whose records have changed, to which this adds its own."""
+        self._job = job
+        self._dirty = dirty
+        self._last_number = max(0, int(at - NUMBER_EPOCH_S))
+        self._entries: OrderedDict[int, _Entry] = OrderedDict()
+        self._open: dict[int, _Entry] = {}
+        self._changed: dict[int, None] = {}
+        #: Groups that hang, as recorded, each with the number of its record.
+        self.hung: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def incidents(self, after: int = 0) -> list[Incident]:
+        """The records with numbers above ``after``, the oldest first."""
+        return [each.incident for number, each in self._entries.items() if number > after]
+
+    def pop_changed(self) -> list[Incident]:
+        """The records that are new or have changed since the last call, the oldest first."""
+        if not self._changed:
+            return []
+        changed, self._changed = self._changed, {}
+        return [self._entries[each].incident for each in sorted(changed) if each in self._entries]
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether a committed step would complete a record."""
+        return bool(self._open)
+
+    # -- groups that go --------------------------------------------------------------------------
+
+    def record_gone(
+        self, replica_id: str, how: Leave, moment: Moment, *, silent_s: float, was_member: bool
+    ) -> None:
+        """Record that a group is gone, ``silent_s`` after its last sign of life.
+
+        ``was_member``: of the quorum in force, or of one before.
+        """
+        self.hung.pop(replica_id, None)
+        self._end_joining(replica_id)
+        began = self._find_open(replica_id, _BEGINNINGS)
+        if began is not None:
+            cause = f"{began.incident.cause}; {how.reason}"
+            kind = began.incident.kind
+            if kind is IncidentKind.STRAGGLED:  # as it turns out, it was dead or frozen
+                kind, cause = _kind_of(how), how.reason
+            began.awaits_return = {stable_name(replica_id)}
+            self._change(began, kind=kind, cause=cause[:MAX_CAUSE_LENGTH])
+            return
+        kind = _kind_of(how)
+        if kind is IncidentKind.LEFT and not was_member:
+            return  # it has never trained
+        entry = self._add(kind, how.reason, (replica_id,), moment, detected_after_s=silent_s)
+        entry.awaits_quorum = was_member
+        if kind is IncidentKind.LOST:
+            entry.awaits_return = {stable_name(replica_id)}
+        self._update(entry)
+
+    def record_hang(self, replica_id: str, cause: str, moment: Moment, *, for_s: float) -> None:
+        """Record that a group has stood still for ``for_s``."""
+        if self._find_open(replica_id, _BEGINNINGS) is not None:
+            return
+        entry = self._add(IncidentKind.HUNG, cause, (replica_id,), moment, detected_after_s=for_s)
+        entry.awaits_return = {stable_name(replica_id)}
+        self.hung[replica_id] = entry.incident.number
+        self._update(entry)
+
+    def record_moved(self, replica_id: str) -> None:
+        """Record that a group that hung has gone on by itself."""
+        number = self.hung.pop(replica_id, None)
+        entry = self._open.get(number or 0)
+        if entry is not None and entry.incident.kind is IncidentKind.HUNG:
+            entry.awaits_return = set()
+            self._update(entry)
+
+    def record_left_out(
+        self, kind: IncidentKind, replica_id: str, cause: str, moment: Moment
+    ) -> None:
+        """Record that the others continue without a living group, which is evicted, or late."""
+        began = self._find_open(replica_id, _BEGINNINGS)
+        if began is None:
+            began = self._add(kind, cause, (replica_id,), moment)
+        elif kind is IncidentKind.EVICTED:
+            self._change(began, kind=kind, cause=cause[:MAX_CAUSE_LENGTH])
+        began.awaits_quorum = began.incident.decided_after_s is None
+        began.awaits_return = {stable_name(replica_id)}
+        self._update(began)
+
+    # -- groups that come ------------------------------------------------------------------------
+
+    def record_quorum(
+        self,
+        quorum: Quorum,
+        came: Mapping[str, float],
+        moment: Moment,
+        *,
+        is_first: bool,
+    ) -> None:
+        """Record another quorum, with the groups that ``came``, each with the seconds since it has
+        asked; ``is_first``: the job had none before."""
+        step = quorum.max_step
+        members = {stable_name(each.replica_id) for each in quorum.participants}
+        for entry in list(self._open.values()):
+            if entry.awaits_quorum:
+                entry.awaits_quorum = False
+                entry.awaits_step = step
+                self._change(entry, decided_after_s=max(0.0, moment.at - entry.incident.at))
+            if entry.awaits_step is not None:
+                entry.awaits_step = step
+            if entry.awaits_return & members and entry.incident.kind in _LASTING:
+                entry.awaits_return -= members
+            self._update(entry)
+        back = {each for each in came if self._came_back(each)}
+        joined = {each: asked_s for each, asked_s in came.items() if each not in back}
+        if not joined:
+            return
+        if is_first or len(joined) > MAX_JOINED_ONE_BY_ONE:
+            what = "the job begins" if is_first else "they join"
+            num = f"{len(joined)} group{'s' * (len(joined) > 1)}"
+            self._add_joined(f"{what} with {num}", joined, step, moment)
+        else:
+            for replica_id, asked_s in joined.items():
+                cause = "it was restarted" if self._was_lost(replica_id) else "it is new to the job"
+                self._add_joined(cause, {replica_id: asked_s}, step, moment)
+
+    def _add_joined(
+        self, cause: str, joined: Mapping[str, float], step: int, moment: Moment
+    ) -> None:
+        waited_s = max(joined.values())
+        asked = replace(moment, at=moment.at - waited_s)
+        entry = self._add(
+            IncidentKind.JOINED, cause, tuple(sorted(joined)), asked, decided_after_s=waited_s
+        )
+        entry.awaits_step = step
+        self._update(entry)
+
+    def _came_back(self, replica_id: str) -> bool:
+        """Whether the last record about this incarnation is that it was left out: its return, and
+        its heal, belong to that."""
+        for entry in reversed(self._entries.values()):
+            if replica_id in entry.incident.groups and entry.incident.kind in _BEGINNINGS:
+                return True
+            if replica_id in entry.incident.groups:
+                return False
+        return False
+
+    def _was_lost(self, replica_id: str) -> bool:
+        name = stable_name(replica_id)
+        return any(
+            name == stable_name(each)
+            for entry in self._entries.values()
+            if entry.incident.kind is not IncidentKind.JOINED
+            for each in entry.incident.groups
+        )
+
+    def _end_joining(self, replica_id: str) -> None:
+        """End the records of joins of a group that is gone: their commit will not come."""
+        for entry in list(self._open.values()):
+            incident = entry.incident
+            if incident.kind is IncidentKind.JOINED and incident.groups == (replica_id,):
+                entry.awaits_step = None
+                self._update(entry)
+
+    # -- steps and the rest ----------------------------------------------------------------------
+
+    def record_step(self, step: int, at: float) -> None:
+        """Record that the job has reached ``step``."""
+        for entry in list(self._open.values()):
+            if entry.awaits_step is not None and step > entry.awaits_step:
+                entry.awaits_step = None
+                if entry.incident.first_commit_after_s is None:
+                    self._change(entry, first_commit_after_s=max(0.0, at - entry.incident.at))
+                self._update(entry)
+
+    def record_failed_heal(self, replica_id: str, cause: str, moment: Moment) -> None:
+        """Record that a heal has failed."""
+        self._add(IncidentKind.HEAL_FAILED, cause, (replica_id,), moment)
+
+    def record_difference(self, sentence: str, moment: Moment) -> None:
+        """Record that a check has found the groups' states to differ."""
+        self._add(IncidentKind.STATE_DIFFERS, sentence, (), moment)
+
+    def record_accepted_loss(self, cause: str, moment: Moment) -> None:
+        """Record that the job goes back behind its committed step."""
+        self._add(IncidentKind.LOSS_ACCEPTED, cause, (), moment)
+
+    def record_run_change(self, cause: str, nodes: Iterable[str], moment: Moment) -> None:
+        """Record a change of the launched run with the job's name."""
+        self._add(IncidentKind.RUN_CHANGED, cause, tuple(nodes), moment)
+
+    def end(self) -> None:
+        """End all records: the last group of the job is gone."""
+        for entry in list(self._open.values()):
+            entry.awaits_quorum, entry.awaits_step, entry.awaits_return = False, None, set()
+            self._update(entry)
+        self.hung.clear()
+
+    # -- the entries -----------------------------------------------------------------------------
+
+    def _add(
+        self,
+        kind: IncidentKind,
+        cause: str,
+        groups: tuple[str, ...],
+        moment: Moment,
+        **anatomy: float,
+    ) -> _Entry:
+        self._last_number += 1
+        incident = Incident(
+            number=self._last_number,
+            job=self._job,
+            kind=kind,
+            cause=cause[:MAX_CAUSE_LENGTH],
+            groups=groups[:MAX_GROUPS_NAMED],
+            at=moment.at,
+            quorum_id=moment.quorum_id,
+            step=moment.step,
+            **anatomy,  # type: ignore[arg-type]  # of durations
+        )
+        entry = self._entries[incident.number] = _Entry(incident)
+        self._mark_changed(incident.number)
+        if len(self._entries) > MAX_INCIDENTS:
+            self.drop_oldest()
+        return entry
+
+    def drop_oldest(self) -> None:
+        """Forget the oldest record."""
+        number, entry = self._entries.popitem(last=False)
+        self._open.pop(number, None)
+        self._changed.pop(number, None)
+        for replica_id in entry.incident.groups:
+            if self.hung.get(replica_id) == number:
+                del self.hung[replica_id]
+
+    def _update(self, entry: _Entry) -> None:
+        """Make the record open or closed, as what it awaits says."""
+        if entry.is_open:
+            self._open[entry.incident.number] = entry
+        else:
+            self._open.pop(entry.incident.number, None)
+        if entry.is_open is not entry.incident.is_open:
+            self._change(entry, is_open=entry.is_open)
+
+    def _change(self, entry: _Entry, **fields: Any) -> None:
+        entry.incident = replace(entry.incident, **fields)
+        self._mark_changed(entry.incident.number)
+
+    def _mark_changed(self, number: int) -> None:
+        self._changed[number] = None
+        self._dirty.add(self._job)
+
+    def _find_open(self, replica_id: str, kinds: tuple[IncidentKind, ...]) -> _Entry | None:
+        """The open record of one of these kinds about the group."""
+        for entry in self._open.values():
+            if entry.incident.kind in kinds and replica_id in entry.incident.groups:
+                return entry
+        return None
+
+
+def _kind_of(how: Leave) -> IncidentKind:
+    if how.departure is Departure.KILLED:
+        return IncidentKind.KILLED
+    if how.departure is Departure.DRAINED:
+        return IncidentKind.DRAINED
+    return IncidentKind.LEFT if how.is_orderly else IncidentKind.LOST
+
+
+class Ledgers:
+    """The ledgers of all jobs of a lighthouse, of at most ``max_jobs``."""
+
+    def __init__(self, max_jobs: int) -> None:
+        self._max_jobs = max_jobs
+        self._ledgers: OrderedDict[str, JobLedger] = OrderedDict()  # the one used last at the end
+        self._dirty: set[str] = set()
+
+    def find(self, job: str) -> JobLedger | None:
+        """The ledger of a job (None: nothing has happened to it)."""
+        return self._ledgers.get(job)
+
+    def all(self) -> list[JobLedger]:
+        """The ledgers of all jobs, the one that was opened last at the end."""
+        return list(self._ledgers.values())
+
+    def open_ledger(self, job: str, at: float) -> JobLedger:
+        """The ledger of a job that begins, or begins again."""
+        ledger = self._ledgers.get(job)
+        if ledger is None:
+            ledger = self._ledgers[job] = JobLedger(job, at, self._dirty)
+        self._ledgers.move_to_end(job)
+        if len(self._ledgers) > self._max_jobs:
+            self._ledgers.popitem(last=False)
+        while sum(map(len, self._ledgers.values())) > MAX_INCIDENTS_OF_ALL:
+            next(each for each in self._ledgers.values() if len(each)).drop_oldest()
+        return ledger
+
+    def pop_changed(self) -> list[Incident]:
+        """The records of all jobs that are new or have changed since the last call."""
+        if not self._dirty:
+            return []
+        dirty = sorted(self._dirty & self._ledgers.keys())
+        self._dirty.clear()
+        return [each for job in dirty for each in self._ledgers[job].pop_changed()]
