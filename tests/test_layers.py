@@ -52,6 +52,7 @@ WITHOUT_TORCH = (
     "manager_server",
     "coordination",
     "errors",
+    "settings",
 )
 
 

@@ -47,6 +47,7 @@ METHODS = {
         "Kill": ("LighthouseKillRequest", "LighthouseKillResponse", False, False),
         "Drain": ("LighthouseDrainRequest", "LighthouseDrainResponse", False, False),
         "Status": ("LighthouseStatusRequest", "LighthouseStatusResponse", False, False),
+        "About": ("LighthouseAboutRequest", "LighthouseAboutResponse", False, False),
         "HasRoom": ("LighthouseRoomRequest", "LighthouseRoomResponse", False, False),
         "AcceptLoss": ("AcceptLossRequest", "AcceptLossResponse", False, False),
     },

@@ -23,6 +23,7 @@ _MAX_PORT = 65535
 LIGHTHOUSE_BIND_VARIABLE = "TORCHFT_LIGHTHOUSE_BIND"
 MANAGER_BIND_VARIABLE = "TORCHFT_MANAGER_BIND"
 LOG_VARIABLE = "TORCHFT_LOG"
+INTERFACE_VARIABLE = "TORCHFT_INTERFACE"
 # A variable that our launcher sets for its workers.
 WORLD_ROUND_VARIABLE = "TORCHFT_WORLD_ROUND"
 LOG_LEVELS = ("debug", "info", "warning", "error", "off")
@@ -290,6 +291,11 @@ class Environment:
     def checkpoint_host(self) -> str | None:
         """``TORCHFT_CHECKPOINT_HOST``: the host under which others fetch this worker's state."""
         return self._text("TORCHFT_CHECKPOINT_HOST")
+
+    @property
+    def interface(self) -> str | None:
+        """``TORCHFT_INTERFACE``: the network interface whose address other groups get."""
+        return self._text(INTERFACE_VARIABLE)
 
     @property
     def job_id(self) -> str | None:

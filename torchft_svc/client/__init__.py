@@ -8,7 +8,6 @@ if TYPE_CHECKING:
     from torchft_svc.client.checkpointing.http.transport import HTTPTransport
     from torchft_svc.client.checkpointing.pg import PGTransport
     from torchft_svc.client.checkpointing.transport import CheckpointTransport
-    from torchft_svc.client.config import WorldSizeMode
     from torchft_svc.client.data import DistributedSampler
     from torchft_svc.client.ddp import DistributedDataParallel
     from torchft_svc.client.device_mesh import ft_init_device_mesh
@@ -30,6 +29,7 @@ if TYPE_CHECKING:
         ProcessGroupWrapper,
     )
     from torchft_svc.manager_server.early import start_manager_early
+    from torchft_svc.settings import WorldSizeMode
 
 __all__ = [
     "CheckpointTransport",
@@ -78,7 +78,7 @@ __getattr__, __dir__ = lazy_names(
         "ProcessGroupGloo": ".process_groups.gloo",
         "ProcessGroupNCCL": ".process_groups.nccl",
         "ProcessGroupWrapper": ".process_groups.wrappers",
-        "WorldSizeMode": ".config",
+        "WorldSizeMode": "torchft_svc.settings",
         "ft_init_device_mesh": ".device_mesh",
         "replicate_across_groups": ".hsdp",
         "sharded_state_dict": ".hsdp",

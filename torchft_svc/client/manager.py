@@ -16,14 +16,6 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.client.config import (
-    DEFAULT_HEARTBEAT_INTERVAL,
-    WorldSizeMode,
-    resolve_checks,
-    resolve_place,
-    resolve_services,
-    resolve_timeouts,
-)
 from torchft_svc.client.process.deadlines import guard_future
 from torchft_svc.client.process.driven import DrivenManager
 from torchft_svc.client.process_groups.base import ProcessGroup
@@ -41,6 +33,14 @@ from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import Environment
 from torchft_svc.errors import TorchFTError
 from torchft_svc.rpc.descriptors import TRAINER_DESCRIPTORS, require_descriptors
+from torchft_svc.settings import (
+    DEFAULT_HEARTBEAT_INTERVAL,
+    WorldSizeMode,
+    resolve_checks,
+    resolve_place,
+    resolve_services,
+    resolve_timeouts,
+)
 
 log = logging.getLogger(__name__)
 

@@ -44,8 +44,10 @@ from torchft_svc.elastic.rendezvous.own_lighthouse import own_lighthouse
 from torchft_svc.elastic.rendezvous.polled import PolledMeeting
 from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.elastic.workers import LocalWorkers, end_alone, untied
+from torchft_svc.env import Environment
 from torchft_svc.errors import TrainingFailed
 from torchft_svc.host.address import HostPort, advertised_host
+from torchft_svc.host.interfaces import chosen_host
 from torchft_svc.rpc.security import PLAIN
 
 log = logging.getLogger(__name__)
@@ -207,7 +209,7 @@ class ElasticAgent(LocalElasticAgent):
             if "join_timeout" in parameters.config:
                 options = {"join_timeout": parameters.config["join_timeout"]}
             at, port = parse_rendezvous_endpoint(parameters.endpoint, default_port=1)
-            host = host or advertised_host(HostPort(at, port or 1))
+            host = host or chosen_host(Environment()) or advertised_host(HostPort(at, port or 1))
         return rendezvous_config(
             endpoint=parameters.endpoint if self._has_lighthouse else f"{host}:1",
             run_id=parameters.run_id,

@@ -54,6 +54,7 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         now = time.monotonic()
         core = Lighthouse(config, _first_id(), now, time.time() - now)
         super().__init__(core, check_leads, Unread(), HeavyWrites())
+        self.config = config
         self._reports = Reports(config.max_jobs)
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self.runs = RendezvousDriver(

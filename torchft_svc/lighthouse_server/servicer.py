@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.about import about_lighthouse, about_to_wire
 from torchft_svc.rpc.calls import remaining_s
 from torchft_svc.rpc.codec import JOB_KEY, member_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire
@@ -48,6 +50,11 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
         driver.check_room(_job(context))
         return b""
 
+    async def about(_: pb.LighthouseAboutRequest, context: Context) -> bytes:
+        is_elected = readiness is not ALWAYS_READY
+        answer = about_lighthouse(driver.config, time.time(), is_elected=is_elected)
+        return about_to_wire(answer).SerializeToString()
+
     async def session(requests: AsyncIterator[pb.SessionRequest], context: Context) -> None:
         await driver.session(_job(context), requests, context)
 
@@ -61,6 +68,7 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
             "Heartbeat": heartbeat,
             "Leave": leave,
             "HasRoom": has_room,
+            "About": about,
             **_operator_calls(driver),
         },
         streams={"Session": session, "Rendezvous": rendezvous},

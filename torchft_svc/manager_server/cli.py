@@ -7,8 +7,9 @@ from typing import Any
 import click
 
 from torchft_svc.core.quorum.types import DEFAULT_JOB
-from torchft_svc.env import MANAGER_BIND_VARIABLE
+from torchft_svc.env import MANAGER_BIND_VARIABLE, Environment
 from torchft_svc.host.address import HostPort
+from torchft_svc.host.interfaces import chosen_host
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS
 from torchft_svc.manager_server.process import run_as_process
@@ -59,7 +60,8 @@ from torchft_svc.rpc.security import Security
 @option(
     "--advertise-host",
     default=None,
-    show_default="the local address of the route to the lighthouse",
+    show_default="the address of the interface in TORCHFT_INTERFACE, else the local address of "
+    "the route to the lighthouse",
     help="Host under which other groups reach this manager.",
 )
 @option(
@@ -101,6 +103,7 @@ def main(
     replica_name: str,
     store_address: HostPort,
     bind: HostPort,
+    advertise_host: str | None,
     owner_pid: int | None,
     log_level: str,
     security: Security,
@@ -113,6 +116,7 @@ def main(
             replica_name=replica_name,
             store_address=str(store_address),
             bind=str(bind),
+            advertise_host=advertise_host or chosen_host(Environment()),
             owner_pid=owner_pid,
             security=security,
             **in_seconds(settings),

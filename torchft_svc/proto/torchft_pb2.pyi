@@ -163,6 +163,36 @@ class LighthouseRoomResponse(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class LighthouseAboutRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class LighthouseAboutResponse(_message.Message):
+    __slots__ = ("version", "unix_s", "min_replicas", "join_timeout_ms", "heal_timeout_ms", "startup_timeout_ms", "startup_wait_ms", "heartbeat_timeout_ms", "hang_timeout_ms", "on_hang", "is_elected")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    UNIX_S_FIELD_NUMBER: _ClassVar[int]
+    MIN_REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    JOIN_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    HEAL_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    STARTUP_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    STARTUP_WAIT_MS_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    HANG_TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    ON_HANG_FIELD_NUMBER: _ClassVar[int]
+    IS_ELECTED_FIELD_NUMBER: _ClassVar[int]
+    version: str
+    unix_s: float
+    min_replicas: int
+    join_timeout_ms: int
+    heal_timeout_ms: int
+    startup_timeout_ms: int
+    startup_wait_ms: int
+    heartbeat_timeout_ms: int
+    hang_timeout_ms: int
+    on_hang: str
+    is_elected: bool
+    def __init__(self, version: _Optional[str] = ..., unix_s: _Optional[float] = ..., min_replicas: _Optional[int] = ..., join_timeout_ms: _Optional[int] = ..., heal_timeout_ms: _Optional[int] = ..., startup_timeout_ms: _Optional[int] = ..., startup_wait_ms: _Optional[int] = ..., heartbeat_timeout_ms: _Optional[int] = ..., hang_timeout_ms: _Optional[int] = ..., on_hang: _Optional[str] = ..., is_elected: bool = ...) -> None: ...
+
 class SessionRequest(_message.Message):
     __slots__ = ("hello", "beat", "question", "leave", "withdrawal")
     HELLO_FIELD_NUMBER: _ClassVar[int]

@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 import torch
 from support.bounds import check, raises_in_time
-from support.running import eventually, steady_address
+from support.running import eventually, line_to, steady_address
 from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together
 from torch.distributed import TCPStore
 
@@ -29,6 +30,8 @@ from torchft_svc.errors import (
     TorchFTError,
     Unreachable,
 )
+from torchft_svc.host.address import parse_address
+from torchft_svc.host.interfaces import list_interfaces
 
 
 @pytest.fixture
@@ -362,6 +365,47 @@ def test_rank_0_hosts_the_store_that_the_environment_names(
         client = TCPStore("localhost", port, is_master=False, wait_for_workers=False)
         assert client.check(["torchft/services/0/manager_address"])
         assert manager.should_commit()
+
+
+@pytest.mark.parametrize("store_is_named", [False, True])
+def test_the_other_groups_get_the_address_of_the_chosen_interface(
+    store_is_named: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = [each for each in list_interfaces() if each.addresses and not each.is_loopback]
+    if not outside:
+        pytest.skip("this machine has no interface but the loopback one")
+    chosen = outside[0]
+    monkeypatch.setenv("TORCHFT_INTERFACE", chosen.name)
+    if store_is_named:
+        monkeypatch.setenv("MASTER_ADDR", "localhost")
+        monkeypatch.setenv("MASTER_PORT", steady_address().rpartition(":")[2])
+    with (
+        lighthouse(min_replicas=2) as address,  # whose route leaves from 127.0.0.1
+        Manager(in_process=True, lighthouse_addr=address, replica_id="a") as manager,
+        line_to(address) as line,
+    ):
+
+        def meet() -> Any:
+            quorum = line.quorum("b:1", timeout_s=DEADLINE_S).result().quorum
+            line.leave("b:1", "its part is over")  # else the first group would wait for it
+            return quorum
+
+        quorum, _ = together(meet, manager.start_quorum)
+        (member,) = (each for each in quorum.participants if each.replica_id.startswith("a:"))
+        with ManagerClient(member.address, timedelta(seconds=DEADLINE_S)) as client:
+            state_address = client._checkpoint_metadata(0, timedelta(seconds=DEADLINE_S))
+        hosts = {parse_address(each).host for each in (member.address, member.store_address)} | {
+            urlsplit(state_address).hostname
+        }
+        assert hosts == {str(chosen.addresses[0])}
+
+
+def test_an_interface_that_is_not_there_ends_the_trainer(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHFT_INTERFACE", "ib7")
+    with pytest.raises(ConfigError, match=r"TORCHFT_INTERFACE='ib7'.*no such network interface"):
+        Manager(in_process=True, lighthouse_addr=address)
 
 
 class FailsOnce(HTTPTransport[Any]):

@@ -31,7 +31,6 @@ from torchft_svc.client.checkpointing.transport import (
     encode_reason,
     why_not_offered,
 )
-from torchft_svc.client.config import positive_s
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.errors import (
     CheckpointError,
@@ -41,6 +40,7 @@ from torchft_svc.errors import (
     TornState,
 )
 from torchft_svc.host.uninterruptible import start_uninterruptible
+from torchft_svc.settings import positive_s
 
 log = logging.getLogger(__name__)
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from torchft_svc.client.config import positive_s
 from torchft_svc.client.process_groups.members import Loss, Members
 from torchft_svc.client.process_groups.operations import COLLECTIVES, OLDER_NAMES
 from torchft_svc.client.process_groups.recording import FlightLog, FlightRecorder, Record
 from torchft_svc.errors import ConfigError, MemberLost, QuorumFailed
+from torchft_svc.settings import positive_s
 
 
 class ProcessGroup(dist.ProcessGroup):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from torchft_svc import coordination
-from torchft_svc.client.config import GroupPlace, ServiceOptions, Timeouts
 from torchft_svc.client.process_groups.rendezvous import (
     StoreConnection,
     call_store,
@@ -37,6 +36,7 @@ from torchft_svc.host.address import HostPort, advertised_host, parse_address, s
 from torchft_svc.host.uninterruptible import nothing
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.supervisor import ManagerSupervisor
+from torchft_svc.settings import GroupPlace, ServiceOptions, Timeouts
 
 if TYPE_CHECKING:
     from torchft_svc.coordination import ManagerServer
@@ -102,7 +102,9 @@ def open_store(
             "MASTER_ADDR", environment.master_address, "MASTER_PORT", environment.master_port
         )
         if place.leads and not environment.uses_agent_store:
-            return _host(where, timeouts.collective_s)
+            store = _host(where, timeouts.collective_s)
+            # The group's own workers know it by MASTER_ADDR; the other groups need not.
+            return replace(store, address=HostPort(options.hostname or where.host, where.port))
         return _join(where, timeouts.connect_s)
     if place.group_world_size > 1:
         raise ConfigError(

@@ -14,7 +14,6 @@ from typing import Any
 from torchft_svc import coordination
 from torchft_svc.client import checkpointing
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.client.config import GroupPlace, ServiceOptions
 from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.process.deadlines import Timer
 from torchft_svc.client.process.draining import TermSignal
@@ -36,6 +35,7 @@ from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import Environment
 from torchft_svc.host.address import advertised_host, parse_address, split_addresses
+from torchft_svc.settings import GroupPlace, ServiceOptions
 
 log = logging.getLogger(__name__)
 

@@ -16,7 +16,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.client.config import GroupPlace, Timeouts, WorldSizeMode
 from torchft_svc.client.process.background import BackgroundThread, Task
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
@@ -51,6 +50,7 @@ from torchft_svc.errors import (
     Unreachable,
     UsageError,
 )
+from torchft_svc.settings import GroupPlace, Timeouts, WorldSizeMode
 
 if TYPE_CHECKING:
     from torchft_svc.coordination import ManagerClient

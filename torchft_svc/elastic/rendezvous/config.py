@@ -12,8 +12,10 @@ from typing import Any
 
 from torchft_svc.core.launch.world import Node, RunSettings
 from torchft_svc.core.limits import MAX_NAME_LENGTH, check_name
+from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError, RequestRefused
 from torchft_svc.host.address import LOOPBACK, advertised_host, parse_address, split_addresses
+from torchft_svc.host.interfaces import chosen_host
 
 # The back end's name for torchrun.
 BACKEND = "lighthouse"
@@ -123,7 +125,8 @@ def _is_own_lighthouse(endpoint: str) -> bool:
 
 
 def _host_for(endpoint: str) -> str:
-    return advertised_host(*map(parse_address, split_addresses(endpoint)))
+    chosen = chosen_host(Environment())
+    return chosen or advertised_host(*map(parse_address, split_addresses(endpoint)))
 
 
 def _check(field: str, value: object, check: Any) -> None:

@@ -27,11 +27,11 @@ from torchft_svc.client.checkpointing.http.requests import DEFERRED, STATE
 from torchft_svc.client.checkpointing.http.served import OfferSlot, ServedState
 from torchft_svc.client.checkpointing.http.server import CheckpointServer
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
-from torchft_svc.client.config import positive_s
 from torchft_svc.core.limits import check_not_empty
 from torchft_svc.errors import ConfigError
 from torchft_svc.host.address import HostPort
 from torchft_svc.rpc.security import Security, security_or_environment
+from torchft_svc.settings import positive_s
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from torchft_svc.client.config import (
+from torchft_svc.client.runtime.bootstrap import _both
+from torchft_svc.env import Environment
+from torchft_svc.errors import ConfigError
+from torchft_svc.settings import (
     GroupPlace,
     Timeouts,
     resolve_place,
     resolve_services,
     resolve_timeouts,
 )
-from torchft_svc.client.runtime.bootstrap import _both
-from torchft_svc.env import Environment
-from torchft_svc.errors import ConfigError
 
 NOTHING = Environment({})
 ALL_SET = Environment(

@@ -1,4 +1,4 @@
-"""The configuration of a trainer's manager, and the relations between its timeouts."""
+"""What a trainer is configured by, and the relations between its timeouts."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from torchft_svc.core.quorum.types import DEFAULT_JOB, MAX_WORLD_SIZE
 from torchft_svc.core.quorum.worker.state_check import DEFAULT_CHECK_EVERY, CheckRules, as_policy
 from torchft_svc.env import Environment
 from torchft_svc.errors import ConfigError
+from torchft_svc.host.interfaces import chosen_host
 from torchft_svc.rpc.security import Security, security_or_environment
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
@@ -109,7 +110,9 @@ class GroupPlace:
 class ServiceOptions:
     """The group's services: where they are, and how they are started.
 
-    Addresses are ``host:port``. ``min_replicas`` is sent to the lighthouse (0: not set).
+    Addresses are ``host:port``. ``hostname`` is what other groups reach this one at: the argument,
+    or the address of the chosen network interface (None: where the route to the lighthouse leaves
+    from). ``min_replicas`` is sent to the lighthouse (0: not set).
     ``manager_address``: use a running manager. ``in_process``: run the manager inside the trainer
     instead of in a separate process. ``flight_recorder``: the directory for records of collectives
     (None: nothing is recorded).
@@ -210,7 +213,7 @@ def resolve_services(
         replica_name=replica_id or environment.replica_group_id or _fresh_name(),
         job_id=job_id or environment.job_id or DEFAULT_JOB,
         port=(environment.manager_port or 0) if port is None else port,
-        hostname=hostname,
+        hostname=hostname or chosen_host(environment),
         quorum_retries=_count("quorum_retries", quorum_retries, environment.quorum_retries),
         min_replicas=_count("min_replicas", min_replicas, environment.min_replicas),
         in_process=in_process,
