@@ -40,7 +40,11 @@ async def run_lighthouse(
     driver = LighthouseDriver(config, readiness.check, settle_in_s)
     try:
         async with serve(
-            lambda _: lighthouse_service(driver, readiness), bind, security, PATIENCE
+            lambda _: lighthouse_service(driver, readiness),
+            bind,
+            security,
+            PATIENCE,
+            driver.rpc_errors,
         ) as bound:
             if election is None or leadership is None:
                 yield bound
