@@ -14,6 +14,7 @@ from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, one_line
 from torchft_svc.errors import (
     CommitFailed,
     DeadlineExceeded,
+    GroupDiffers,
     GroupLeft,
     NotLeader,
     QuorumFailed,
@@ -51,6 +52,7 @@ _CAUSES = (
 )
 _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     RequestRefused: grpc.StatusCode.INVALID_ARGUMENT,
+    GroupDiffers: grpc.StatusCode.INVALID_ARGUMENT,
     QuorumFailed: grpc.StatusCode.ABORTED,
     CommitFailed: grpc.StatusCode.ABORTED,
     GroupLeft: grpc.StatusCode.ABORTED,
@@ -61,7 +63,14 @@ _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
 }
 _BY_NAME = {
     kind.__name__: kind
-    for kind in (RequestRefused, QuorumFailed, CommitFailed, GroupLeft, Unauthorized)
+    for kind in (
+        RequestRefused,
+        GroupDiffers,
+        QuorumFailed,
+        CommitFailed,
+        GroupLeft,
+        Unauthorized,
+    )
 }
 
 Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes | None]]
