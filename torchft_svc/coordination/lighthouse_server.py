@@ -10,6 +10,7 @@ from torchft_svc.core.quorum.types import QuorumConfig
 from torchft_svc.host.address import HostPort, parse_address, reachable_host
 from torchft_svc.host.loop import Background
 from torchft_svc.lighthouse_server.app import run_lighthouse
+from torchft_svc.lighthouse_server.http.settings import HttpSettings
 from torchft_svc.rpc.security import Security, security_or_environment
 
 
@@ -25,6 +26,7 @@ class LighthouseServer(Server):
     together (the command's default is a second).
     ``settle_in_ms``: how long after its first agent it begins no launched run anew (rule L13).
     ``security``: TLS files and token (default: those of the environment).
+    ``http_bind``: where the dashboard and the HTTP API are served (None: nowhere).
 
     Raises:
         AddressError: nothing can be bound there.
@@ -46,6 +48,7 @@ class LighthouseServer(Server):
         on_hang: Literal["report", "kill", "evict"] = "report",
         settle_in_ms: int = round(SETTLE_IN_S * 1000),
         security: Security | None = None,
+        http_bind: str | None = None,
     ) -> None:
         given_ms = {
             "join_timeout_s": join_timeout_ms,
@@ -60,16 +63,23 @@ class LighthouseServer(Server):
         }
         config = QuorumConfig(min_replicas=min_replicas, on_hang=on_hang, **durations)
         where = parse_address(bind, may_bind=True)
+        http = None
+        if http_bind is not None:
+            http = HttpSettings(bind=parse_address(http_bind, may_bind=True))
+        trust = security_or_environment(security)
+        self._scheme = "https" if trust.serves_tls else "http"
         self._running = Background(
-            run_lighthouse(
-                config,
-                where,
-                security_or_environment(security),
-                settle_in_s=settle_in_ms / 1000,
-            )
+            run_lighthouse(config, where, trust, settle_in_s=settle_in_ms / 1000, http=http)
         )
 
     def address(self) -> str:
         """``http://host:port``, to be given to managers."""
-        bound = self._running.value
+        bound = self._running.value.grpc
         return f"http://{HostPort(reachable_host(bound), bound.port)}"
+
+    def http_address(self) -> str:
+        """The address of the dashboard; empty if it is off."""
+        bound = self._running.value.http
+        if bound is None:
+            return ""
+        return f"{self._scheme}://{HostPort(reachable_host(bound), bound.port)}"

@@ -12,10 +12,11 @@ import click
 
 from torchft_svc.core.quorum.types import DEFAULT_QUORUM_BYTES, QuorumConfig
 from torchft_svc.env import LIGHTHOUSE_BIND_VARIABLE, Environment
-from torchft_svc.host.address import HostPort
-from torchft_svc.lighthouse_server.app import run_lighthouse
+from torchft_svc.host.address import HostPort, reachable_host
+from torchft_svc.lighthouse_server.app import Listening, run_lighthouse
 from torchft_svc.lighthouse_server.election import Election
 from torchft_svc.lighthouse_server.etcd_access import resolve_etcd_access
+from torchft_svc.lighthouse_server.http.settings import EXTRA, HttpSettings
 from torchft_svc.lighthouse_server.operator_commands import OPERATOR_COMMANDS
 from torchft_svc.rpc.cli import (
     MILLISECONDS,
@@ -179,6 +180,21 @@ def _election_options(main: Callable[..., None]) -> Callable[..., None]:
     default=DEFAULT_QUORUM_BYTES,
     help="Most bytes that a job's quorum may have; each of its groups gets them all.",
 )
+@option(
+    "--http-bind",
+    type=Address(may_bind=True),
+    default=None,
+    show_default="off",
+    help=f"Address of the dashboard, the HTTP API and /metrics; needs {EXTRA}.",
+)
+@option(
+    "--http-host",
+    multiple=True,
+    metavar="NAME",
+    show_default="none",
+    help="A name under which browsers reach the dashboard, beside the addresses and the name of "
+    "this machine; *.example for all below one. May be given several times.",
+)
 @option("--quorum-tick-ms", type=int, default=None, hidden=True)
 @log_level_option
 @_election_options
@@ -190,19 +206,30 @@ def main(
     log_level: str,
     security: Security,
     election: Election | None,
+    http_bind: HostPort | None,
+    http_host: tuple[str, ...],
     **settings: Any,
 ) -> None:
     """Decide for every step which replica groups train together."""
     with showing_usage():
         config = QuorumConfig(**in_seconds(settings))
+        http = None if http_bind is None else HttpSettings(bind=http_bind, hosts=http_host)
 
     async def serve(stop: asyncio.Event) -> int:
         if quorum_tick_ms is not None:
             note = "note: --quorum-tick-ms is ignored: quorums form without polling"
             print(note, file=sys.stderr, flush=True)
-        async with run_lighthouse(config, bind, security, election) as bound:
-            print(f"lighthouse listening on {bound}", flush=True)
+        async with run_lighthouse(config, bind, security, election, http=http) as listening:
+            print(f"lighthouse listening on {listening.grpc}", flush=True)
+            print(_dashboard_line(listening, security), flush=True)
             await stop.wait()
         return 0
 
     run(serve, log_level)
+
+
+def _dashboard_line(listening: Listening, security: Security) -> str:
+    if listening.http is None:
+        return "dashboard off: --http-bind 127.0.0.1:29580 shows the jobs in a browser"
+    address = HostPort(reachable_host(listening.http), listening.http.port)
+    return f"dashboard on {'https' if security.serves_tls else 'http'}://{address}"

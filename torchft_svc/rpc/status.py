@@ -14,7 +14,6 @@ from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, one_line
 from torchft_svc.errors import (
     CommitFailed,
     DeadlineExceeded,
-    GroupDiffers,
     GroupLeft,
     NotLeader,
     QuorumFailed,
@@ -52,7 +51,6 @@ _CAUSES = (
 )
 _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     RequestRefused: grpc.StatusCode.INVALID_ARGUMENT,
-    GroupDiffers: grpc.StatusCode.INVALID_ARGUMENT,
     QuorumFailed: grpc.StatusCode.ABORTED,
     CommitFailed: grpc.StatusCode.ABORTED,
     GroupLeft: grpc.StatusCode.ABORTED,
@@ -63,26 +61,16 @@ _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
 }
 _BY_NAME = {
     kind.__name__: kind
-    for kind in (
-        RequestRefused,
-        GroupDiffers,
-        QuorumFailed,
-        CommitFailed,
-        GroupLeft,
-        Unauthorized,
-    )
+    for kind in (RequestRefused, QuorumFailed, CommitFailed, GroupLeft, Unauthorized)
 }
 
 Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes | None]]
 
 
-def answering_errors(
-    handler: Handler, on_refusal: Callable[[str, str], None], count: Callable[[str], None]
-) -> Handler:
+def answering_errors(handler: Handler, on_refusal: Callable[[str, str], None]) -> Handler:
     """Wrap an RPC's handler: errors become statuses; of them only our own faults are logged.
 
-    ``on_refusal`` receives who broke the protocol (gRPC's name for the peer), and how; ``count``
-    the name of each status.
+    ``on_refusal`` receives who broke the protocol (gRPC's name for the peer), and how.
     """
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
@@ -91,7 +79,6 @@ def answering_errors(
         except TorchFTError as error:
             if isinstance(error, RequestRefused):
                 on_refusal(context.peer(), str(error))
-            count(_code_of(error).name)
             await abort(context, error)
         except asyncio.CancelledError:
             raise
@@ -99,7 +86,6 @@ def answering_errors(
             raise
         except Exception as error:
             log.exception("rpc failed")
-            count(grpc.StatusCode.INTERNAL.name)
             await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
         raise AssertionError("abort returns never")
 
@@ -108,7 +94,7 @@ def answering_errors(
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError) -> NoReturn:
     """End the call with the status for ``error``."""
-    code = _code_of(error)
+    code = _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
     name, text = error_to_wire(error)
     trailing = [(ERROR_KEY, name)]
     if isinstance(error, NotLeader):
@@ -121,10 +107,6 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError
     except Exception as fault:  # noqa: BLE001 - the call is over; its client does not read
         log.info("could not send %r to a caller: %s", text, fault)
         raise asyncio.CancelledError from None
-
-
-def _code_of(error: TorchFTError) -> grpc.StatusCode:
-    return _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
 
 
 def error_to_wire(error: TorchFTError) -> tuple[str, str]:

@@ -1,0 +1,178 @@
+"""The answers of the API: records of the lighthouse as JSON, with the names of their fields."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.responses import Response
+
+from torchft_svc.core.launch.launched_run import RunStatus
+from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
+from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.timeline import TimelinePoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSummary:
+    """One job without its groups; the fields are those of a whole job.
+
+    ``num_groups`` are alive; of them, ``num_in_quorum`` train together, ``num_healing`` download
+    the state, and ``num_hung`` have stood still for longer than the hang timeout.
+    """
+
+    job: str
+    quorum_id: int
+    committed_step: int
+    min_replicas: int
+    waiting_for: str
+    num_groups: int
+    num_in_quorum: int
+    num_healing: int
+    num_hung: int
+    num_expected: int
+    num_discarded: int
+    num_heals: int
+    num_differences: int
+    last_difference: str
+    stalled_s: float
+    ended_s: float | None
+    finished: bool
+
+    @classmethod
+    def summarize(cls, status: JobStatus) -> JobSummary:
+        """Summarize ``status``."""
+        shared = {name: getattr(status, name) for name in _shared_fields()}
+        return cls(
+            num_groups=len(status.groups),
+            num_in_quorum=sum(group.in_quorum for group in status.groups),
+            num_healing=sum(group.phase is Phase.HEALING for group in status.groups),
+            num_hung=sum(group.hung for group in status.groups),
+            **shared,
+        )
+
+
+@functools.cache
+def _shared_fields() -> tuple[str, ...]:
+    of_status = {each.name for each in dataclasses.fields(JobStatus)}
+    names = (each.name for each in dataclasses.fields(JobSummary))
+    return tuple(name for name in names if name in of_status)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobList:
+    """All jobs that have living groups, and the last that have ended."""
+
+    jobs: tuple[JobSummary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupList:
+    """The groups of a job: the living ones, and those that ended last, the newest first."""
+
+    job: str
+    groups: tuple[GroupStatus, ...]
+    gone: tuple[GoneGroup, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentList:
+    """Records of a job's ledger, the oldest first; ``next_after`` asks for those that follow."""
+
+    job: str
+    incidents: tuple[Incident, ...]
+    next_after: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputAnswer:
+    """How much of a job's time ended in committed steps."""
+
+    job: str
+    goodput: Goodput
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineAnswer:
+    """What a job did in the last hour, a point each ``interval_s``, the oldest first."""
+
+    job: str
+    interval_s: float
+    points: tuple[TimelinePoint, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunList:
+    """All launched runs."""
+
+    runs: tuple[RunStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LighthouseAnswer:
+    """This lighthouse: whether it leads (``leader``: which one does, if that is known), whether
+    requests need the token, and whether it accepts commands over HTTP."""
+
+    version: str
+    leads: bool
+    leader: str
+    needs_token: bool
+    accepts_commands: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthAnswer:
+    """A lighthouse that runs; ``ready``: it takes requests."""
+
+    ready: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Accepted:
+    """A command that is on its way to ``target``."""
+
+    target: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossAccepted:
+    """A job continues without its ``committed_step``."""
+
+    job: str
+    committed_step: int
+
+
+def plain(value: object) -> Any:
+    """Return ``value`` with records as dicts, as `json` writes it.
+
+    `dataclasses.asdict` takes five times as long, and a job may have thousands of groups.
+    """
+    if value is None or isinstance(value, str | int | float):
+        return value
+    if isinstance(value, tuple | list):
+        return [plain(each) for each in value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    assert dataclasses.is_dataclass(value)
+    return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+
+
+def encoded(value: object) -> bytes:
+    """Return ``value`` as compact JSON."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
+        "utf-8", "replace"
+    )
+
+
+def json_answer(answer: object, status: int = 200) -> Response:
+    """Return a response with a record."""
+    return Response(encoded(plain(answer)), status, media_type="application/json")
