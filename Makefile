@@ -69,5 +69,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[demo,dev,ray]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dashboard,demo,dev,metrics,otel,ray]'
 	touch $(READY)

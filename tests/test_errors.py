@@ -31,6 +31,11 @@ EVERY_ERROR = [
         (errors.RequestRefused,),
     ),
     (
+        errors.GroupDiffers("b has another model than a"),
+        "b has another model than a",
+        (errors.RequestRefused,),
+    ),
+    (
         errors.StateDiverged("in the check of step 4, they differ", 4, ("b",), 2),
         "in the check of step 4, they differ",
         (errors.UsageError,),
@@ -133,6 +138,11 @@ def test_an_error_survives_pickle_and_copy(error: errors.TorchFTError) -> None:
 def test_the_families_are_apart() -> None:
     for error, _, _ in EVERY_ERROR:
         assert isinstance(error, errors.UsageError) != isinstance(error, errors.PeerError)
+
+
+def test_what_a_restart_cannot_mend_is_final() -> None:
+    final = {type(error).__name__ for error, _, _ in EVERY_ERROR if error.is_final}
+    assert final == {"ConfigError", "GroupDiffers", "StateDiverged", "Unauthorized"}
 
 
 def test_every_error_of_the_tree_is_tested_and_drawn() -> None:

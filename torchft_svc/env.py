@@ -18,14 +18,17 @@ from torchft_svc.errors import ConfigError
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 _MAX_PORT = 65535
+_MAX_EXIT_CODE = 255
 
 # Defaults of the services' flags, which click reads.
 LIGHTHOUSE_BIND_VARIABLE = "TORCHFT_LIGHTHOUSE_BIND"
 MANAGER_BIND_VARIABLE = "TORCHFT_MANAGER_BIND"
 LOG_VARIABLE = "TORCHFT_LOG"
 INTERFACE_VARIABLE = "TORCHFT_INTERFACE"
-# A variable that our launcher sets for its workers.
+# Variables that our launcher sets for its workers.
 WORLD_ROUND_VARIABLE = "TORCHFT_WORLD_ROUND"
+VERDICT_VARIABLE = "TORCHFT_DO_NOT_REQUEUE_EXIT_CODE"
+PROGRESS_VARIABLE = "TORCHFT_PROGRESS_FILE"
 LOG_LEVELS = ("debug", "info", "warning", "error", "off")
 
 
@@ -219,7 +222,7 @@ class Environment:
             ]
             reason = "it is not set: start this program with torchft-run or torchrun"
             raise ConfigError(missing[0], None, reason)
-        local_rank = _first(self._int("LOCAL_RANK", 0), 0)
+        local_rank = _first(self.local_rank, 0)
         return TorchrunWorker(
             local_rank=local_rank,
             role_rank=_first(self._int("ROLE_RANK", 0), rank),
@@ -311,6 +314,21 @@ class Environment:
     def replica_group_id(self) -> str | None:
         """``REPLICA_GROUP_ID``: the stable name of this replica group."""
         return self._text("REPLICA_GROUP_ID")
+
+    @property
+    def do_not_requeue_exit_code(self) -> int | None:
+        """``TORCHFT_DO_NOT_REQUEUE_EXIT_CODE``: the status of an end that no restart can mend."""
+        return self._int(VERDICT_VARIABLE, 1, _MAX_EXIT_CODE)
+
+    @property
+    def progress_file(self) -> str | None:
+        """``TORCHFT_PROGRESS_FILE``: where this worker records its step for who restarts it."""
+        return self._text(PROGRESS_VARIABLE)
+
+    @property
+    def local_rank(self) -> int | None:
+        """``LOCAL_RANK``: this worker's index on its machine."""
+        return self._int("LOCAL_RANK", 0)
 
     @property
     def log_level(self) -> str | None:

@@ -5,7 +5,8 @@
     │   ├── ConfigError             a value or a pair of values that cannot work   (ValueError)
     │   ├── AddressError            an address that cannot be parsed or bound      (ValueError)
     │   ├── RequestRefused          a request that breaks the protocol: wrong step, wrong rank, ...
-    │   │   └── OperationsDiffer    the groups are at different operations of one step
+    │   │   ├── OperationsDiffer    the groups are at different operations of one step
+    │   │   └── GroupDiffers        a group's model, settings or state are not those of the others
     │   ├── StateDiverged           the groups' states differ, although they have to be equal
     │   └── Unauthorized            a token or certificate that the other side does not take
     └── PeerError                   a peer's or the network's: trying again may help
@@ -27,7 +28,7 @@
 
 `Drained`, a ``SystemExit``, ends a worker of a group that has left, with exit status 0. A fault of
 our own is an ``AssertionError``. Errors hold their fields, survive pickle and write
-their sentence in ``__str__``.
+their sentence in ``__str__``. ``is_final`` distinguishes what a restart of the program cannot mend.
 """
 
 from __future__ import annotations
@@ -37,7 +38,13 @@ from typing import Any
 
 
 class TorchFTError(Exception):
-    """Base of every error raised by this package."""
+    """Base of every error raised by this package.
+
+    ``is_final``: a restart of the program cannot mend it, so a scheduler should not try that. An
+    address that is taken may be free soon, and most refusals are of a moment: those are not final.
+    """
+
+    is_final: bool = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), dict(self.__dict__))
@@ -64,6 +71,8 @@ class ConfigError(UsageError, ValueError):
     field: str
     value: object
     reason: str
+
+    is_final = True
 
     def __str__(self) -> str:
         return f"{self.field}={self.value!r} cannot work: {self.reason}"
@@ -100,6 +109,12 @@ class OperationsDiffer(RequestRefused):
     is_misfit: bool = False
 
 
+class GroupDiffers(RequestRefused):
+    """This group's model, settings or state are not those of the others, whatever it does."""
+
+    is_final = True
+
+
 @dataclass(eq=False)
 class StateDiverged(UsageError):
     """A check has found groups whose states differ, in step ``step``.
@@ -114,6 +129,8 @@ class StateDiverged(UsageError):
     groups: tuple[str, ...]
     last_equal: int | None = None
 
+    is_final = True
+
     def __str__(self) -> str:
         return self.reason
 
@@ -123,6 +140,8 @@ class Unauthorized(UsageError):
     """The two sides do not trust each other; ``reason`` says what to set."""
 
     reason: str
+
+    is_final = True
 
     def __str__(self) -> str:
         return f"not authorized: {self.reason}"
@@ -236,10 +255,14 @@ class WorldSuperseded(PeerError):
 
 @dataclass(eq=False)
 class TrainingFailed(PeerError):
-    """A trainer, or a launcher, has lost workers, and has no retry left after ``num_retries``."""
+    """A trainer, or a launcher, has lost workers, and has no retry left after ``num_retries``.
+
+    ``is_final``: its restarts did not get beyond a step, so another one would not either.
+    """
 
     reason: str
     num_retries: int
+    is_final: bool = False
 
     def __str__(self) -> str:
         return f"training has ended after {self.num_retries} retries: {self.reason}"
@@ -250,13 +273,14 @@ class WorkerFailed(PeerError):
     """The user's program raised an error of class ``kind`` in a worker of a trainer.
 
     ``traceback`` is the worker's. ``is_repeated``: the same error came twice at this step, so it
-    was not tried again.
+    was not tried again. ``is_final``: it would come again, for that reason or another one.
     """
 
     kind: str
     step: int
     is_repeated: bool
     traceback: str
+    is_final: bool = False
 
     def __str__(self) -> str:
         again = ", again, so it was not tried once more" if self.is_repeated else ""

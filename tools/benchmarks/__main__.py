@@ -35,6 +35,11 @@ BENCHMARKS = (
         ("--members=100", "--members=1000", "--processes=8", "--repeat=3"),
         ("--repeat=9",),
     ),
+    Benchmark(
+        "under_failures",
+        ("--every=10", "--steps=400", "--calm-steps=100", "--seeds=1"),
+        ("--picture=results/under-failures.png",),
+    ),
     Benchmark("isolation", ("--blocks=2",), ("--blocks=8",)),
     Benchmark(
         "striping",

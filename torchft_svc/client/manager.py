@@ -32,6 +32,7 @@ from torchft_svc.core.quorum.worker.state_check import OnDifference
 from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import Environment
 from torchft_svc.errors import TorchFTError
+from torchft_svc.host.exit_verdict import give_verdicts
 from torchft_svc.rpc.descriptors import TRAINER_DESCRIPTORS, require_descriptors
 from torchft_svc.settings import (
     DEFAULT_HEARTBEAT_INTERVAL,
@@ -51,7 +52,8 @@ class Manager:
     """Keeps one worker training while other replica groups join and leave.
 
     Only ``state_dict`` and ``load_state_dict`` are required. Other arguments default to the
-    environment, then to the defaults below.
+    environment, then to the defaults below. With ``TORCHFT_DO_NOT_REQUEUE_EXIT_CODE`` an uncaught
+    error that a restart cannot mend ends the program with that status (`sys.excepthook`).
 
     Args:
         pg: carries the collectives between groups (default: gloo).
@@ -141,7 +143,7 @@ class Manager:
         check_every: int | None = None,
         on_difference: OnDifference | None = None,
     ) -> None:
-        environment = Environment()
+        environment = _environment()
         timeouts = resolve_timeouts(
             environment,
             timeout=timeout,
@@ -577,6 +579,12 @@ def _shortened(error: TorchFTError) -> TorchFTError:
     """
     log.debug("raised to the program", exc_info=error)
     return error.with_traceback(None)
+
+
+def _environment() -> Environment:
+    """Return the environment, which may ask for a verdict on the errors of the constructor, too."""
+    give_verdicts()
+    return Environment()
 
 
 def _start(*parts: Any) -> Runtime:

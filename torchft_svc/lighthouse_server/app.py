@@ -52,7 +52,13 @@ async def run_lighthouse(
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(driver.close)
         bound = await stack.enter_async_context(
-            serve(lambda _: lighthouse_service(driver, readiness), bind, security, PATIENCE)
+            serve(
+                lambda _: lighthouse_service(driver, readiness),
+                bind,
+                security,
+                PATIENCE,
+                driver.rpc_errors,
+            )
         )
         http_bound = None
         if http is not None:

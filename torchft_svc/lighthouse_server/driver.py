@@ -28,6 +28,7 @@ from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave
 from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.errors import TorchFTError
+from torchft_svc.lighthouse_server.counts import Counts
 from torchft_svc.lighthouse_server.rendezvous_driver import RendezvousDriver
 from torchft_svc.lighthouse_server.reports import Reports
 from torchft_svc.lighthouse_server.stream_driver import StreamDriver
@@ -40,6 +41,7 @@ from torchft_svc.rpc.codec_session import (
 )
 from torchft_svc.rpc.heavy_writes import HeavyWrites
 from torchft_svc.rpc.outbox import Unread, first_message
+from torchft_svc.telemetry.rpc_errors import RpcErrors
 
 
 class LighthouseDriver(StreamDriver[Lighthouse]):
@@ -56,6 +58,8 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         super().__init__(core, check_leads, Unread(), HeavyWrites())
         self.config = config
         self._reports = Reports(config.max_jobs)
+        self.counts = Counts(config.max_jobs)
+        self.rpc_errors = RpcErrors()
         self._calls: dict[int, asyncio.Future[bytes]] = {}
         self.runs = RendezvousDriver(
             RendezvousRules(
@@ -67,6 +71,7 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
             check_leads,
             self._unread,
             self.heavy_writes,
+            self.counts,
         )
 
     # -- what clients and operators ask ----------------------------------------------------------
@@ -154,6 +159,7 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         return self._core.goodput(job, time.monotonic())
 
     def end_lead(self, error: TorchFTError) -> None:
+        self.counts.forget()
         self.runs.end_lead(error)
         self._execute(self._core.lead_ended(error, _first_id(), time.monotonic()))
 
@@ -180,14 +186,17 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         for call in order.calls:
             self._end_call(call, encoded)
         self._reports.write_quorum(order)
+        now = time.monotonic() - self._core.clock.missed_s
+        self.counts.record_quorum(order, max(0.0, now - order.waited_since))
 
     def refuse_call(self, order: RefuseCall) -> None:
         """Answer a call with an error."""
         self._end_call(order.call, order.error)
 
     def report(self, report: Report) -> None:
-        """Write a report to the log."""
+        """Write a report to the log, and count it."""
         self._reports.write(report)
+        self.counts.record_report(report)
 
     def _end_call(self, call: int, outcome: bytes | TorchFTError) -> None:
         answer = self._calls[call]

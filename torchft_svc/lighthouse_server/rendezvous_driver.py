@@ -12,6 +12,7 @@ from torchft_svc.core.launch.launched_run import Order, RunStatus, SendNews
 from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
 from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import TorchFTError
+from torchft_svc.lighthouse_server.counts import Counts
 from torchft_svc.lighthouse_server.run_reports import write_run_report
 from torchft_svc.lighthouse_server.stream_driver import StreamDriver
 from torchft_svc.proto import torchft_pb2 as pb
@@ -33,9 +34,11 @@ class RendezvousDriver(StreamDriver[Rendezvous]):
         check_leads: Callable[[], None],
         unread: Unread,
         heavy_writes: HeavyWrites,
+        counts: Counts,
     ) -> None:
         core = Rendezvous(config, time.monotonic())
         super().__init__(core, check_leads, unread, heavy_writes)
+        self._counts = counts
 
     async def attend(
         self,
@@ -82,3 +85,4 @@ class RendezvousDriver(StreamDriver[Rendezvous]):
                 self.end_stream(order)
             else:
                 write_run_report(order)
+                self._counts.record_run_report(order)

@@ -66,6 +66,11 @@ class StreamDriver(ABC, Generic[_Core]):
     def _execute_orders(self, orders: tuple[Any, ...]) -> None:
         """Execute the orders of one input of the core, in their order."""
 
+    @property
+    def num_streams(self) -> int:
+        """How many streams are open."""
+        return len(self._streams)
+
     def close(self) -> None:
         """Stop the timer; callers that still wait are cancelled by the server's stop."""
         self._timer.stop()

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from torchft_svc.rpc.security import TOKEN_KEY, Security
+from torchft_svc.telemetry.rpc_errors import RpcErrors
 
 # Probes of load balancers and Kubernetes carry no metadata, and learn nothing but "serving".
 OPEN_TO_ALL = "/grpc.health.v1.Health/"
@@ -30,9 +31,10 @@ Details = grpc.HandlerCallDetails
 class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in stubs only
     """Refuses a call before its request is read; for one event loop."""
 
-    def __init__(self, security: Security, refusals: Refusals) -> None:
+    def __init__(self, security: Security, refusals: Refusals, errors: RpcErrors) -> None:
         self._security = security
         self._refusals = refusals
+        self._errors = errors
 
     async def intercept_service(
         self, continuation: Callable[[Details], Awaitable[Any]], handler_call_details: Details
@@ -49,6 +51,7 @@ class TokenGuard(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # gener
     def _refusing(self, method: str, reason: str) -> Any:
         async def refuse(_: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             self._refusals.log_refusal(context.peer(), method, reason)
+            self._errors.count(method.rpartition("/")[2], grpc.StatusCode.UNAUTHENTICATED.name)
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
 
         # A stream's handler begins before any message has come; on the wire all kinds are the same.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -24,6 +25,7 @@ from torchft_svc.rpc.parsing import parser, refusing_garbage, refusing_garbage_i
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.status import Handler, answering_errors
 from torchft_svc.rpc.upkeep import UPKEEP
+from torchft_svc.telemetry.rpc_errors import RpcErrors
 
 log = logging.getLogger(__name__)
 
@@ -93,10 +95,13 @@ class Service:
     def full_name(self) -> str:
         return f"torchft.{self.name}"
 
-    def generic_handler(self, calls: Calls, refusals: Refusals) -> grpc.GenericRpcHandler[Any, Any]:
+    def generic_handler(
+        self, calls: Calls, refusals: Refusals, errors: RpcErrors
+    ) -> grpc.GenericRpcHandler[Any, Any]:
         methods = torchft_pb2.DESCRIPTOR.services_by_name[self.name].methods_by_name
         missing = methods.keys() - self.handlers.keys() - self.streams.keys()
         assert not missing, f"no handler for {missing}"
+        errors.know_methods(methods)
         kinds = (
             (self.handlers, grpc.unary_unary_rpc_method_handler, refusing_garbage, calls.known),
             (
@@ -114,6 +119,7 @@ class Service:
                         answering_errors(
                             self._if_ready(checked(handler)),
                             _refusal_logger(refusals, f"/{self.full_name}/{method}"),
+                            functools.partial(errors.count, method),
                         )
                     ),
                     request_deserializer=parser(
@@ -159,10 +165,12 @@ async def serve(
     bind: HostPort,
     security: Security = PLAIN,
     patience: Patience = USUAL,
+    errors: RpcErrors | None = None,
 ) -> AsyncIterator[HostPort]:
     """Serve until the block is left; gives the address with the port that was really bound.
 
-    ``build`` makes the service once that address is known.
+    ``build`` makes the service once that address is known; ``errors`` counts its answers that are
+    errors.
 
     Raises:
         AddressError: nothing can be bound there (port in use, not an address of this machine, ...).
@@ -170,8 +178,8 @@ async def serve(
     """
     _check_bindable(bind)
     credentials = security.server_credentials()
-    refusals = Refusals()
-    guards = () if security.token is None else (TokenGuard(security, refusals),)
+    refusals, errors = Refusals(), RpcErrors() if errors is None else errors
+    guards = () if security.token is None else (TokenGuard(security, refusals, errors),)
     if security.token is not None and credentials is None:
         log.warning("the token travels unencrypted: set TORCHFT_TLS_CERT and TORCHFT_TLS_KEY")
     options = (*_OPTIONS, *patience.options())
@@ -186,7 +194,7 @@ async def serve(
     bound = HostPort(bind.host, port)
     service = build(bound)
     calls = Calls()
-    server.add_generic_rpc_handlers((service.generic_handler(calls, refusals),))
+    server.add_generic_rpc_handlers((service.generic_handler(calls, refusals, errors),))
     health = Health(service.full_name, service.readiness)
     health_pb2_grpc.add_HealthServicer_to_server(health, server)
     names = (service.full_name, HEALTH_NAME, reflection.SERVICE_NAME)

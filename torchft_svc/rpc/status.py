@@ -14,6 +14,7 @@ from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, one_line
 from torchft_svc.errors import (
     CommitFailed,
     DeadlineExceeded,
+    GroupDiffers,
     GroupLeft,
     NotLeader,
     QuorumFailed,
@@ -51,6 +52,7 @@ _CAUSES = (
 )
 _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
     RequestRefused: grpc.StatusCode.INVALID_ARGUMENT,
+    GroupDiffers: grpc.StatusCode.INVALID_ARGUMENT,
     QuorumFailed: grpc.StatusCode.ABORTED,
     CommitFailed: grpc.StatusCode.ABORTED,
     GroupLeft: grpc.StatusCode.ABORTED,
@@ -61,16 +63,26 @@ _CODES: dict[type[TorchFTError], grpc.StatusCode] = {
 }
 _BY_NAME = {
     kind.__name__: kind
-    for kind in (RequestRefused, QuorumFailed, CommitFailed, GroupLeft, Unauthorized)
+    for kind in (
+        RequestRefused,
+        GroupDiffers,
+        QuorumFailed,
+        CommitFailed,
+        GroupLeft,
+        Unauthorized,
+    )
 }
 
 Handler = Callable[[Any, "grpc.aio.ServicerContext[Any, Any]"], Awaitable[bytes | None]]
 
 
-def answering_errors(handler: Handler, on_refusal: Callable[[str, str], None]) -> Handler:
+def answering_errors(
+    handler: Handler, on_refusal: Callable[[str, str], None], count: Callable[[str], None]
+) -> Handler:
     """Wrap an RPC's handler: errors become statuses; of them only our own faults are logged.
 
-    ``on_refusal`` receives who broke the protocol (gRPC's name for the peer), and how.
+    ``on_refusal`` receives who broke the protocol (gRPC's name for the peer), and how; ``count``
+    the name of each status.
     """
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
@@ -79,6 +91,7 @@ def answering_errors(handler: Handler, on_refusal: Callable[[str, str], None]) -
         except TorchFTError as error:
             if isinstance(error, RequestRefused):
                 on_refusal(context.peer(), str(error))
+            count(_code_of(error).name)
             await abort(context, error)
         except asyncio.CancelledError:
             raise
@@ -86,6 +99,7 @@ def answering_errors(handler: Handler, on_refusal: Callable[[str, str], None]) -
             raise
         except Exception as error:
             log.exception("rpc failed")
+            count(grpc.StatusCode.INTERNAL.name)
             await context.abort(grpc.StatusCode.INTERNAL, f"{type(error).__name__}: {error}")
         raise AssertionError("abort returns never")
 
@@ -94,7 +108,7 @@ def answering_errors(handler: Handler, on_refusal: Callable[[str, str], None]) -
 
 async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError) -> NoReturn:
     """End the call with the status for ``error``."""
-    code = _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
+    code = _code_of(error)
     name, text = error_to_wire(error)
     trailing = [(ERROR_KEY, name)]
     if isinstance(error, NotLeader):
@@ -107,6 +121,10 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: TorchFTError
     except Exception as fault:  # noqa: BLE001 - the call is over; its client does not read
         log.info("could not send %r to a caller: %s", text, fault)
         raise asyncio.CancelledError from None
+
+
+def _code_of(error: TorchFTError) -> grpc.StatusCode:
+    return _CODES.get(type(error), grpc.StatusCode.UNKNOWN)
 
 
 def error_to_wire(error: TorchFTError) -> tuple[str, str]:

@@ -197,7 +197,7 @@ class Failed:
         pickled: the error itself; empty if it cannot be pickled.
         position: where it happened.
         is_peers: a collective failed, which another worker may have caused.
-        is_final: a `ConfigError`, which would come again.
+        is_final: a restart cannot mend it, such as a `ConfigError`.
         refuses_state: the state to begin with could not be read, or does not fit.
     """
 

@@ -12,7 +12,6 @@ import logging
 import os
 import pickle
 import queue
-import re
 import threading
 import time
 import traceback
@@ -21,9 +20,10 @@ from typing import Any
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 
-from torchft_svc.errors import ChannelClosed, CheckpointError, ConfigError, PeerError
+from torchft_svc.errors import ChannelClosed, CheckpointError, ConfigError
+from torchft_svc.host.exit_verdict import is_final
+from torchft_svc.host.peer_errors import is_peers_error
 from torchft_svc.trainer.backend import Link
 from torchft_svc.trainer.checkpoint import load_checkpoint
 from torchft_svc.trainer.context import FunctionProgram
@@ -59,8 +59,6 @@ log = logging.getLogger(__name__)
 LINGER_S = 10.0
 # Its threads end within a beat.
 _JOIN_S = 4 * BEAT_S
-# What torch says when a collective fails; of gloo it is a RuntimeError without a class of its own.
-_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.IGNORECASE)
 
 
 def run_worker(link: Link, worker: int, job: bytes) -> None:
@@ -316,8 +314,8 @@ def _describe_error(error: BaseException, held: HeldState) -> Failed:
         traceback="".join(traceback.format_exception(error)),
         pickled=_pickled(error),
         position=held.position,
-        is_peers=_is_peers(error),
-        is_final=isinstance(error, ConfigError),
+        is_peers=is_peers_error(error),
+        is_final=is_final(error),
         refuses_state=held.is_refused,
     )
 
@@ -332,10 +330,3 @@ def _pickled(error: BaseException) -> bytes:
             continue
         return pickled
     return b""
-
-
-def _is_peers(error: BaseException) -> bool:
-    if isinstance(error, PeerError | dist.DistError):
-        return not isinstance(error, CheckpointError)
-    message: Any = error.args[0] if error.args else ""
-    return type(error) is RuntimeError and _COLLECTIVE.search(str(message)) is not None

@@ -12,6 +12,7 @@ from tools.benchmarks.courses import Course
 from tools.benchmarks.processes import Child, ChildError
 from tools.benchmarks.quorum_rounds import add_ratios, shares
 from tools.benchmarks.table import Column, Result, show
+from tools.benchmarks.under_failures import Commit, Run, row_of
 
 
 def test_shares_give_each_caller_to_one_process() -> None:
@@ -107,3 +108,32 @@ def test_the_plain_table_lines_up(
     assert capsys.readouterr().out == (
         "Title\nname  time, ms\na         1.24\nlong         -\n  a note\n"
     )
+
+
+def run_of(*commits: tuple[int, int, float], kills_s: tuple[float, ...] = ()) -> Run:
+    """A run that began after a second, from (step, batches, seconds since the begin)."""
+    second = 10**9
+    run = Run("ours", 20.0, second, [int((1 + at) * second) for at in kills_s])
+    for step, batches, at_s in commits:
+        run.record(Commit(step, batches, int((1 + at_s) * second)))
+    return run
+
+
+def test_work_that_is_done_again_does_not_count_twice() -> None:
+    again = run_of((4, 3, -0.5), (5, 3, 1.0), (6, 3, 2.0), (5, 2, 4.0), (6, 2, 5.0), (7, 2, 6.0))
+    assert (again.num_steps, again.num_batches, again.wall_s) == (3, 8, 6.0)
+    assert again.curve() == [(0.0, 0), (1.0, 3), (2.0, 6), (6.0, 8)]
+
+
+def test_a_standstill_lasts_until_new_work_and_belongs_to_the_kill_before_it() -> None:
+    steps = ((1, 3, 1.0), (2, 3, 2.0), (3, 2, 5.0), (4, 3, 6.0), (5, 3, 7.0), (6, 3, 8.5))
+    assert run_of(*steps, kills_s=(2.5, 7.2)).standstills_s() == [3.0, 1.5]
+    assert run_of(*steps).standstills_s() == []
+
+
+def test_goodput_compares_the_rates_of_batches() -> None:
+    calm = run_of(*((step, 3, step / 10) for step in range(1, 11)))
+    killed = run_of(*((step, 2, step / 5) for step in range(1, 11)), kills_s=(0.5,))
+    row = row_of([killed, killed], calm)
+    assert (row["runs"], row["kills"], row["wall_s"]) == (2, 2, 2.0)
+    assert (row["goodput"], row["steps_ratio"]) == pytest.approx((1 / 3, 1 / 2))

@@ -26,6 +26,7 @@ from tools.benchmarks import (
     step_time,
     striping,
     trainer,
+    under_failures,
 )
 from tools.benchmarks.children.phases import PARTS, PHASES
 from tools.benchmarks.processes import PEER_VARIABLE, ROOT
@@ -142,6 +143,22 @@ def test_recovery(run: Run) -> None:
     assert (row["trainer"], row["kills"]) == ("ours", 1)
     assert row["pause_ms"] > 0
     assert row["rejoin_s"] > row["built_s"] > 0
+
+
+def test_under_failures(run: Run, tmp_path: Path) -> None:
+    picture = tmp_path / "runs.png"
+    tiny = ("--groups=2", "--every=1", "--steps=60", "--calm-steps=10", "--seeds=1")
+    output, result = run(under_failures.main, *tiny, "--side=ours", f"--picture={picture}")
+    assert "goodput" in output
+    calm, killed = result["rows"]
+    assert (calm["every"], calm["kills"], calm["goodput"]) == ("no kills", 0, 1)
+    assert (killed["side"], killed["every"], killed["crashes"]) == ("ours", "1 s", 0)
+    assert killed["kills"] >= 2
+    assert killed["standstill_s"] > 0
+    (each,) = killed["each"]
+    assert each["batches"] >= 120
+    assert each["curve"][-1] == [round(each["wall_s"], 2), each["batches"]]
+    assert picture.stat().st_size > 10_000
 
 
 @pytest.fixture

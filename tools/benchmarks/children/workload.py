@@ -30,11 +30,20 @@ _WIDTH_OF_CLASSES = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """An MLP of ``depth`` square layers; ``batch`` samples a step."""
+    """An MLP of ``depth`` square layers; ``batch`` samples a step.
+
+    ``pause_s``: how long each step of `Training.train` sleeps, as if it computed elsewhere.
+    """
 
     width: int
     depth: int
     batch: int
+    pause_s: float = 0.0
+
+    def draw_batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs (batch, width) and labels (batch,)."""
+        labels = torch.randint(_WIDTH_OF_CLASSES, (self.batch,))
+        return torch.randn(self.batch, self.width), labels
 
 
 def shape_from_flags() -> tuple[Shape, argparse.Namespace]:
@@ -48,8 +57,11 @@ def shape_from_flags() -> tuple[Shape, argparse.Namespace]:
     parser.add_argument("--store-port", type=int, default=0)
     parser.add_argument("--lighthouse", default="")
     parser.add_argument("--wrapper", choices=WRAPPERS, default=WRAPPERS[0])
+    parser.add_argument("--pause-s", type=float, default=0.0)
+    parser.add_argument("--checkpoint", default="")
+    parser.add_argument("--checkpoint-every", type=int, default=100)
     flags = parser.parse_args()
-    return Shape(flags.width, flags.depth, flags.batch), flags
+    return Shape(flags.width, flags.depth, flags.batch, flags.pause_s), flags
 
 
 def build(shape: Shape) -> tuple[nn.Module, SGD]:
@@ -142,6 +154,7 @@ class Training:
         while not gone.is_set():
             before = self.current_step()
             self.optimizer.zero_grad()
+            time.sleep(self.shape.pause_s)
             loss = nn.functional.cross_entropy(self.model(inputs), labels)
             loss.backward()  # type: ignore[no-untyped-call]
             self.average()
@@ -152,9 +165,7 @@ class Training:
 
     def _data(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self._batch is None:
-            shape = self.shape
-            labels = torch.randint(_WIDTH_OF_CLASSES, (shape.batch,))
-            self._batch = torch.randn(shape.batch, shape.width), labels
+            self._batch = self.shape.draw_batch()
         return self._batch
 
 

@@ -35,6 +35,7 @@ from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import Environment
 from torchft_svc.host.address import advertised_host, parse_address, split_addresses
+from torchft_svc.host.progress_file import open_progress
 from torchft_svc.settings import GroupPlace, ServiceOptions
 
 log = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ def start_runtime(
 ) -> Runtime:
     """Start what ``given`` lacks; if a part fails, the earlier ones are stopped again."""
     _begin_log(rules.place, options, environment)
+    progress = open_progress(environment.progress_file)
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
     with contextlib.ExitStack() as undo:
@@ -155,6 +157,7 @@ def start_runtime(
                 transport=transport,
                 registry=given.registry,
                 watchdog=Watchdog(timeouts.watchdog_s, functools.partial(end, lambda: True)),
+                progress=progress,
             ),
             worker=worker,
             thread=BackgroundThread("torchft-quorum"),
@@ -166,6 +169,8 @@ def start_runtime(
             recorder=recorder,
         )
         undo.pop_all()
+    if progress.step is None:  # it was not restarted
+        progress.record_step(0)
     return runtime
 
 

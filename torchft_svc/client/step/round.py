@@ -50,6 +50,7 @@ from torchft_svc.errors import (
     Unreachable,
     UsageError,
 )
+from torchft_svc.host.progress_file import ProgressFile
 from torchft_svc.settings import GroupPlace, Timeouts, WorldSizeMode
 
 if TYPE_CHECKING:
@@ -70,6 +71,7 @@ class Dependencies:
     transport: CheckpointTransport[Any]
     registry: StateRegistry
     watchdog: Watchdog
+    progress: ProgressFile
 
     def leave_members(self, reason: Exception) -> None:
         """Leave the members of the process group at once."""

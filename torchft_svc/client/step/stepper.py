@@ -194,6 +194,7 @@ class Stepper:
             committed = self._decide(timeout_s)
             self._clearing.record_vote()
             if committed:
+                self._deps.progress.record_step(self.state.step)
                 self.weights.begin_update()
             return committed
         except BaseException as error:
@@ -334,4 +335,6 @@ def _require_files(error: Exception | None = None) -> None:
         ConfigError: it cannot, or could not then; so no further step could be committed either.
     """
     if short := shortage(error):
-        raise limit_error(short)
+        out_of_files = limit_error(short)
+        out_of_files.is_final = False  # they sufficed until now
+        raise out_of_files

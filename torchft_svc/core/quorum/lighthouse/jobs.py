@@ -67,7 +67,7 @@ from torchft_svc.core.quorum.types import (
     Quorum,
     QuorumConfig,
 )
-from torchft_svc.errors import QuorumFailed, RequestRefused, TorchFTError
+from torchft_svc.errors import GroupDiffers, QuorumFailed, RequestRefused, TorchFTError
 
 # Heartbeats per second from all groups of a job, 0.1 to 0.2 ms each, which is gRPC's. Above that,
 # groups beat less often, but at least twice per heartbeat timeout.
@@ -241,7 +241,7 @@ class Likeness:
 
         A group with the name of ``asker`` does not count: it is about to be replaced.
 
-        Raises: RequestRefused: ``asker`` differs from a group that trains; or from any that asks,
+        Raises: GroupDiffers: ``asker`` differs from a group that trains; or from any that asks,
         and is a newcomer itself.
         """
         reported = (asker.world_size, asker.layout)
@@ -257,7 +257,7 @@ class Likeness:
             if trains and not members.is_member(other.replica_id):
                 misfits.append(other)
             elif not trains or other.replica_id in asking:
-                raise RequestRefused(why_unlike(asker, other))
+                raise GroupDiffers(why_unlike(asker, other))
         self._accepted = reported
         return misfits
 
@@ -275,7 +275,7 @@ def _others(asker: Member, members: Membership) -> Iterator[Member]:
 
 def _check_size(asker: Member, other: Member) -> None:
     if 0 not in (asker.world_size, other.world_size) and asker.world_size != other.world_size:
-        raise RequestRefused(
+        raise GroupDiffers(
             f"{asker.replica_id!r} has a group world size of {asker.world_size}, "
             f"{other.replica_id!r} of {other.world_size}: all groups of a job need the "
             "same; start this one with as many workers, or as another job"
@@ -984,7 +984,7 @@ class Jobs:
         for misfit in misfits:
             caller = job.members.turned_away(misfit.replica_id, now)
             if caller is not None:
-                self._outputs.refuse(caller, RequestRefused(why_unlike(misfit, trains)))
+                self._outputs.refuse(caller, GroupDiffers(why_unlike(misfit, trains)))
 
     def _refuse_replaced(self, caller: int, replica_id: str) -> None:
         reason = f"a newer request of {replica_id!r} has taken the place of this one"

@@ -89,7 +89,8 @@ class Publish:
 
     ``answers``: streams, each with the number of its question; ``calls``: unary ones.
     ``lost_from``: the committed step of the job if it goes back with this quorum, else None;
-    ``begins_anew``: that step belongs to a run that had finished.
+    ``begins_anew``: that step belongs to a run that had finished. ``waited_since``: the time of the
+    first of these questions (`math.inf`: nobody waits any more).
     """
 
     job: str
@@ -98,6 +99,7 @@ class Publish:
     calls: tuple[int, ...] = ()
     lost_from: int | None = None
     begins_anew: bool = False
+    waited_since: float = field(default=math.inf, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,15 +258,17 @@ class Sessions:
     ) -> None:
         """Order ``quorum`` to be sent to ``callers``."""
         answers, calls = [], []
+        since = math.inf
         for caller in callers:
             question = self.close_question(caller)
             if question is None:
                 continue
+            since = min(since, question.expires_at - question.timeout_s)
             if question.session is not None:
                 answers.append(question.session.answered)
             else:
                 calls.append(question.call)
-        order = Publish(job, quorum, tuple(answers), tuple(calls), lost_from, begins_anew)
+        order = Publish(job, quorum, tuple(answers), tuple(calls), lost_from, begins_anew, since)
         self._orders.append(order)
 
     def refuse(self, caller: int, error: TorchFTError) -> None:

@@ -22,6 +22,7 @@ from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.errors import (
     CommitFailed,
     ConfigError,
+    GroupDiffers,
     OperationsDiffer,
     RequestRefused,
     TornState,
@@ -368,13 +369,13 @@ class StepMachine:
                 "step with Optimizer(manager, [first, second]). Then restart this group"
             )
         if state.failed_loads >= MAX_FAILED_LOADS:
-            raise RequestRefused(
+            raise GroupDiffers(
                 f"the state of the other groups could not be loaded {state.failed_loads} "
                 f"times in a row: {self._why_discarded()}. Fix load_state_dict, then restart this "
                 "group"
             )
         if state.divergences >= MAX_DIVERGENCES:
-            raise RequestRefused(
+            raise GroupDiffers(
                 f"{state.divergences} checks in a row found that this group's state is not that of "
                 f"the others, although it healed in between: {self._why_discarded()}. What differs "
                 "is not in the state that load_state_dict loads, or the program changes it in this "

@@ -1,0 +1,111 @@
+"""What a lighthouse counts of its orders, for its metrics."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torchft_svc.core.launch.launched_run import Cause, ReportRunClosed, ReportWorld
+from torchft_svc.core.launch.launched_run import Report as RunReport
+from torchft_svc.core.quorum.lighthouse.jobs import (
+    ReportEviction,
+    ReportLeftHealing,
+    ReportLoss,
+    ReportStraggler,
+)
+from torchft_svc.core.quorum.lighthouse.lighthouse import Publish, Report
+from torchft_svc.telemetry.histogram import DurationHistogram
+
+# If several groups have come and gone between two quorums, the first of these counts.
+REASONS = ("lost", "evicted", "left_out", "left", "joined")
+# A quorum of the same groups, which have to connect again; and the first one of a job that this
+# lighthouse publishes.
+AGAIN, FIRST = "connected_again", "first"
+_CAUSES = {Cause.START: "started", Cause.LOSS: "node_lost", Cause.JOIN: "node_joined"}
+
+
+@dataclass(slots=True)
+class JobCounts:
+    """What is counted of one job. ``missing``: why groups are gone since the last quorum."""
+
+    quorum_id: int = 0
+    members: frozenset[str] = frozenset()
+    missing: dict[str, str] = field(default_factory=dict)
+    changes: Counter[str] = field(default_factory=Counter)
+    durations: DurationHistogram = field(default_factory=DurationHistogram)
+
+
+class Counts:
+    """Counters of the last ``max_names`` jobs, and of as many launched runs; for one event loop.
+
+    A sign of life costs nothing, a quorum with an earlier one's id O(1).
+    """
+
+    def __init__(self, max_names: int) -> None:
+        self._max_names = max_names
+        self.jobs: dict[str, JobCounts] = {}
+        self.runs: dict[str, Counter[str]] = {}
+
+    def record_quorum(self, order: Publish, waited_s: float) -> None:
+        """Count a quorum for which groups have waited for ``waited_s``."""
+        job = self._job(order.job)
+        job.durations.observe(waited_s)
+        quorum = order.quorum
+        if quorum.quorum_id == job.quorum_id:
+            return
+        members = frozenset(member.replica_id for member in quorum.participants)
+        job.changes[_reason(job, members)] += 1
+        job.quorum_id, job.members = quorum.quorum_id, members
+        job.missing.clear()
+
+    def record_report(self, report: Report) -> None:
+        """Remember why a group will be missing in the next quorum."""
+        if isinstance(report, ReportLoss):
+            reason = "left" if report.is_orderly else "lost"
+        elif isinstance(report, ReportEviction):
+            reason = "evicted"
+        elif isinstance(report, ReportStraggler | ReportLeftHealing):
+            reason = "left_out"
+        else:
+            return
+        job = self.jobs.get(report.job)
+        if job is not None and report.replica_id in job.members:
+            job.missing[report.replica_id] = reason
+
+    def record_run_report(self, report: RunReport) -> None:
+        """Count another world of a launched run; forget a run that is over."""
+        if isinstance(report, ReportWorld):
+            causes = self.runs.get(report.run)
+            if causes is None:  # its first world, as far as this lighthouse knows
+                self.runs[report.run] = Counter()
+                _drop_oldest(self.runs, self._max_names)
+            else:
+                causes[_CAUSES[report.cause]] += 1
+        elif isinstance(report, ReportRunClosed):
+            self.runs.pop(report.run, None)
+
+    def forget(self) -> None:
+        """Forget everything, because another lighthouse leads."""
+        self.jobs.clear()
+        self.runs.clear()
+
+    def _job(self, name: str) -> JobCounts:
+        job = self.jobs.get(name)
+        if job is None:
+            job = self.jobs[name] = JobCounts()
+            _drop_oldest(self.jobs, self._max_names)
+        return job
+
+
+def _reason(job: JobCounts, members: frozenset[str]) -> str:
+    if not job.members:
+        return FIRST
+    found = {job.missing.get(each, "lost") for each in job.members - members}
+    if members - job.members:
+        found.add("joined")
+    return next((reason for reason in REASONS if reason in found), AGAIN)
+
+
+def _drop_oldest(counts: dict[str, JobCounts] | dict[str, Counter[str]], limit: int) -> None:
+    while len(counts) > limit:
+        del counts[next(iter(counts))]

@@ -1,0 +1,149 @@
+"""The metrics of a lighthouse, collected when they are asked for.
+
+Needs prometheus-client (the extra ``dashboard``): import it only where metrics are served.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+from prometheus_client import CollectorRegistry
+
+from torchft_svc.core.launch.launched_run import RunStatus
+from torchft_svc.core.launch.world import AgentStatus
+from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.errors import NotLeader
+from torchft_svc.lighthouse_server.driver import LighthouseDriver
+from torchft_svc.rpc.health import ALWAYS_READY, Readiness
+from torchft_svc.telemetry import catalog
+from torchft_svc.telemetry.exposition import (
+    Family,
+    build_info,
+    durations,
+    one_value,
+    page,
+    values,
+)
+
+# In this order, the first that holds is the state of a group.
+GROUP_STATES = ("hung", "left_out", "healing", "in_quorum", "waiting", "idle")
+JOB_STATES = ("alive", "finished", "lost")
+_JOB_VALUES: tuple[tuple[catalog.Metric, Callable[[JobStatus], float]], ...] = (
+    (catalog.GROUPS_EXPECTED, lambda job: job.num_expected),
+    (catalog.MIN_GROUPS, lambda job: job.min_replicas),
+    (catalog.COMMITTED_STEP, lambda job: job.committed_step),
+    (catalog.SINCE_COMMIT, lambda job: job.stalled_s),
+    (catalog.STATE_DIFFERENCES, lambda job: job.num_differences),
+)
+
+
+class LighthouseMetrics:
+    """Collects the metrics of one lighthouse; for its event loop."""
+
+    def __init__(self, driver: LighthouseDriver, readiness: Readiness = ALWAYS_READY) -> None:
+        self._driver = driver
+        self._readiness = readiness
+        self._registry = CollectorRegistry()
+        self._registry.register(self)
+
+    def page(self, accept: str = "") -> tuple[bytes, str]:
+        """The text for ``/metrics`` and its content type; ``accept``: the header of the request.
+
+        A job of 1000 groups costs about 40 ms, half of which is its status.
+        """
+        return page(self._registry, accept)
+
+    def collect(self) -> Iterator[Family]:
+        """All metrics of this moment; see `prometheus_client.registry.Collector`."""
+        driver = self._driver
+        jobs = driver.status("")
+        yield from build_info(catalog.Program.LIGHTHOUSE)
+        yield one_value(catalog.LEADER, float(self._leads()))
+        sessions = [(("manager",), driver.num_streams), (("agent",), driver.runs.num_streams)]
+        yield values(catalog.SESSIONS, sessions)
+        yield values(catalog.RPC_ERRORS, driver.rpc_errors.counts.items())
+        states = Counter(map(_state_of_job, jobs))
+        yield values(catalog.JOBS, [((state,), states[state]) for state in JOB_STATES])
+        yield from self._of_jobs([job for job in jobs if _state_of_job(job) != "finished"])
+        yield from self._of_quorums({job.job for job in jobs})
+        yield from self._of_runs(driver.runs.status(""))
+
+    def _of_jobs(self, jobs: list[JobStatus]) -> Iterator[Family]:
+        by_state = []
+        for job in jobs:
+            states = Counter(map(_state_of_group, job.groups))
+            by_state += [((job.job, state), states[state]) for state in GROUP_STATES]
+        yield values(catalog.GROUPS, by_state)
+        for metric, read in _JOB_VALUES:
+            yield values(metric, [((job.job,), read(job)) for job in jobs])
+        yield values(catalog.GROUP_SILENCE, _silences(jobs))
+
+    def _of_quorums(self, names: set[str]) -> Iterator[Family]:
+        counted = [(name, each) for name, each in self._driver.counts.jobs.items() if name in names]
+        yield durations(
+            catalog.QUORUM_DURATION, [((name,), each.durations) for name, each in counted]
+        )
+        yield values(
+            catalog.QUORUM_CHANGES,
+            [
+                ((name, reason), number)
+                for name, each in counted
+                for reason, number in each.changes.items()
+            ],
+        )
+
+    def _of_runs(self, runs: list[RunStatus]) -> Iterator[Family]:
+        nodes = []
+        for run in runs:
+            states = Counter(node.status for node in run.nodes)
+            nodes += [((run.run, state.value), states[state]) for state in AgentStatus]
+        yield values(catalog.RUN_NODES, nodes)
+        yield values(catalog.RUN_NODES_EXPECTED, [((run.run,), run.min_nodes) for run in runs])
+        yield values(
+            catalog.RUN_RESTARTS,
+            [
+                ((run, cause), number)
+                for run, causes in self._driver.counts.runs.items()
+                for cause, number in causes.items()
+            ],
+        )
+
+    def _leads(self) -> bool:
+        try:
+            self._readiness.check()
+        except NotLeader:
+            return False
+        return True
+
+
+def _state_of_job(job: JobStatus) -> str:
+    if job.ended_s is None:
+        return "alive"
+    return "finished" if job.finished else "lost"
+
+
+def _state_of_group(group: GroupStatus) -> str:
+    if group.hung:
+        return "hung"
+    if group.left_out:
+        return "left_out"
+    if group.phase is Phase.HEALING:
+        return "healing"
+    if group.in_quorum:
+        return "in_quorum"
+    return "waiting" if group.asking else "idle"
+
+
+def _silences(jobs: list[JobStatus]) -> Iterator[tuple[tuple[str, str], float]]:
+    """The silence of each group; of several with one name, one of which is about to be forgotten,
+    the shortest."""
+    for job in jobs:
+        silent_s: dict[str, float] = {}
+        for group in job.groups:
+            name = stable_name(group.replica_id)
+            silent_s[name] = min(group.silent_s, silent_s.get(name, group.silent_s))
+        for name, value in silent_s.items():
+            yield (job.job, name), value

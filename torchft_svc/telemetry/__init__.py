@@ -1,0 +1,1 @@
+"""What lighthouse, managers and trainers show of themselves to monitoring: metrics and traces."""
