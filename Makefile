@@ -12,7 +12,7 @@ SECONDS ?= 60
 RUNNERS ?= 4
 PARALLEL ?= -n $(RUNNERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick check proto proto-check bench soak soak-rounds sim programs chaos clean
+.PHONY: demo test quick check docs proto proto-check bench soak soak-rounds sim programs chaos clean
 
 demo: $(READY)
 	$(BIN)/python -m tools.demo $(DEMO_FLAGS)
@@ -27,11 +27,15 @@ quick: RUNNERS = 3
 quick: $(READY)
 	$(BIN)/python -m pytest -q -m "not processes" --ignore tests/tools/sim $(PARALLEL)
 
-check: $(READY) proto-check
+check: $(READY) proto-check docs
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The site in build/site. Every warning is an error: a link, an anchor, a docstring.
+docs: $(READY)
+	$(BIN)/python -m sphinx -q -E -W --keep-going -b html -c docs . build/site
 
 bench: $(READY)
 	$(BIN)/python -m tools.benchmarks
@@ -69,5 +73,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dashboard,demo,dev,metrics,otel,ray]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dashboard,demo,dev,docs,metrics,otel,ray]'
 	touch $(READY)

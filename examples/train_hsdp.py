@@ -2,7 +2,7 @@
 
     lighthouse --bind :29510
     export TORCHFT_LIGHTHOUSE=localhost:29510
-    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # see the README, "Groups of several workers"
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # see docs/worker-groups.md
     REPLICA_GROUP_ID=0 torchrun --standalone --nproc-per-node=2 --max-restarts=9 \\
         examples/train_hsdp.py
     REPLICA_GROUP_ID=1 torchrun --standalone --nproc-per-node=2 --max-restarts=9 \\

@@ -14,14 +14,24 @@ import torchft_svc.client
 import torchft_svc.coordination
 import torchft_svc.elastic
 import torchft_svc.testing
+from tools.docs.__main__ import generated
+from tools.docs.settings import variables
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.elastic.run import get_args_parser
+from torchft_svc.env import Environment
 from torchft_svc.lighthouse_server import cli as lighthouse_cli
 from torchft_svc.lighthouse_server.operator_commands import OPERATOR_COMMANDS as LIGHTHOUSE_COMMANDS
 from torchft_svc.manager_server import cli as manager_cli
 from torchft_svc.manager_server.operator_commands import OPERATOR_COMMANDS as MANAGER_COMMANDS
+from torchft_svc.settings import (
+    DEFAULT_HEARTBEAT_INTERVAL,
+    LOCAL_LIGHTHOUSE,
+    resolve_checks,
+    resolve_timeouts,
+)
 
 ROOT = Path(__file__).parents[1]
-README, OPERATIONS = ROOT / "README.md", ROOT / "docs" / "operations.md"
+OPERATIONS, PARTS = ROOT / "docs" / "operations.md", ROOT / "docs" / "api" / "index.md"
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
 TREES = ("torchft_svc", "tests", "tools", "examples", "docs", "proto")
@@ -30,6 +40,8 @@ SYNONYMS = [
     *["deeds?", "crews?", "fellows?", "lookout", "nursery", "graveyard", "strays?", "residents"],
     *["whereabouts", "outlook", "keeper", "books"],
 ]
+# Pages about programs that have flags of their own.
+OTHER_FLAGS_PAGES = ("benchmarks.md", "elastic.md", "trainer.md")
 # What only the benchmarks read, and what stands for several.
 OTHER_SETTINGS = {"TORCHFT_PEER_PYTHON", "TORCHFT_TLS"}
 OTHER_FLAGS = {
@@ -148,10 +160,43 @@ def test_no_document_names_a_machine() -> None:
     ]
 
 
-def test_the_settings_are_those_of_the_environment() -> None:
-    read = set(re.findall(r"TORCHFT_[A-Z_]+", (ROOT / "torchft_svc" / "env.py").read_text()))
-    named = set(re.findall(r"TORCHFT_[A-Z_]*[A-Z]", README.read_text() + OPERATIONS.read_text()))
-    assert named ^ read == OTHER_SETTINGS
+@pytest.mark.parametrize("path", generated(), ids=str)
+def test_what_is_generated_is_up_to_date(path: Path) -> None:
+    assert (ROOT / path).read_text() == generated()[path], "run `python -m tools.docs`"
+
+
+def test_every_setting_of_ours_has_a_default() -> None:
+    ours = [each for each in variables() if each.names[0].startswith("TORCHFT_")]
+    assert len(ours) > 20
+    assert not [each.names[0] for each in ours if not each.default]
+
+
+def test_the_defaults_are_those_of_the_code() -> None:
+    said = {each.names[0]: each.default for each in variables()}
+    nothing = Environment({})
+    durations = resolve_timeouts(
+        nothing,
+        timeout=None,
+        quorum_timeout=None,
+        connect_timeout=None,
+        heartbeat_interval=DEFAULT_HEARTBEAT_INTERVAL,
+    )
+    assert said["TORCHFT_TIMEOUT_SEC"] == f"{durations.collective_s:g} s"
+    assert said["TORCHFT_QUORUM_TIMEOUT_SEC"] == f"{durations.quorum_s:g} s"
+    assert said["TORCHFT_CONNECT_TIMEOUT_SEC"] == f"{durations.connect_s:g} s"
+    checks = resolve_checks(nothing, None, None)
+    assert said["TORCHFT_CHECK_EVERY"] == f"{checks.check_every}"
+    assert said["TORCHFT_ON_DIFFERENCE"] == f"`{checks.on_difference}`"
+    assert said["TORCHFT_JOB_ID"] == f"`{DEFAULT_JOB}`"
+    assert said["TORCHFT_LIGHTHOUSE"].endswith(LOCAL_LIGHTHOUSE.rpartition(":")[2])
+
+
+def test_the_pages_name_settings_that_exist() -> None:
+    settings = (ROOT / "docs" / "settings.md").read_text()
+    for path in DOCS:
+        if path.name not in ("CHANGELOG.md", "settings.md"):
+            named = set(re.findall(r"TORCHFT_[A-Z_]*[A-Z]", path.read_text())) - OTHER_SETTINGS
+            assert not {name for name in named if f"`{name}`" not in settings}, path.name
 
 
 def flags_of(*commands: click.Command) -> set[str]:
@@ -165,10 +210,12 @@ def flags_of(*commands: click.Command) -> set[str]:
 
 def test_the_flags_are_those_of_the_commands() -> None:
     ours = flags_of(lighthouse_cli.main, manager_cli.main, *LIGHTHOUSE_COMMANDS, *MANAGER_COMMANDS)
-    text = README.read_text() + OPERATIONS.read_text()
-    commands = re.findall(r"^(?:lighthouse|torchft-manager) .*", text, re.MULTILINE)
-    named = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", "\n".join([*quoted(text), *commands])))
-    assert named - ours <= OTHER_FLAGS | launcher_flags()
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/failures").glob("*")]
+    for path in sorted({*pages} - {ROOT / "docs" / name for name in OTHER_FLAGS_PAGES}):
+        text = path.read_text()
+        commands = re.findall(r"^(?:lighthouse|torchft-manager) .*", text, re.MULTILINE)
+        named = set(re.findall(r"(?<!\S)--[a-z][a-z-]+", "\n".join([*quoted(text), *commands])))
+        assert named - ours <= OTHER_FLAGS | launcher_flags(), path.name
 
 
 def launcher_flags() -> set[str]:
@@ -203,13 +250,14 @@ def test_the_log_lines_are_those_of_the_code() -> None:
 
 def test_the_names_of_the_parts_can_be_imported() -> None:
     modules = (torchft_svc.client, torchft_svc.coordination, torchft_svc.testing)
-    found = rows(section(README.read_text(), "The parts"))
+    parts = PARTS.read_text()
+    found = rows(parts)
     for cell, *_ in found:
         for word in quoted(cell):
             name = re.split(r"[(.]", word)[0]
             if name[0].isupper() or "_" in name.removeprefix("torchft_svc"):
                 assert any(hasattr(module, name) for module in modules), word
-    _, _, in_short = section(README.read_text(), "The parts").partition("`Manager` in short")
+    _, _, in_short = parts.partition("`Manager` in short")
     methods = re.findall(r"`(\w+)`", in_short)
     assert len(methods) > 10
     assert not [name for name in methods if not hasattr(torchft_svc.client.Manager, name)]

@@ -148,62 +148,72 @@ class Environment:
 
     @property
     def lighthouse_address(self) -> str | None:
-        """``TORCHFT_LIGHTHOUSE``, or ``TORCH_LIGHTHOUSE``: ``host:port``."""
+        """``TORCHFT_LIGHTHOUSE``, or ``TORCH_LIGHTHOUSE``: ``host:port``, or several with commas
+        between (default: this machine, port 29510)."""
         return self._text("TORCHFT_LIGHTHOUSE") or self._text("TORCH_LIGHTHOUSE")
 
     @property
     def manager_address(self) -> str | None:
-        """``TORCHFT_MANAGER_ADDR``: a manager that already runs, ``host:port``."""
+        """``TORCHFT_MANAGER_ADDR``: a manager that already runs, ``host:port`` (default: rank 0
+        starts one)."""
         return self._text("TORCHFT_MANAGER_ADDR")
 
     @property
     def manager_port(self) -> int | None:
-        """``TORCHFT_MANAGER_PORT``: where the manager listens, 0 for any free port."""
+        """``TORCHFT_MANAGER_PORT``: where the manager listens (default: any free port, as with
+        0)."""
         return self._int("TORCHFT_MANAGER_PORT", 0, _MAX_PORT)
 
     @property
     def master_address(self) -> str | None:
-        """``MASTER_ADDR``: the host of the group's store."""
+        """``MASTER_ADDR``: the host of the group's store (default: a worker that is
+        alone in its group hosts one)."""
         return self._text("MASTER_ADDR")
 
     @property
     def master_port(self) -> int | None:
-        """``MASTER_PORT``: the port of the group's store."""
+        """``MASTER_PORT``: the port of the group's store (default: a worker that is
+        alone in its group hosts one)."""
         return self._int("MASTER_PORT", 1, _MAX_PORT)
 
     @property
     def uses_agent_store(self) -> bool:
-        """``TORCHELASTIC_USE_AGENT_STORE``: the launcher hosts the store, workers only connect."""
+        """``TORCHELASTIC_USE_AGENT_STORE``: the launcher hosts the store, workers only connect
+        (default: no)."""
         return bool(self._bool("TORCHELASTIC_USE_AGENT_STORE"))
 
     @property
     def shares_agent_store(self) -> bool:
-        """``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``: unless set, workers use the launcher's store."""
+        """``TORCH_DISABLE_SHARE_RDZV_TCP_STORE``: if true, workers do not use the launcher's
+        store (default: no)."""
         return not self._bool("TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
 
     @property
     def restart_count(self) -> int:
-        """``TORCHELASTIC_RESTART_COUNT``: which attempt of the launcher this worker belongs to."""
+        """``TORCHELASTIC_RESTART_COUNT``: which attempt of the launcher this worker belongs to
+        (default: 0)."""
         return self._int("TORCHELASTIC_RESTART_COUNT", 0) or 0
 
     @property
     def world_round(self) -> int | None:
-        """``TORCHFT_WORLD_ROUND``: which world of its launcher this worker is in."""
+        """``TORCHFT_WORLD_ROUND``: the number of this worker's world, which its launcher sets
+        (default: none)."""
         return self._int(WORLD_ROUND_VARIABLE, 0)
 
     @property
     def group_rank(self) -> int | None:
-        """``RANK``: this worker's index in its replica group."""
+        """``RANK``: this worker's index in its replica group (default: 0)."""
         return self._int("RANK", 0)
 
     @property
     def group_world_size(self) -> int | None:
-        """``WORLD_SIZE``: how many workers the replica group has."""
+        """``WORLD_SIZE``: how many workers the replica group has (default: 1)."""
         return self._int("WORLD_SIZE", 1)
 
     @property
     def worker_channel(self) -> str | None:
-        """``TORCHFT_WORKER_CHANNEL``: the directory over which an agent talks to this worker."""
+        """``TORCHFT_WORKER_CHANNEL``: the directory over which an agent talks to this worker; the
+        launcher sets it (default: none)."""
         return self._text("TORCHFT_WORKER_CHANNEL")
 
     def torchrun_worker(self) -> TorchrunWorker:
@@ -237,33 +247,37 @@ class Environment:
 
     @property
     def timeout_s(self) -> float | None:
-        """``TORCHFT_TIMEOUT_SEC``: the longest that a collective or a vote may take."""
+        """``TORCHFT_TIMEOUT_SEC``: the longest that a collective or a vote may take (default:
+        60 s)."""
         return self._seconds("TORCHFT_TIMEOUT_SEC")
 
     @property
     def quorum_timeout_s(self) -> float | None:
-        """``TORCHFT_QUORUM_TIMEOUT_SEC``: the longest wait for a quorum."""
+        """``TORCHFT_QUORUM_TIMEOUT_SEC``: the longest wait for a quorum (default: 60 s)."""
         return self._seconds("TORCHFT_QUORUM_TIMEOUT_SEC")
 
     @property
     def connect_timeout_s(self) -> float | None:
-        """``TORCHFT_CONNECT_TIMEOUT_SEC``: the longest that a service may be unreachable."""
+        """``TORCHFT_CONNECT_TIMEOUT_SEC``: the longest that a service may be unreachable (default:
+        60 s)."""
         return self._seconds("TORCHFT_CONNECT_TIMEOUT_SEC")
 
     @property
     def watchdog_timeout_s(self) -> float | None:
-        """``TORCHFT_WATCHDOG_TIMEOUT_SEC``: how late a collective may be."""
+        """``TORCHFT_WATCHDOG_TIMEOUT_SEC``: the process ends if a collective is so late after its
+        deadline (default: never)."""
         return self._seconds("TORCHFT_WATCHDOG_TIMEOUT_SEC")
 
     @property
     def flight_recorder(self) -> str | None:
-        """``TORCHFT_FLIGHT_RECORDER``: the directory for records of collectives."""
+        """``TORCHFT_FLIGHT_RECORDER``: the directory for records of collectives (default: nothing
+        is recorded)."""
         return self._text("TORCHFT_FLIGHT_RECORDER")
 
     @property
     def checks_collectives(self) -> bool:
         """``TORCHFT_CHECK_COLLECTIVES``, or ``TORCH_DISTRIBUTED_DEBUG=DETAIL``: compare each
-        operation with the other groups' before it begins."""
+        operation with the other groups' before it begins; equal in all groups (default: no)."""
         ours = self._bool("TORCHFT_CHECK_COLLECTIVES")
         detail = (self._text("TORCH_DISTRIBUTED_DEBUG") or "").upper() == "DETAIL"
         return detail if ours is None else ours
@@ -277,62 +291,70 @@ class Environment:
 
     @property
     def check_every(self) -> int | None:
-        """``TORCHFT_CHECK_EVERY``: in every so many steps groups compare their states; 0: never."""
+        """``TORCHFT_CHECK_EVERY``: in every so many steps groups compare their states; 0: never
+        (default: 500)."""
         return self._int("TORCHFT_CHECK_EVERY", 0)
 
     @property
     def on_difference(self) -> str | None:
-        """``TORCHFT_ON_DIFFERENCE``: what follows if their states differ: heal, warn or stop."""
+        """``TORCHFT_ON_DIFFERENCE``: what follows if their states differ: ``heal``, ``warn`` or
+        ``stop`` (default: ``heal``)."""
         return self._text("TORCHFT_ON_DIFFERENCE")
 
     @property
     def quorum_retries(self) -> int | None:
-        """``TORCHFT_QUORUM_RETRIES``: how often a failed quorum is asked for again."""
+        """``TORCHFT_QUORUM_RETRIES``: how often a failed quorum is asked for again (default: 0)."""
         return self._int("TORCHFT_QUORUM_RETRIES", 0)
 
     @property
     def checkpoint_host(self) -> str | None:
-        """``TORCHFT_CHECKPOINT_HOST``: the host under which others fetch this worker's state."""
+        """``TORCHFT_CHECKPOINT_HOST``: the host under which others fetch this worker's state
+        (default: the local address from which the lighthouse is reached)."""
         return self._text("TORCHFT_CHECKPOINT_HOST")
 
     @property
     def interface(self) -> str | None:
-        """``TORCHFT_INTERFACE``: the network interface whose address other groups get."""
+        """``TORCHFT_INTERFACE``: the network interface whose address other groups get
+        (default: that of the route to the lighthouse)."""
         return self._text(INTERFACE_VARIABLE)
 
     @property
     def job_id(self) -> str | None:
-        """``TORCHFT_JOB_ID``: the job on a lighthouse that serves many."""
+        """``TORCHFT_JOB_ID``: the job on a lighthouse that serves many (default: ``default``)."""
         return self._text("TORCHFT_JOB_ID")
 
     @property
     def min_replicas(self) -> int | None:
-        """``TORCHFT_MIN_REPLICAS``: the fewest groups that the job trains with; 0: not set."""
+        """``TORCHFT_MIN_REPLICAS``: the fewest groups that the job trains with; 0: not set
+        (default: the setting of the lighthouse)."""
         return self._int("TORCHFT_MIN_REPLICAS", 0)
 
     @property
     def replica_group_id(self) -> str | None:
-        """``REPLICA_GROUP_ID``: the stable name of this replica group."""
+        """``REPLICA_GROUP_ID``: the stable name of this replica group (default: a random one)."""
         return self._text("REPLICA_GROUP_ID")
 
     @property
     def do_not_requeue_exit_code(self) -> int | None:
-        """``TORCHFT_DO_NOT_REQUEUE_EXIT_CODE``: the status of an end that no restart can mend."""
+        """``TORCHFT_DO_NOT_REQUEUE_EXIT_CODE``: the status of an end that no restart can
+        mend (default: none; such an end has the status of any error)."""
         return self._int(VERDICT_VARIABLE, 1, _MAX_EXIT_CODE)
 
     @property
     def progress_file(self) -> str | None:
-        """``TORCHFT_PROGRESS_FILE``: where this worker records its step for who restarts it."""
+        """``TORCHFT_PROGRESS_FILE``: where this worker records its step for who restarts it
+        (default: nowhere)."""
         return self._text(PROGRESS_VARIABLE)
 
     @property
     def local_rank(self) -> int | None:
-        """``LOCAL_RANK``: this worker's index on its machine."""
+        """``LOCAL_RANK``: this worker's index on its machine (default: none)."""
         return self._int("LOCAL_RANK", 0)
 
     @property
     def log_level(self) -> str | None:
-        """``TORCHFT_LOG``: the least that trainers and services log."""
+        """``TORCHFT_LOG``: the least that trainers and services log: ``debug``, ``info``,
+        ``warning``, ``error`` or ``off`` (default: ``info``)."""
         text = self._text(LOG_VARIABLE)
         if text is not None and text.lower() not in LOG_LEVELS:
             raise ConfigError(LOG_VARIABLE, text, f"use one of {', '.join(LOG_LEVELS)}")
@@ -340,57 +362,63 @@ class Environment:
 
     @property
     def tls_cert_file(self) -> str | None:
-        """``TORCHFT_TLS_CERT``: this party's certificate and its intermediates, a PEM file."""
+        """``TORCHFT_TLS_CERT``: this party's certificate and its intermediates, a PEM file
+        (default: no TLS)."""
         return self._protecting("TORCHFT_TLS_CERT")
 
     @property
     def tls_key_file(self) -> str | None:
-        """``TORCHFT_TLS_KEY``: the certificate's private key, a PEM file."""
+        """``TORCHFT_TLS_KEY``: the certificate's private key, a PEM file
+        (default: no TLS)."""
         return self._protecting("TORCHFT_TLS_KEY")
 
     @property
     def tls_ca_file(self) -> str | None:
-        """``TORCHFT_TLS_CA``: the certificates that sign those of the others, a PEM file."""
+        """``TORCHFT_TLS_CA``: the certificates that sign those of the others, a PEM file
+        (default: the system's)."""
         return self._protecting("TORCHFT_TLS_CA")
 
     @property
     def token(self) -> str | None:
-        """``TORCHFT_TOKEN``: the secret that every call must carry."""
+        """``TORCHFT_TOKEN``: the secret that every call must carry (default: none)."""
         return self._protecting("TORCHFT_TOKEN")
 
     @property
     def token_file(self) -> str | None:
-        """``TORCHFT_TOKEN_FILE``: the file that holds it."""
+        """``TORCHFT_TOKEN_FILE``: the file that holds it (default: none)."""
         return self._protecting("TORCHFT_TOKEN_FILE")
 
     @property
     def etcd_cert_file(self) -> str | None:
-        """``TORCHFT_ETCD_CERT``: the certificate that a lighthouse shows to etcd, a PEM file."""
+        """``TORCHFT_ETCD_CERT``: the certificate that a lighthouse shows to etcd, a PEM file
+        (default: none)."""
         return self._protecting("TORCHFT_ETCD_CERT")
 
     @property
     def etcd_key_file(self) -> str | None:
-        """``TORCHFT_ETCD_KEY``: that certificate's private key, a PEM file."""
+        """``TORCHFT_ETCD_KEY``: that certificate's private key, a PEM file
+        (default: none)."""
         return self._protecting("TORCHFT_ETCD_KEY")
 
     @property
     def etcd_ca_file(self) -> str | None:
-        """``TORCHFT_ETCD_CA``: the certificates that sign those of etcd, a PEM file."""
+        """``TORCHFT_ETCD_CA``: the certificates that sign those of etcd, a PEM file
+        (default: the system's)."""
         return self._protecting("TORCHFT_ETCD_CA")
 
     @property
     def etcd_user(self) -> str | None:
-        """``TORCHFT_ETCD_USER``: as whom a lighthouse comes to etcd."""
+        """``TORCHFT_ETCD_USER``: as whom a lighthouse comes to etcd (default: none)."""
         return self._protecting("TORCHFT_ETCD_USER")
 
     @property
     def etcd_password(self) -> str | None:
-        """``TORCHFT_ETCD_PASSWORD``: that user's password."""
+        """``TORCHFT_ETCD_PASSWORD``: that user's password (default: none)."""
         return self._protecting("TORCHFT_ETCD_PASSWORD")
 
     @property
     def etcd_password_file(self) -> str | None:
-        """``TORCHFT_ETCD_PASSWORD_FILE``: the file that holds it."""
+        """``TORCHFT_ETCD_PASSWORD_FILE``: the file that holds it (default: none)."""
         return self._protecting("TORCHFT_ETCD_PASSWORD_FILE")
 
     def _text(self, name: str) -> str | None:

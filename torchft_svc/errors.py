@@ -1,4 +1,4 @@
-"""Every error of this package.
+"""Every error of this package::
 
     TorchFTError
     ├── UsageError                  the caller's mistake: repeat it and it fails again

@@ -50,6 +50,8 @@ class DistributedDataParallel(nn.Module):
     each group keeps its own buffers.
 
     Args:
+        manager: the manager of this worker.
+        module: the model to train.
         bucket_cap_mb: the size of a bucket of gradients in MiB (default: 4 on CPUs, else 25).
         gradient_as_bucket_view: gradients are views of the buckets' memory, which saves a copy.
             False gives them separate memory.
@@ -57,6 +59,9 @@ class DistributedDataParallel(nn.Module):
             zero here, and gets the average of the others. One that no group uses gets zeros, so
             weight decay and momentum still apply; a frozen parameter gets no gradient.
         broadcast_buffers: True only warns.
+        init_sync: accepted; the manager's own argument of this name decides.
+        kwargs: other arguments of torch's class: they are refused, or warn that they have no
+            effect.
 
     Raises:
         ConfigError: the module has no parameter to train, an argument is not supported, or a part

@@ -79,10 +79,15 @@ class Trainer:
         train_fn: ``train_fn(context)``, a loop of the user's own; see `TrainContext`. Otherwise:
         model_creator, data_creator, optimizer_creator, loss_creator, scheduler_creator: what makes
             the model, the data and so on, each called with ``config`` as its last argument; see
-            `TrainingProgram`, also for ``batch_loss``, ``scheduler_step`` and ``setup``.
+            `TrainingProgram`.
+        batch_loss: ``batch_loss(model, batch, info)`` returns the loss of a batch, in place of that
+            of ``loss_creator``.
+        scheduler_step: whether the scheduler moves after each pass or after each step.
+        setup: ``setup(config)``, called in each worker before anything else is made.
         config: for all of these functions.
         num_workers: how many are wanted. With resources for fewer, at least ``min_workers``, the
             trainer trains with these, and grows when there are more.
+        min_workers: the fewest that train.
         backend: ``local`` (processes of this machine), ``ray``, or a `Backend`, which the trainer
             closes.
         resources_per_worker: such as ``{"CPU": 1, "GPU": 1}``.
@@ -94,15 +99,20 @@ class Trainer:
         checkpoint_dir: for ``checkpoint="auto"``: a folder, or a URL of fsspec; all workers reach
             it (default: ``torchft-checkpoints`` in the working directory).
         checkpoint_every: steps, or a timedelta, between checkpoints inside of a pass (default:
-            there is one before each pass only). The last ``keep_last`` are kept.
+            there is one before each pass only).
+        keep_last: how many checkpoints are kept.
         resume: ``auto``: begin with the newest good checkpoint of ``checkpoint_dir``, if there is
             one, for instance after the trainer itself was lost.
         batch_size: samples of one worker in a step.
         seed: of the order of data, the initial weights, and the random numbers of each step.
-        use_gpu: (default: if ``resources_per_worker`` has one).
+        use_gpu: whether workers train on GPUs (default: if ``resources_per_worker`` has one).
+        num_threads: of torch in each worker (default: torch's).
+        ddp_args: more arguments of ``DistributedDataParallel``.
+        run_name: different for each run at the same time on the same lighthouse.
         heartbeat_timeout_s: a worker that is silent for so long is lost.
         start_timeout_s: the longest that a worker may take to start, and to join the others.
         timeout_s: the longest that a collective may take.
+        join_timeout_s: the longest that all workers may take to meet.
         first_pause_s, max_pause_s, resources_timeout_s: without resources, the trainer looks again
             after a time that doubles; so long without them costs another retry.
         grow_every_s: how often a report is a moment to look for resources of missing workers.

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.documents import code_blocks
 from support.papers import TOKEN, papers, variables
 from support.programs import Program
 from support.running import ROOT, lighthouse_process
@@ -27,8 +27,6 @@ EXAMPLE = "examples/train_ddp.py"
 SHARDED = "examples/train_hsdp.py"
 # Of a guess among all characters. What is learnt differs by the Python whose sources are read.
 UNTRAINED = math.log(128)
-# Three trainers import torch, one after the other; the example itself lasts a minute.
-FIRST_STEPS_S = 110.0
 # Six processes import torch, on few cores that may be busy with other work.
 SHARDED_S = 180.0
 # A step of those that wait for processes which import torch: these need the processors.
@@ -75,58 +73,11 @@ def test_a_launcher_may_start_it(environment: dict[str, str]) -> None:
     assert any(line.startswith("step 20 ") for line in launcher.lines)
 
 
-def code_blocks(kind: str) -> list[str]:
-    """What the README shows as ``kind`` (empty: output), in its order."""
-    text = (ROOT / "README.md").read_text()
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.DOTALL | re.MULTILINE)
-    return [block for language, block in found if language == kind]
-
-
-def plain(line: str) -> str:
-    """A line without what differs from run to run."""
-    line = re.sub(r"^[\d-]+ [\d:,]+ ", "", line)
-    line = re.sub(r":[0-9a-f]{8}-[0-9a-f-]{27}: .*$", ":...", line)  # a group, and how it was lost
-    line = re.sub(r"\((its session ended|the process of .*|group rank 0 .*)\)$", "(...)", line)
-    # Why a group is gone may be reported a moment after the next quorum, on a busy machine.
-    line = re.sub(r"(gone: \w+) \(.*\)", r"\1", line)
-    return re.sub(r"\d+(\.\d+)?( [kM]?B)?", "N", line)
-
-
-@pytest.mark.timeout(300)
-def test_the_readmes_first_steps(tmp_path: Path) -> None:
-    """The README's own text, from an empty folder: start two groups, kill one, look, restart it."""
-    program = code_blocks("python")[0].replace("< 1000:", "< 600:")  # it shows the same sooner
-    (tmp_path / "train.py").write_text(program)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    start, act = (
-        "\n".join(line for line in block.splitlines() if not line.startswith("pip")).replace(
-            "29510", str(port)
-        )
-        for block in code_blocks("sh")
-        if "train.py" in block and "torchrun" not in block
-    )
-    script = f"cd {tmp_path}\n{start}\nmkfifo go; read < go\n{act}\nwait\n"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    with Program(["bash", "-c", script], {"PATH": path, "REPLICA_GROUP_ID": ""}) as shell:
-        shell.wait_for("b: step", FIRST_STEPS_S)
-        shell.lines.clear()
-        (tmp_path / "go").write_text("go\n")
-        # Lines that it leaves out stand there as dots.
-        expected = [line for line in code_blocks("")[0].splitlines() if line.strip() != "..."]
-        assert len(expected) > 10
-        for line in expected:
-            wanted = plain(line)
-            shell.wait_until(lambda seen: wanted in plain(seen), line, FIRST_STEPS_S)  # noqa: B023
-
-
-def readme_commands(script: str) -> tuple[dict[str, str], list[tuple[dict[str, str], list[str]]]]:
-    """What the README exports before it starts ``script``, and each start: variables, command."""
+def page_commands(script: str) -> tuple[dict[str, str], list[tuple[dict[str, str], list[str]]]]:
+    """What the page exports before it starts ``script``, and each start: variables, command."""
+    page = ROOT / "docs" / "worker-groups.md"
     (block,) = (
-        block
-        for block in re.findall(r"```sh\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-        if script in block
+        block.text for block in code_blocks(page) if block.language == "sh" and script in block.text
     )
     exported, starts = {}, []
     for line in block.splitlines():
@@ -140,9 +91,9 @@ def readme_commands(script: str) -> tuple[dict[str, str], list[tuple[dict[str, s
 
 
 @pytest.mark.timeout(3 * SHARDED_S + 60)
-def test_sharded_groups_heal_with_the_commands_of_the_readme(environment: dict[str, str]) -> None:
+def test_sharded_groups_heal_with_the_commands_of_their_page(environment: dict[str, str]) -> None:
     """One of its two commands, which are alike; of the other, the workers alone, in no time."""
-    exported, starts = readme_commands(SHARDED)
+    exported, starts = page_commands(SHARDED)
     (names, command), (name, same) = starts
     assert (names.keys(), command) == (name.keys(), same)
     settings = (

@@ -1,0 +1,1 @@
+"""Draws and writes what the documents take from the code and from real runs."""
