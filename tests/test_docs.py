@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
+from support.documents import code_blocks
 
 import torchft_svc.client
 import torchft_svc.coordination
@@ -151,6 +152,16 @@ def test_every_link_leads_somewhere(path: Path) -> None:
         if not target.is_file() or (anchor and anchor not in anchors(target)):
             broken.append(link)
     assert not broken
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    menus = "\n".join(block.text for path in DOCS for block in code_blocks(path))
+    root = ROOT / "docs"
+    pages = {page.relative_to(root).with_suffix("").as_posix() for page in root.rglob("*.md")}
+    pages -= {"index", *(page for page in pages if page.startswith("design/"))}
+    entries = set(re.findall(r"^[\w./-]+$", menus, re.MULTILINE))
+    absent = {page for page in pages if not {page, page.partition("/")[2]} & entries}
+    assert not absent, "add them to a toctree, such as those at the end of docs/index.md"
 
 
 def test_no_document_names_a_machine() -> None:
