@@ -57,6 +57,7 @@ _ELSEWHERE = {
     "manager_server/child.py": "trainers",
     "elastic/runtime.py": "workers of `torchft-run`",
     "settings.py": "trainers",
+    "host/exit_verdict.py": "trainers",
 }
 # The flags that every command has.
 _SHARED_FLAGS = ("--tls-cert", "--tls-key", "--tls-ca", "--token-file")
