@@ -74,7 +74,7 @@ _DONE = "assert manager.current_step() == 1\nmanager.shutdown()\n"
 
 PROGRAMS = {
     "several optimizers": PageProgram(
-        page="docs/operations.md",
+        page="docs/training-loops.md",
         blocks=("with manager.commit() as committed:",),
         before=_MODEL
         + _MANAGER
@@ -88,7 +88,7 @@ loss_of(parallel(features)).backward()
         after=_DONE + "assert not torch.equal(before, model.bias)\n",
     ),
     "closure": PageProgram(
-        page="docs/operations.md",
+        page="docs/training-loops.md",
         blocks=("optimizer = Optimizer(manager, lbfgs)",),
         before=_MODEL
         + _MANAGER
@@ -101,7 +101,7 @@ before = model.weight.detach().clone()
         after=_DONE + "assert not torch.equal(before, model.weight)\n",
     ),
     "consistent state": PageProgram(
-        page="docs/operations.md",
+        page="docs/training-loops.md",
         blocks=("with manager.consistent_state():",),
         before=_MODEL
         + _MANAGER

@@ -425,7 +425,7 @@ class Manager:
         """Declare that the state of ``optimizer`` changes only in its step, not in a forward pass.
 
         `Optimizer` calls this. While a group heals, the rest of the state is copied; see "State
-        that heals" in docs/operations.md. It holds as long as the program keeps ``optimizer``,
+        that heals" in docs/training-loops.md. It holds as long as the program keeps ``optimizer``,
         which is not kept alive.
         """
         self._registry.own(optimizer)

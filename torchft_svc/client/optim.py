@@ -45,7 +45,7 @@ class Optimizer(torch.optim.Optimizer):
 
     A `torch.amp.GradScaler` accepts it, too, if the manager has ``use_async_quorum=False``: a step
     with infinite gradients is voted on like any other, and its update changes nothing. See
-    "Training loops" in docs/operations.md.
+    docs/training-loops.md.
 
     Raises:
         ConfigError: ``optim`` is no optimizer, or a list that is empty or contains one twice.
