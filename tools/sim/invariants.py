@@ -15,6 +15,7 @@ from typing import Any
 
 from tools.sim.world import Process, VirtualWorld
 from torchft_svc.core.quorum.assignment import QuorumResult
+from torchft_svc.core.quorum.lighthouse.incidents import MAX_INCIDENTS, JobLedger
 from torchft_svc.core.quorum.lighthouse.jobs import ReportHang, ReportLoss
 from torchft_svc.core.quorum.lighthouse.lighthouse import Publish
 from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, Quorum
@@ -563,7 +564,8 @@ class Newcomers:
 
 
 class Bounds:
-    """I7: dead groups are forgotten: no collection of the core outgrows the living ones."""
+    """I7: dead groups are forgotten: no collection of the core outgrows the living ones, except for
+    ledgers, which record the past (rule N3)."""
 
     def check(self, core: object, num_living: int) -> None:
         """``num_living``: the groups of a lighthouse, the workers of a group."""
@@ -579,6 +581,8 @@ def parts_of(thing: object, path: str) -> Iterator[tuple[str, Collection[object]
         inner = thing.values() if isinstance(thing, dict) else thing
         for each in inner:
             yield from parts_of(each, f"{path}[]")
+    elif isinstance(thing, JobLedger):
+        must(len(thing) <= MAX_INCIDENTS, "I7", f"{path} has {len(thing)} records")
     elif type(thing).__module__.startswith("torchft_svc.core.") and not isinstance(thing, Quorum):
         names = list(getattr(thing, "__dict__", ()))
         for base in type(thing).__mro__:

@@ -6,8 +6,9 @@ import logging
 import random
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import grpc
@@ -16,11 +17,17 @@ from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.coordination.stream_votes import StreamVotes
 from torchft_svc.core.limits import one_line
 from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.tally import MAX_EVENTS_KEPT, GroupEvent, Tally
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import DifferenceReport
 from torchft_svc.core.route import AttachEnd, AttachRetry, Reattach
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import difference_to_wire, fit_for_logs, term_ends_from_wire
+from torchft_svc.rpc.codec import (
+    difference_to_wire,
+    event_to_wire,
+    fit_for_logs,
+    term_ends_from_wire,
+)
 
 log = logging.getLogger(__name__)
 
@@ -76,7 +83,8 @@ class Attachment:
     """Reads news on a thread of its own, ``torchft-news``; opened again when it breaks.
 
     ``channel`` returns the one to use, whenever the stream is opened; ``on_break`` is called on
-    that thread if the manager cannot be reached.
+    that thread if the manager cannot be reached. ``tally`` returns what the worker's time was spent
+    on, which is sent with its phases.
     """
 
     def __init__(
@@ -87,6 +95,7 @@ class Attachment:
         worker_id: str,
         listeners: Listeners,
         on_break: Callable[[], None],
+        tally: Callable[[float], Tally | None] = lambda now: None,
     ) -> None:
         self._channel = channel
         self._metadata = metadata
@@ -94,9 +103,12 @@ class Attachment:
         self._hello = pb.AttachHello(rank=group_rank, worker_id=worker_id)
         self._listeners = listeners
         self._closing = threading.Event()
-        self._outgoing = Outgoing(self._hello)
+        self._tally = tally
+        self._outgoing = Outgoing(self._hello, tally)
         self._votes = StreamVotes(self._outgoing.send)
         self._report: PhaseReport | None = None
+        # The last events, and when they happened: the next manager receives them again.
+        self._events: deque[tuple[GroupEvent, float]] = deque(maxlen=MAX_EVENTS_KEPT)
         self._is_over = False  # the manager has announced that it ends for good
         self._streams = threading.Condition()
         self._awaits_next = False  # `listen` waits for the next stream
@@ -115,6 +127,12 @@ class Attachment:
         The report is lost if the stream breaks just then: other groups report it, too.
         """
         self._outgoing.send(pb.AttachRequest(difference=difference_to_wire(report)))
+
+    def report_event(self, event: GroupEvent) -> None:
+        """Report to the manager what has happened; only stores it."""
+        at = time.monotonic() - event.ago_s
+        self._events.append((event, at))  # first, for a stream that is being opened
+        self._outgoing.send(_event_request(event, at))
 
     @property
     def is_open(self) -> bool:
@@ -174,10 +192,12 @@ class Attachment:
     def _keep_open(self) -> None:
         retry = AttachRetry(random.random)
         while True:
-            outgoing = self._outgoing = Outgoing(self._hello)
+            outgoing = self._outgoing = Outgoing(self._hello, self._tally)
             votes = self._votes = StreamVotes(outgoing.send)
             if self._closing.is_set():  # looked at after that which `close` ends is there
                 return
+            for event, at in list(self._events):
+                outgoing.send(_event_request(event, at))
             sent = None
             while (report := self._report) is not sent:  # another thread may report the next one
                 assert report is not None
@@ -239,3 +259,9 @@ class Attachment:
         finally:
             outgoing.end()  # or the thread that sends would wait for more
             votes.closed()
+
+
+def _event_request(event: GroupEvent, at: float) -> pb.AttachRequest:
+    """The message with an event that happened ``at`` then."""
+    aged = replace(event, ago_s=max(0.0, time.monotonic() - at))
+    return pb.AttachRequest(event=event_to_wire(aged))

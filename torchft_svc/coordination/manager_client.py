@@ -9,6 +9,7 @@ import logging
 import math
 import time
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 
 from torchft_svc.coordination.attachment import Attachment, Listeners
@@ -18,6 +19,7 @@ from torchft_svc.coordination.types import ManagerLocator
 from torchft_svc.core.limits import limited_s
 from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
+from torchft_svc.core.quorum.tally import EventKind, GroupEvent, Tally
 from torchft_svc.core.quorum.term import Fate
 from torchft_svc.core.quorum.types import DEFAULT_JOB, DifferenceReport, Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.round import WorkerCalls
@@ -71,8 +73,14 @@ class ManagerClient(Client):
         self._drain = self._method("Drain", pb.DrainResponse.FromString)
         self._connect()
 
-    def attach(self, group_rank: int, listeners: Listeners) -> None:
+    def attach(
+        self,
+        group_rank: int,
+        listeners: Listeners,
+        tally: Callable[[float], Tally | None] = lambda now: None,
+    ) -> None:
         """Keep a stream to the manager open, until `close`; ``listeners`` receive its news.
+        ``tally``: see `Attachment`.
 
         While it is open the manager knows that this worker lives; when it breaks, the group's other
         workers receive the loss as news.
@@ -85,6 +93,7 @@ class ManagerClient(Client):
             self._calls.worker_id,
             dataclasses.replace(listeners, on_over=self._receive_over),
             self._lost_contact,
+            tally,
         )
 
     def report_phase(self, report: PhaseReport) -> None:
@@ -97,6 +106,20 @@ class ManagerClient(Client):
         """Report that the groups' states differ, if the client is attached; only stores it."""
         if self._attachment is not None:
             self._attachment.report_difference(report)
+
+    def report_event(self, event: GroupEvent) -> None:
+        """Report what has happened to the group, if the client is attached; only stores it."""
+        if self._attachment is not None:
+            with self._lock:
+                event = self._calls.sign_event(event)
+            self._attachment.report_event(event)
+
+    def _move(self, addr: str) -> bool:
+        has_moved = super()._move(addr)
+        if has_moved:
+            cause = "its manager died, or stopped responding, and was started again"
+            self.report_event(GroupEvent(kind=EventKind.MANAGER_DIED, cause=cause, is_own=True))
+        return has_moved
 
     def stands_still(self) -> bool:
         """Whether this worker has been in one phase for long, or begun no step yet, and does not

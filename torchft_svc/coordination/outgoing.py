@@ -5,9 +5,10 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.tally import Tally
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import report_to_wire
 
@@ -22,8 +23,12 @@ class Outgoing:
     The other methods may be called on any thread, and only store something.
     """
 
-    def __init__(self, hello: pb.AttachHello) -> None:
+    def __init__(
+        self, hello: pb.AttachHello, tally: Callable[[float], Tally | None] = lambda now: None
+    ) -> None:
+        """``tally`` returns what the worker's time was spent on (None: not known)."""
         self._hello = hello
+        self._tally = tally
         self._report: PhaseReport | None = None
         self._has_new_phase = False
         self._over = threading.Event()
@@ -60,7 +65,8 @@ class Outgoing:
             except queue.Empty:
                 self._has_new_phase = False  # before the look at the phase
                 assert self._report is not None
-                yield pb.AttachRequest(phase=report_to_wire(self._report))
+                report = report_to_wire(self._report, self._tally(time.monotonic()))
+                yield pb.AttachRequest(phase=report)
                 next_phase_at = time.monotonic() + PHASE_INTERVAL_S
             else:
                 if message is not None and not self._over.is_set():

@@ -205,7 +205,15 @@ class Attempts:
     retry_at: float = math.inf  # it has not been started
     was_open: bool = False
     failing_since: float | None = None
+    failing_for: TorchFTError | None = None
     logged_at: float = 0.0
+
+    def absence(self) -> Absence | None:
+        """The absence of all lighthouses that ends now (None: there was none)."""
+        is_absence = isinstance(self.failing_for, Unreachable | NotLeader)
+        if self.failing_since is None or not (self.was_open and is_absence):
+            return None
+        return Absence(self.failing_since, str(self.failing_for))
 
 
 def beat_together(now: float, wait_s: float, interval_s: float, wall_offset_s: float) -> float:
@@ -226,6 +234,14 @@ def beat_together(now: float, wait_s: float, interval_s: float, wall_offset_s: f
 # -- the machine -----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class Absence:
+    """The time ``since`` when no lighthouse could be reached, because of ``reason``."""
+
+    since: float
+    reason: str
+
+
 class LinkMachine(ABC, Generic[OwnOrder]):
     """The rules of a link that all clients have; ``draw`` gives numbers from 0 to 1.
 
@@ -239,6 +255,8 @@ class LinkMachine(ABC, Generic[OwnOrder]):
 
     def __init__(self, config: LinkConfig, draw: Callable[[], float]) -> None:
         self.state = LinkState.PAUSED
+        #: Before the present session.
+        self.absence: Absence | None = None
         self.config = config
         self._draw = draw
         self._route = Route(config.lighthouses)
@@ -435,6 +453,7 @@ class LinkMachine(ABC, Generic[OwnOrder]):
             self._log("warning", f"connected to lighthouse {connection.address}")
         connection.closes_at = math.inf
         connection.opened_at = now
+        self.absence = attempts.absence()
         if self._route.preferred and self._looks_at_once:
             self._probe(connection, self._route.preferred, now)
         elif self._route.preferred:
@@ -460,6 +479,7 @@ class LinkMachine(ABC, Generic[OwnOrder]):
         attempts = self._attempts
         if attempts.failing_since is None:
             attempts.failing_since = attempts.logged_at = now
+            attempts.failing_for = error
             what = "lost the lighthouse" if attempts.was_open else "there is no lighthouse"
             self._log("warning", f"{what}: {error}")
         elif now - attempts.logged_at >= LOG_AGAIN_S:

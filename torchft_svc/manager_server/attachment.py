@@ -89,6 +89,8 @@ class _AttachedWorker:
             self._driver.receive_phase(self._group_rank, message.phase)
         elif kind == "difference":
             self._driver.receive_difference(message.difference)
+        elif kind == "event":
+            self._driver.receive_event(message.event)
         elif kind == "withdrawal":
             self.ballot.withdraw_vote(message.withdrawal.number)
         elif kind == "detach":

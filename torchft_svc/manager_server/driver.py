@@ -34,7 +34,9 @@ from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
     decision_to_wire,
     difference_from_wire,
+    events_from_wire,
     report_from_wire,
+    tally_from_wire,
     worker_answer,
 )
 from torchft_svc.rpc.codec_session import session_news_from_wire, session_news_to_wire
@@ -144,6 +146,9 @@ class ManagerDriver(GroupShell):
         """
         check_step(message.step)
         check_step(message.went_on_to)
+        if message.HasField("tally"):
+            tally = tally_from_wire(message.tally)
+            self.group.tally_reported(group_rank, tally, time.monotonic())
         report = report_from_wire(message)
         if report is not None:
             self._execute(self.group.phase_reported(group_rank, report, time.monotonic()))
@@ -158,6 +163,16 @@ class ManagerDriver(GroupShell):
         """
         self.group.difference_reported(difference_from_wire(message))
         self._link.beat_at_once()
+
+    def receive_event(self, message: pb.GroupEvent) -> None:
+        """Report to the lighthouse what has happened to the group, as an attached worker reports.
+
+        Raises:
+            RequestRefused: a field is out of bounds.
+        """
+        for event in events_from_wire((message,)):
+            self.group.event_reported(event, time.monotonic())
+            self._link.beat_at_once()
 
     def make_beat(self) -> Beat:
         """A sign of life, with what the group does."""

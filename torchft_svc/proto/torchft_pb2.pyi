@@ -220,16 +220,88 @@ class SessionHello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., last_quorum_id: _Optional[int] = ..., last_max_step: _Optional[int] = ..., last_num_groups: _Optional[int] = ...) -> None: ...
 
 class SessionBeat(_message.Message):
-    __slots__ = ("phase", "step", "phase_ms", "differences")
+    __slots__ = ("phase", "step", "phase_ms", "differences", "tally", "events")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PHASE_MS_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
+    TALLY_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
     phase: Phase
     step: int
     phase_ms: int
     differences: _containers.RepeatedCompositeFieldContainer[StateDifference]
-    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., phase_ms: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[StateDifference, _Mapping]]] = ...) -> None: ...
+    tally: Tally
+    events: _containers.RepeatedCompositeFieldContainer[GroupEvent]
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., phase_ms: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[StateDifference, _Mapping]]] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., events: _Optional[_Iterable[_Union[GroupEvent, _Mapping]]] = ...) -> None: ...
+
+class Tally(_message.Message):
+    __slots__ = ("committed_s", "discarded_s", "waiting_s", "reconfiguring_s", "healing_s", "away_s", "num_committed", "num_discarded", "ago_s")
+    COMMITTED_S_FIELD_NUMBER: _ClassVar[int]
+    DISCARDED_S_FIELD_NUMBER: _ClassVar[int]
+    WAITING_S_FIELD_NUMBER: _ClassVar[int]
+    RECONFIGURING_S_FIELD_NUMBER: _ClassVar[int]
+    HEALING_S_FIELD_NUMBER: _ClassVar[int]
+    AWAY_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    committed_s: float
+    discarded_s: float
+    waiting_s: float
+    reconfiguring_s: float
+    healing_s: float
+    away_s: float
+    num_committed: int
+    num_discarded: int
+    ago_s: float
+    def __init__(self, committed_s: _Optional[float] = ..., discarded_s: _Optional[float] = ..., waiting_s: _Optional[float] = ..., reconfiguring_s: _Optional[float] = ..., healing_s: _Optional[float] = ..., away_s: _Optional[float] = ..., num_committed: _Optional[int] = ..., num_discarded: _Optional[int] = ..., ago_s: _Optional[float] = ...) -> None: ...
+
+class GroupEvent(_message.Message):
+    __slots__ = ("kind", "source", "number", "ago_s", "quorum_id", "step", "cause", "is_own", "lost", "lasts_s", "paused_s", "reconfigured_s", "healed_s", "healed_bytes")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNKNOWN: _ClassVar[GroupEvent.Kind]
+        DISCARDED: _ClassVar[GroupEvent.Kind]
+        HEAL_FAILED: _ClassVar[GroupEvent.Kind]
+        RECOVERED: _ClassVar[GroupEvent.Kind]
+        MANAGER_DIED: _ClassVar[GroupEvent.Kind]
+        LIGHTHOUSE_AWAY: _ClassVar[GroupEvent.Kind]
+    UNKNOWN: GroupEvent.Kind
+    DISCARDED: GroupEvent.Kind
+    HEAL_FAILED: GroupEvent.Kind
+    RECOVERED: GroupEvent.Kind
+    MANAGER_DIED: GroupEvent.Kind
+    LIGHTHOUSE_AWAY: GroupEvent.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    AGO_S_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    IS_OWN_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
+    LASTS_S_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_S_FIELD_NUMBER: _ClassVar[int]
+    RECONFIGURED_S_FIELD_NUMBER: _ClassVar[int]
+    HEALED_S_FIELD_NUMBER: _ClassVar[int]
+    HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    kind: GroupEvent.Kind
+    source: str
+    number: int
+    ago_s: float
+    quorum_id: int
+    step: int
+    cause: str
+    is_own: bool
+    lost: _containers.RepeatedScalarFieldContainer[str]
+    lasts_s: float
+    paused_s: float
+    reconfigured_s: float
+    healed_s: float
+    healed_bytes: int
+    def __init__(self, kind: _Optional[_Union[GroupEvent.Kind, str]] = ..., source: _Optional[str] = ..., number: _Optional[int] = ..., ago_s: _Optional[float] = ..., quorum_id: _Optional[int] = ..., step: _Optional[int] = ..., cause: _Optional[str] = ..., is_own: bool = ..., lost: _Optional[_Iterable[str]] = ..., lasts_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., reconfigured_s: _Optional[float] = ..., healed_s: _Optional[float] = ..., healed_bytes: _Optional[int] = ...) -> None: ...
 
 class StateDifference(_message.Message):
     __slots__ = ("quorum_id", "step", "sentence")
@@ -824,7 +896,7 @@ class DrainResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class AttachRequest(_message.Message):
-    __slots__ = ("hello", "detach", "phase", "vote", "withdrawal", "ping", "difference")
+    __slots__ = ("hello", "detach", "phase", "vote", "withdrawal", "ping", "difference", "event")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     DETACH_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
@@ -832,6 +904,7 @@ class AttachRequest(_message.Message):
     WITHDRAWAL_FIELD_NUMBER: _ClassVar[int]
     PING_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    EVENT_FIELD_NUMBER: _ClassVar[int]
     hello: AttachHello
     detach: AttachDetach
     phase: AttachPhase
@@ -839,7 +912,8 @@ class AttachRequest(_message.Message):
     withdrawal: AttachWithdrawal
     ping: AttachPing
     difference: StateDifference
-    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ..., phase: _Optional[_Union[AttachPhase, _Mapping]] = ..., vote: _Optional[_Union[AttachVote, _Mapping]] = ..., withdrawal: _Optional[_Union[AttachWithdrawal, _Mapping]] = ..., ping: _Optional[_Union[AttachPing, _Mapping]] = ..., difference: _Optional[_Union[StateDifference, _Mapping]] = ...) -> None: ...
+    event: GroupEvent
+    def __init__(self, hello: _Optional[_Union[AttachHello, _Mapping]] = ..., detach: _Optional[_Union[AttachDetach, _Mapping]] = ..., phase: _Optional[_Union[AttachPhase, _Mapping]] = ..., vote: _Optional[_Union[AttachVote, _Mapping]] = ..., withdrawal: _Optional[_Union[AttachWithdrawal, _Mapping]] = ..., ping: _Optional[_Union[AttachPing, _Mapping]] = ..., difference: _Optional[_Union[StateDifference, _Mapping]] = ..., event: _Optional[_Union[GroupEvent, _Mapping]] = ...) -> None: ...
 
 class AttachHello(_message.Message):
     __slots__ = ("rank", "worker_id")
@@ -856,16 +930,18 @@ class AttachDetach(_message.Message):
     def __init__(self, failure: _Optional[str] = ...) -> None: ...
 
 class AttachPhase(_message.Message):
-    __slots__ = ("phase", "step", "went_on_to", "round_before")
+    __slots__ = ("phase", "step", "went_on_to", "round_before", "tally")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WENT_ON_TO_FIELD_NUMBER: _ClassVar[int]
     ROUND_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    TALLY_FIELD_NUMBER: _ClassVar[int]
     phase: Phase
     step: int
     went_on_to: int
     round_before: int
-    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., went_on_to: _Optional[int] = ..., round_before: _Optional[int] = ...) -> None: ...
+    tally: Tally
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., went_on_to: _Optional[int] = ..., round_before: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ...) -> None: ...
 
 class AttachVote(_message.Message):
     __slots__ = ("vote", "number", "timeout_ms")

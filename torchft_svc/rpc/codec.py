@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 from google.protobuf.unknown_fields import UnknownFieldSet
@@ -11,6 +12,7 @@ from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
 from torchft_svc.core.quorum.manager.group import AnswerWorker
+from torchft_svc.core.quorum.tally import MAX_LOST_NAMED, EventKind, GroupEvent, Tally
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish
 from torchft_svc.core.quorum.types import (
     DifferenceReport,
@@ -123,11 +125,14 @@ def phase_from_wire(number: pb.Phase) -> Phase | None:
 
 PHASE = Field("", phase_to_wire, phase_from_wire)
 
-_REPORT = Codec(PhaseReport, pb.AttachPhase, fields={"phase": PHASE})
+_REPORT = Codec(PhaseReport, pb.AttachPhase, fields={"phase": PHASE}, apart=("tally",))
 
 
-def report_to_wire(report: PhaseReport) -> pb.AttachPhase:
-    return _REPORT.to_wire(report)
+def report_to_wire(report: PhaseReport, tally: Tally | None = None) -> pb.AttachPhase:
+    message = _REPORT.to_wire(report)
+    if tally is not None:
+        message.tally.CopyFrom(tally_to_wire(tally))
+    return message
 
 
 def report_from_wire(message: pb.AttachPhase) -> PhaseReport | None:
@@ -152,6 +157,57 @@ def difference_from_wire(message: pb.StateDifference) -> DifferenceReport:
     RequestRefused: a field is out of bounds.
     """
     return _DIFFERENCE.from_wire(message)
+
+
+def _some_names(replica_ids: Iterable[str]) -> tuple[str, ...]:
+    return tuple(replica_ids)[:MAX_LOST_NAMED]
+
+
+_TALLY = Codec(Tally, pb.Tally, checks=True)
+
+
+def tally_to_wire(tally: Tally) -> pb.Tally:
+    return _TALLY.to_wire(tally)
+
+
+def tally_from_wire(message: pb.Tally) -> Tally:
+    """Raises:
+    RequestRefused: a field is out of bounds.
+    """
+    return _TALLY.from_wire(message)
+
+
+_EVENTS = {
+    EventKind.DISCARDED: pb.GroupEvent.DISCARDED,
+    EventKind.HEAL_FAILED: pb.GroupEvent.HEAL_FAILED,
+    EventKind.RECOVERED: pb.GroupEvent.RECOVERED,
+    EventKind.MANAGER_DIED: pb.GroupEvent.MANAGER_DIED,
+    EventKind.LIGHTHOUSE_AWAY: pb.GroupEvent.LIGHTHOUSE_AWAY,
+}
+_EVENT = Codec(
+    GroupEvent,
+    pb.GroupEvent,
+    fields={
+        "kind": numbered(_EVENTS),
+        "cause": Field("", one_line, one_line),
+        "lost": Field("", _some_names, _some_names),
+    },
+    checks=True,
+)
+
+
+def event_to_wire(event: GroupEvent) -> pb.GroupEvent:
+    return _EVENT.to_wire(event)
+
+
+def events_from_wire(messages: Iterable[pb.GroupEvent]) -> Iterator[GroupEvent]:
+    """The events of kinds that this version knows.
+
+    Raises:
+        RequestRefused: a field is out of bounds.
+    """
+    known = set(_EVENTS.values())
+    return (_EVENT.from_wire(each) for each in messages if each.kind in known)
 
 
 def quorum_from_wire(message: pb.Quorum) -> Quorum:

@@ -20,6 +20,7 @@ from torchft_svc.core.quorum.session_messages import (
     Welcome,
     Withdrawal,
 )
+from torchft_svc.core.quorum.tally import MAX_EVENTS_SENT
 from torchft_svc.core.quorum.types import MAX_DIFFERENCES, LastQuorum, check_step
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
@@ -28,10 +29,14 @@ from torchft_svc.rpc.codec import (
     TERM_ENDS,
     difference_from_wire,
     difference_to_wire,
+    event_to_wire,
+    events_from_wire,
     member_from_wire,
     member_to_wire,
     phase_from_wire,
     phase_to_wire,
+    tally_from_wire,
+    tally_to_wire,
 )
 from torchft_svc.rpc.records import Codec, Field, HandWritten, OneOf, milliseconds, numbered
 from torchft_svc.rpc.status import error_to_wire
@@ -72,15 +77,21 @@ def beat_from_wire(message: pb.SessionBeat) -> Beat:
     phase = phase_from_wire(message.phase)
     last = message.differences[-MAX_DIFFERENCES:]
     differences = tuple(map(difference_from_wire, last))
+    tally = tally_from_wire(message.tally) if message.HasField("tally") else None
+    events = tuple(events_from_wire(message.events[-MAX_EVENTS_SENT:]))
     if phase is None:
-        return Beat(differences=differences)
+        return Beat(differences=differences, tally=tally, events=events)
     check_step(message.step)
     phase_ms = min(max(0, message.phase_ms), MAX_DURATION_MS)  # it is passed on
-    return Beat(phase, message.step, phase_ms / 1000, differences)
+    return Beat(phase, message.step, phase_ms / 1000, differences, tally, events)
 
 
 def _beat_to_wire(beat: Beat) -> pb.SessionBeat:
-    message = pb.SessionBeat(differences=map(difference_to_wire, beat.differences))
+    message = pb.SessionBeat(
+        differences=map(difference_to_wire, beat.differences),
+        tally=None if beat.tally is None else tally_to_wire(beat.tally),
+        events=map(event_to_wire, beat.events),
+    )
     if beat.phase is not None:
         message.phase, message.step = phase_to_wire(beat.phase), beat.step
         message.phase_ms = max(0, int(beat.lasts_s * 1000))

@@ -149,7 +149,7 @@ def start_runtime(
         kill = functools.partial(end, client.stands_still)
         worker = SharedRound(rules.for_worker(services.locator.patience_s, pg), given.step, pg)
         services.resume_with(worker.membership_to_resume)
-        client.attach(rules.place.group_rank, _listeners(worker, kill))
+        client.attach(rules.place.group_rank, _listeners(worker, kill), worker.time_use.tally)
         runtime = Runtime(
             deps=Dependencies(
                 client=client,

@@ -7,9 +7,11 @@ when, and what an error leads to.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -21,7 +23,7 @@ from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.client.step.shared_round import SharedRound
-from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size
+from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size, size_of
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.names import stable_name
@@ -42,6 +44,7 @@ from torchft_svc.core.quorum.worker.round import (
     WorkerRules,
 )
 from torchft_svc.core.quorum.worker.state_check import CheckRules
+from torchft_svc.core.quorum.worker.time_use import RoundWork
 from torchft_svc.errors import (
     CommitFailed,
     GroupLeft,
@@ -152,6 +155,7 @@ class RoundRunner:
         self._is_ready.set()
         self.state: dict[str, Any] | None = None
         self.healed_from = ""  # for the log: source, size and time
+        self.healed_bytes = 0  # of the last heal
         self._rest: _Rest | None = None  # what groups that heal get when the step ends
 
     @property
@@ -164,6 +168,7 @@ class RoundRunner:
     def begin_round(self, ready: Ready) -> None:
         """Run the round that begins with ``ready`` on the background thread."""
         self._is_ready.clear()
+        self._worker.time_use.begin_round()
         self.state = None
         task = self._task = Task(partial(self._run, ready))
         self._thread.submit(task)
@@ -187,21 +192,37 @@ class RoundRunner:
         """
         if self._is_ready.is_set():  # called often, and mostly this is so
             return
-        while not self._is_ready.wait(_POLL_S):
-            self._deps.pg.tidy()
-            if self._task is None or self._task.done:
-                return  # the manager was shut down meanwhile
+        with self._standing_still():
+            while not self._is_ready.wait(_POLL_S):
+                self._deps.pg.tidy()
+                if self._task is None or self._task.done:
+                    return  # the manager was shut down meanwhile
 
     def wait_until_over(self) -> None:
         """Wait until the round is over; raises the error of the thread."""
         task = self._task
         if task is None:
             return
-        while not task.done and not task.wait(_POLL_S):
-            self._deps.pg.tidy()
+        if not task.done:
+            with self._standing_still():
+                while not task.done and not task.wait(_POLL_S):
+                    self._deps.pg.tidy()
         if task.error is not None:
             raise task.error
         self._task = None
+
+    @contextlib.contextmanager
+    def _standing_still(self) -> Iterator[None]:
+        """Count the time of the block as time in which the program stands still."""
+        since = time.monotonic()
+        try:
+            yield
+        finally:
+            self._worker.time_use.stood_still(since, time.monotonic())
+
+    def _begin_work(self, work: RoundWork | None) -> None:
+        """Record what the background thread does from now on."""
+        self._worker.time_use.change_work(work, time.monotonic())
 
     def cancel_round(self, error: Exception) -> None:
         """Cancel a round that has not begun; a running one continues, and so does its step."""
@@ -249,6 +270,7 @@ class RoundRunner:
             self._log_failure(error)
             self._execute(ready)
         finally:
+            self._begin_work(None)
             self._is_ready.set()
 
     def _execute(self, ready: Ready) -> None:
@@ -307,6 +329,7 @@ class RoundRunner:
             log.exception("healing cannot be prepared; it may take longer")
 
     def _ask(self, pause_s: float, deadline: float) -> Ready:
+        self._begin_work(RoundWork.WAITING)
         time.sleep(pause_s)
         address = self._deps.transport.metadata()
         is_broken = self._deps.pg.errored() is not None
@@ -342,7 +365,9 @@ class RoundRunner:
         return ready
 
     def _meet(self, anew: bool) -> Ready:
+        self._begin_work(RoundWork.RECONFIGURING if anew else None)
         problem = self._configure() if anew else self._deps.pg.errored()
+        self._begin_work(None)
         with self._worker.changing() as round_:
             return round_.members_met(problem)
 
@@ -453,6 +478,7 @@ class RoundRunner:
         assert quorum is not None
         source = _source_of(quorum)
         log.info("healing to step %d from %s", quorum.max_step, source)
+        self._begin_work(RoundWork.HEALING)
         began_at = time.monotonic()
         state = fetch_state(
             self._deps.transport,
@@ -465,7 +491,8 @@ class RoundRunner:
         )
         took_s = time.monotonic() - began_at
         self.state = state
-        self.healed_from = f"{source}: {readable_size(state)} in {took_s:.2f} s"
+        self.healed_bytes = size_of(state)
+        self.healed_from = f"{source}: {readable_size(self.healed_bytes)} in {took_s:.2f} s"
         with self._worker.changing() as round_:
             return round_.state_fetched()
 

@@ -16,6 +16,7 @@ from torchft_svc.core.quorum.types import Resumed
 from torchft_svc.core.quorum.worker.peers import LoseMember
 from torchft_svc.core.quorum.worker.round import Round, WorkerRules
 from torchft_svc.core.quorum.worker.step import StepMachine, StepState
+from torchft_svc.core.quorum.worker.time_use import TimeUse
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ class SharedRound:
 
     ``on_phase`` is called with a report of each new phase, except the wait for a quorum. It must
     not block. Attributes of ``round`` may be read without a lock; all else needs `changing`.
+    ``time_use``: what the training thread's time is spent on.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class SharedRound:
     ) -> None:
         self.on_phase: Callable[[PhaseReport], None] = lambda *_: None
         self.round: Round = Round(rules, step)
+        self.time_use = TimeUse()
         self._pg = pg
         self._clock = clock
         self._lock = threading.RLock()
@@ -130,6 +133,11 @@ class SharedRound:
         """See `Peers.who_is_lost`."""
         with self._lock:
             return self.round.peers.who_is_lost()
+
+    def lost_members(self) -> tuple[str, ...]:
+        """See `Peers.lost_members`."""
+        with self._lock:
+            return self.round.peers.lost_members()
 
     def check_source(self, quorum: QuorumResult) -> None:
         """See `Peers.check_source`."""

@@ -351,10 +351,14 @@ class StateRegistry:
         return changed
 
 
-def readable_size(state: Any) -> str:
-    """The size of the tensors in ``state``, with a unit."""
-    leaves = tree_leaves(state)
-    size = float(sum(each.nbytes for each in leaves if isinstance(each, torch.Tensor)))
+def size_of(state: Any) -> int:
+    """The bytes of the tensors in ``state``."""
+    return sum(each.nbytes for each in tree_leaves(state) if isinstance(each, torch.Tensor))
+
+
+def readable_size(num_bytes: int) -> str:
+    """The size with a unit."""
+    size = float(num_bytes)
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"

@@ -17,10 +17,11 @@ from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.sums import BETWEEN_STEPS, StepSums
 from torchft_svc.client.step.weights import Weights
 from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.tally import EventKind, GroupEvent
 from torchft_svc.core.quorum.worker.clearing import ClearingPattern
 from torchft_svc.core.quorum.worker.round import UNDER_WAY, Decide, RoundRequest
 from torchft_svc.core.quorum.worker.step import StepState
-from torchft_svc.errors import QuorumFailed
+from torchft_svc.errors import PeerError, QuorumFailed
 from torchft_svc.rpc.descriptors import limit_error, shortage
 
 log = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ class Stepper:
         runner, weights, sums = self._runner, self.weights, self.sums
         weights.check_not_reading()
         sums.has_begun = False
+        self._worker.time_use.begin_step(time.monotonic())
         self._end_last_step()
         sums.clear_averages()
         self._clearing.begin_step()
@@ -126,7 +128,7 @@ class Stepper:
             ready = round_.abandon_step()
         if ready.leave is None:
             return False
-        self._log_discarded(state, "the program began another one")
+        self._record_discard(state, "the program began another one", is_given_up=True)
         if self._deps.pg.errored() is None:
             self._deps.leave_members(ready.leave)
         return True
@@ -226,15 +228,17 @@ class Stepper:
             output = round_.begin_vote(time.monotonic(), timeout_s)
             if isinstance(output, Decide) and output.committed:  # a lone worker waits for nobody
                 round_.apply_decision(output)
+                self._record_commit()
                 return True
             vote = round_.ballot().should_commit
         state = self.state
         if not isinstance(output, Decide):
             output = ask_decision(self._deps.client, self._worker, output)
         if not output.committed:
-            self._log_discarded(state, self._why_not(vote))
+            self._record_discard(state, self._why_not(vote))
         self._end_vote(output, finding)
         if output.committed:
+            self._record_commit()
             return True
         self._deps.registry.gate.open()
         if finding is not None and self._rules.checks.on_difference == "stop":
@@ -285,13 +289,48 @@ class Stepper:
         num = self.state.participation.num_participants
         return f"{num} of at least {self._rules.min_replica_size} groups contribute to it"
 
-    def _log_discarded(self, state: StepState, otherwise: str) -> None:
-        """Log which group was lost, if any, rather than gloo's message about it."""
+    def _record_commit(self) -> None:
+        """Count the time of a committed step, and report the first one in another quorum."""
+        quorum = self._worker.round.quorum
+        quorum_id = 0 if quorum is None else quorum.quorum_id
+        recovery = self._worker.time_use.end_committed(time.monotonic(), quorum_id)
+        if recovery is None or not self._rules.place.leads:
+            return
+        event = GroupEvent(
+            kind=EventKind.RECOVERED,
+            quorum_id=quorum_id,
+            step=self.state.step,
+            paused_s=recovery.paused_s,
+            reconfigured_s=recovery.reconfigured_s,
+            healed_s=recovery.healed_s,
+            healed_bytes=None if recovery.healed_s is None else self._runner.healed_bytes,
+        )
+        self._deps.client.report_event(event)
+
+    def _record_discard(
+        self, state: StepState, otherwise: str, *, is_given_up: bool = False
+    ) -> None:
+        """Log and report which group was lost, if any, rather than gloo's message about it."""
         error = state.error.reason if isinstance(state.error, QuorumFailed) else state.error
-        reason = self._worker.who_is_lost() or str(error or "") or otherwise
+        who_is_lost = self._worker.who_is_lost()
+        reason = who_is_lost or str(error or "") or otherwise
+        is_of_others = isinstance(state.error, QuorumFailed | PeerError) or bool(who_is_lost)
         if _GLOO.match(reason):
-            reason = "the connection to another group has ended"
+            reason, is_of_others = "the connection to another group has ended", True
         log.warning("step %d is discarded: %s", state.step, reason)
+        round_ = self._worker.round
+        quorum = round_.quorum
+        last = quorum or round_.peers.quorum
+        event = GroupEvent(
+            kind=EventKind.HEAL_FAILED if quorum and quorum.heal else EventKind.DISCARDED,
+            quorum_id=0 if last is None else last.quorum_id,
+            step=round_.common_step,
+            cause=reason,
+            is_own=not is_of_others and (state.error is not None or is_given_up),
+            lost=self._worker.lost_members(),
+            lasts_s=self._worker.time_use.end_discarded(time.monotonic()),
+        )
+        self._deps.client.report_event(event)
 
 
 def _is_in_pass() -> bool:

@@ -218,7 +218,9 @@ class StepSums:
             self._deps.leave_members(QuorumFailed("another quorum follows"))
         try:
             with self._worker.changing() as round_:
-                ready = round_.sum_again(time.monotonic())
+                now = time.monotonic()
+                ready = round_.sum_again(now)
+            self._worker.time_use.sum_again(now)
             self._begin_sums()
             self._runner.begin_round(ready)
         except BaseException as error:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torchft_svc.core.limits import MAX_REASON_LENGTH, check_text
 from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.tally import GroupEvent, Tally
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import DifferenceReport, LastQuorum, Member
 from torchft_svc.errors import TorchFTError
@@ -28,13 +29,16 @@ class Hello:
 class Beat:
     """A sign of life; the group has been in ``phase`` for ``lasts_s`` (None: not known).
 
-    ``differences``: those that its workers have reported since the last one.
+    ``differences`` and ``events``: those that were reported since the last one. ``tally``: what
+    group rank 0 has spent its time on (None: not known).
     """
 
     phase: Phase | None = None
     step: int = 0
     lasts_s: float = 0.0
     differences: tuple[DifferenceReport, ...] = ()
+    tally: Tally | None = None
+    events: tuple[GroupEvent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,39 @@
-"""What a worker's time was spent on, as its manager and the lighthouse receive it."""
+"""What only workers and managers know about a job's time and faults, as the lighthouse receives it.
+
+A `Tally` travels with reports that exist anyway. A `GroupEvent` is rare; who reports it repeats its
+last ones when a stream is opened again, and numbers them, so that the lighthouse counts each once.
+"""
 
 from __future__ import annotations
 
+import enum
 import math
 from dataclasses import dataclass
 
-from torchft_svc.core.quorum.types import check_count
+from torchft_svc.core.limits import MAX_NAME_LENGTH, MAX_REASON_LENGTH, check_name, check_text
+from torchft_svc.core.quorum.types import check_count, check_quorum_id, check_step
 from torchft_svc.errors import RequestRefused
+
+# How many events who reports them keeps to repeat, and how many a heartbeat holds.
+MAX_EVENTS_KEPT, MAX_EVENTS_SENT = 8, 32
+# Names in one event.
+MAX_LOST_NAMED = 16
+
+
+def _check_seconds(field: str, value: float) -> None:
+    if not (math.isfinite(value) and value >= 0):
+        raise RequestRefused(f"{field} is {value}, must be 0 or more seconds")
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """Seconds of a worker's training thread since its first question, up to its last decision.
+    """Seconds of a worker's training thread since its first question, up to the end of its last
+    step, ``ago_s`` before this is sent.
 
     ``committed_s`` and ``discarded_s``: of steps with that outcome, without what the thread stood
     still for: ``waiting_s`` for the quorum, or for a group that was lost; ``reconfiguring_s`` while
-    the process group was rebuilt; ``healing_s`` while a state was fetched or loaded. ``away_s``: of
-    the wait, how long no lighthouse could be reached, as the manager knows.
+    the process group was rebuilt; ``healing_s`` while a state was fetched. ``away_s``: of the wait,
+    how long no lighthouse could be reached, as the manager knows.
     """
 
     committed_s: float = 0.0
@@ -27,6 +44,7 @@ class Tally:
     away_s: float = 0.0
     num_committed: int = 0
     num_discarded: int = 0
+    ago_s: float = 0.0
 
     @property
     def total_s(self) -> float:
@@ -41,19 +59,69 @@ class Tally:
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
-        for field in (
-            "committed_s",
-            "discarded_s",
-            "waiting_s",
-            "reconfiguring_s",
-            "healing_s",
-            "away_s",
-        ):
-            value = getattr(self, field)
-            if not (math.isfinite(value) and value >= 0):
-                raise RequestRefused(f"{field} is {value}, must be 0 or more seconds")
-        for field in ("num_committed", "num_discarded"):
-            check_count(field, getattr(self, field))
+        _check_seconds("committed_s", self.committed_s)
+        _check_seconds("discarded_s", self.discarded_s)
+        _check_seconds("waiting_s", self.waiting_s)
+        _check_seconds("reconfiguring_s", self.reconfiguring_s)
+        _check_seconds("healing_s", self.healing_s)
+        _check_seconds("away_s", self.away_s)
+        _check_seconds("ago_s", self.ago_s)
+        check_count("num_committed", self.num_committed)
+        check_count("num_discarded", self.num_discarded)
 
 
 NO_TALLY = Tally()
+
+
+class EventKind(enum.Enum):
+    """What a group reports of itself."""
+
+    DISCARDED = "it has discarded a step"
+    HEAL_FAILED = "it has discarded a step in which it was to heal"
+    RECOVERED = "it has committed its first step in another quorum"
+    MANAGER_DIED = "its manager has died, and was started again"
+    LIGHTHOUSE_AWAY = "it could reach no lighthouse, and can again"
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupEvent:
+    """An event of a group, ``ago_s`` before this is sent.
+
+    ``source`` is who reports it, new at every start of a process; its events have growing numbers.
+    ``quorum_id`` and ``step``: in which it happened. ``cause``: a sentence; ``is_own``: the group
+    itself is the cause, and not another one; ``lost``: the members of the quorum that were gone.
+    ``lasts_s``: of the discarded step, or the absence. ``paused_s``, ``reconfigured_s``,
+    ``healed_s`` and ``healed_bytes``: see `Incident`, of this group's way to the commit.
+    """
+
+    kind: EventKind
+    source: str = ""
+    number: int = 0
+    ago_s: float = 0.0
+    quorum_id: int = 0
+    step: int = 0
+    cause: str = ""
+    is_own: bool = False
+    lost: tuple[str, ...] = ()
+    lasts_s: float = 0.0
+    paused_s: float | None = None
+    reconfigured_s: float | None = None
+    healed_s: float | None = None
+    healed_bytes: int | None = None
+
+    def check(self) -> None:
+        """Raise `RequestRefused` if a field from the network is out of bounds."""
+        check_name("source", self.source)
+        check_count("number", self.number)
+        check_quorum_id("quorum_id", self.quorum_id)
+        check_step(self.step)
+        check_text("cause", self.cause, MAX_REASON_LENGTH)
+        for replica_id in self.lost[:MAX_LOST_NAMED]:
+            check_text("lost", replica_id, MAX_NAME_LENGTH)
+        _check_seconds("ago_s", self.ago_s)
+        _check_seconds("lasts_s", self.lasts_s)
+        for field in ("paused_s", "reconfigured_s", "healed_s"):
+            _check_seconds(field, getattr(self, field) or 0.0)
+        check_count("healed_bytes", self.healed_bytes or 0)

@@ -44,6 +44,8 @@ def test_n1_a_lost_group_is_one_record_and_its_return_another() -> None:
     assert (joined.kind, joined.groups, joined.at) == (IncidentKind.JOINED, ("b:2",), 113.0)
     assert (joined.decided_after_s, joined.cause) == (1.0, "it was restarted")
     scene.report("a:1", Phase.TRAINING, step=7)
+    assert [each.number for each in records(scene) if each.is_open] == [joined.number]
+    scene.report("b:2", Phase.TRAINING, step=7)
     assert not any(each.is_open for each in records(scene))
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.session_messages import Departure, Leave
+from torchft_svc.core.quorum.tally import EventKind, GroupEvent
 from torchft_svc.core.quorum.types import Quorum
 
 # A job whose groups come and go for months keeps its last records; all jobs together keep so many
@@ -26,6 +27,13 @@ MAX_GROUPS_NAMED = 64
 # More groups than this that join with one quorum share one record.
 MAX_JOINED_ONE_BY_ONE = 16
 MAX_CAUSE_LENGTH = 400
+# Reporters whose last event is known, so that a repeated one is recognised; and discarded steps
+# whose cause is not known yet.
+MAX_SOURCES, MAX_UNEXPLAINED = 20_000, 64
+# A group whose manager has died may be recorded as lost so much earlier or later.
+SAME_FAULT_S = 60.0
+# Absences that groups report so close to each other are one.
+SAME_ABSENCE_S = 5.0
 # Numbers begin with the seconds since then, so that they also grow over a lighthouse's restart.
 NUMBER_EPOCH_S = 1_735_689_600
 
@@ -120,27 +128,78 @@ class Moment:
     step: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _Report:
+    """A discarded step, as a group reports it."""
+
+    replica_id: str
+    event: GroupEvent
+    at: float
+
+    @property
+    def step(self) -> tuple[int, int]:
+        """The quorum id and the step that was discarded; all members report the same."""
+        return self.event.quorum_id, self.event.step
+
+    @property
+    def cause(self) -> str:
+        return self.event.cause[:MAX_CAUSE_LENGTH]
+
+    def merged(self, other: _Report) -> _Report:
+        """This report or ``other``, of the same step: the one that knows more."""
+        is_better = other.event.is_own and not self.event.is_own
+        return other if is_better or (other.event.lost and not self.event.is_own) else self
+
+
 @dataclass(slots=True)
 class _Entry:
     """A record, and what completes it.
 
     ``awaits_quorum``: the quorum that follows. ``awaits_step``: a commit above this step (None:
-    none is awaited). ``awaits_return``: the stable names of lost groups.
+    none is awaited). ``awaits_return``: the stable names of lost groups. ``awaits_heal``: groups
+    that are behind. ``followed_by``: the quorum that follows, and ``returned_in``: with the group
+    again (0: there is none yet). ``discarded``: quorum id and step of each step that it has cost.
     """
 
     incident: Incident
     awaits_quorum: bool = False
     awaits_step: int | None = None
     awaits_return: set[str] = dataclasses.field(default_factory=set)
+    awaits_heal: set[str] = dataclasses.field(default_factory=set)
+    followed_by: int = 0
+    returned_in: int = 0
+    discarded: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    blamed: bool = False  # the groups are the cause, as they report themselves
+    is_of_member: bool = False  # the step of its quorum cannot be committed
 
     @property
     def is_open(self) -> bool:
-        return self.awaits_quorum or self.awaits_step is not None or bool(self.awaits_return)
+        awaits_commit = self.awaits_step is not None
+        return bool(self.awaits_quorum or awaits_commit or self.awaits_return or self.awaits_heal)
+
+    def explains(self, report: _Report) -> bool:
+        """Whether this is why a step was discarded."""
+        incident = self.incident
+        if report.step in self.discarded:
+            return True
+        if incident.kind is IncidentKind.STATE_DIFFERS:
+            return (incident.quorum_id, incident.step) == report.step
+        return self.is_of_member and incident.quorum_id == report.event.quorum_id
+
+    def is_repeated_by(self, report: _Report) -> bool:
+        """Whether the same step was discarded for the same reason, again."""
+        incident, (quorum_id, step) = self.incident, report.step
+        return (
+            incident.kind is IncidentKind.DISCARDED
+            and incident.quorum_id < quorum_id
+            and incident.step == step
+            and incident.cause == report.cause
+        )
 
 
 # A group that is gone, or left out, after one of these: that was the beginning of the same fault.
 _BEGINNINGS = (IncidentKind.HUNG, IncidentKind.EVICTED, IncidentKind.STRAGGLED)
-_LASTING = (IncidentKind.LOST, *_BEGINNINGS)  # the group is expected back
+_LASTING = (IncidentKind.LOST, IncidentKind.MANAGER_DIED, *_BEGINNINGS)  # it is expected back
 
 
 class JobLedger:
@@ -154,8 +213,13 @@ class JobLedger:
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._open: dict[int, _Entry] = {}
         self._changed: dict[int, None] = {}
-        #: Groups that hang, as recorded, each with the number of its record.
+        self._here_since = at
+        self._seen: OrderedDict[str, int] = OrderedDict()  # the last event of each source
+        # Discarded steps that no record explains yet, by quorum id and step.
+        self._unexplained: OrderedDict[tuple[int, int], _Report] = OrderedDict()
+        #: Groups that hang, or heal, as recorded, each with the number of its record.
         self.hung: dict[str, int] = {}
+        self.healing: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -175,7 +239,7 @@ class JobLedger:
 
     @property
     def awaits_step(self) -> bool:
-        """Whether a committed step would complete a record."""
+        """Whether a committed step may complete a record."""
         return bool(self._open)
 
     # -- groups that go --------------------------------------------------------------------------
@@ -202,7 +266,7 @@ class JobLedger:
         if kind is IncidentKind.LEFT and not was_member:
             return  # it has never trained
         entry = self._add(kind, how.reason, (replica_id,), moment, detected_after_s=silent_s)
-        entry.awaits_quorum = was_member
+        entry.awaits_quorum = entry.is_of_member = was_member
         if kind is IncidentKind.LOST:
             entry.awaits_return = {stable_name(replica_id)}
         self._update(entry)
@@ -212,7 +276,7 @@ class JobLedger:
         if self._find_open(replica_id, _BEGINNINGS) is not None:
             return
         entry = self._add(IncidentKind.HUNG, cause, (replica_id,), moment, detected_after_s=for_s)
-        entry.awaits_return = {stable_name(replica_id)}
+        entry.awaits_return, entry.is_of_member = {stable_name(replica_id)}, True
         self.hung[replica_id] = entry.incident.number
         self._update(entry)
 
@@ -234,7 +298,7 @@ class JobLedger:
         elif kind is IncidentKind.EVICTED:
             self._change(began, kind=kind, cause=cause[:MAX_CAUSE_LENGTH])
         began.awaits_quorum = began.incident.decided_after_s is None
-        began.awaits_return = {stable_name(replica_id)}
+        began.awaits_return, began.is_of_member = {stable_name(replica_id)}, True
         self._update(began)
 
     # -- groups that come ------------------------------------------------------------------------
@@ -257,10 +321,14 @@ class JobLedger:
                 entry.awaits_step = step
                 self._change(entry, decided_after_s=max(0.0, moment.at - entry.incident.at))
             if entry.awaits_step is not None:
-                entry.awaits_step = step
+                entry.awaits_step, entry.followed_by = step, quorum.quorum_id
             if entry.awaits_return & members and entry.incident.kind in _LASTING:
                 entry.awaits_return -= members
+                entry.returned_in = quorum.quorum_id
             self._update(entry)
+        if self.healing:
+            self.record_healed(each.replica_id for each in quorum.up_to_date)
+        self._explain_all(moment)
         back = {each for each in came if self._came_back(each)}
         joined = {each: asked_s for each, asked_s in came.items() if each not in back}
         if not joined:
@@ -268,22 +336,40 @@ class JobLedger:
         if is_first or len(joined) > MAX_JOINED_ONE_BY_ONE:
             what = "the job begins" if is_first else "they join"
             num = f"{len(joined)} group{'s' * (len(joined) > 1)}"
-            self._add_joined(f"{what} with {num}", joined, step, moment)
+            self._add_joined(f"{what} with {num}", joined, quorum, moment)
         else:
             for replica_id, asked_s in joined.items():
                 cause = "it was restarted" if self._was_lost(replica_id) else "it is new to the job"
-                self._add_joined(cause, {replica_id: asked_s}, step, moment)
+                self._add_joined(cause, {replica_id: asked_s}, quorum, moment)
 
     def _add_joined(
-        self, cause: str, joined: Mapping[str, float], step: int, moment: Moment
+        self, cause: str, joined: Mapping[str, float], quorum: Quorum, moment: Moment
     ) -> None:
         waited_s = max(joined.values())
         asked = replace(moment, at=moment.at - waited_s)
         entry = self._add(
             IncidentKind.JOINED, cause, tuple(sorted(joined)), asked, decided_after_s=waited_s
         )
-        entry.awaits_step = step
+        entry.awaits_step, entry.followed_by = quorum.max_step, quorum.quorum_id
+        if quorum.max_step > 0:  # at the first step all begin with the weights of one
+            up_to_date = {each.replica_id for each in quorum.up_to_date}
+            entry.awaits_heal = set(entry.incident.groups) - up_to_date
+            self.healing |= dict.fromkeys(entry.awaits_heal, entry.incident.number)
         self._update(entry)
+
+    def record_healed(self, replica_ids: Iterable[str]) -> None:
+        """Record that these groups are up to date, or gone."""
+        for replica_id in replica_ids:
+            entry = self._open.get(self.healing.pop(replica_id, 0))
+            if entry is not None:
+                entry.awaits_heal.discard(replica_id)
+                self._update(entry)
+
+    def record_reached(self, replica_id: str, step: int) -> None:
+        """Record that a group that heals has reached ``step``: that may be the end of its heal."""
+        entry = self._open.get(self.healing.get(replica_id, 0))
+        if entry is None or step >= entry.incident.step:
+            self.record_healed((replica_id,))
 
     def _came_back(self, replica_id: str) -> bool:
         """Whether the last record about this incarnation is that it was left out: its return, and
@@ -306,6 +392,7 @@ class JobLedger:
 
     def _end_joining(self, replica_id: str) -> None:
         """End the records of joins of a group that is gone: their commit will not come."""
+        self.record_healed((replica_id,))
         for entry in list(self._open.values()):
             incident = entry.incident
             if incident.kind is IncidentKind.JOINED and incident.groups == (replica_id,):
@@ -323,6 +410,152 @@ class JobLedger:
                     self._change(entry, first_commit_after_s=max(0.0, at - entry.incident.at))
                 self._update(entry)
 
+    # -- what groups report ----------------------------------------------------------------------
+
+    def record_event(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
+        """Record what a group reports, once; ``moment``: when it happened, and what is in force
+        now."""
+        if event.number <= self._seen.get(event.source, 0):
+            return
+        self._seen[event.source] = event.number
+        self._seen.move_to_end(event.source)
+        if len(self._seen) > MAX_SOURCES:
+            self._seen.popitem(last=False)
+        if event.kind is EventKind.RECOVERED:
+            self._complete(replica_id, event, moment)
+        elif event.kind is EventKind.MANAGER_DIED:
+            self._record_dead_manager(replica_id, event, moment)
+        elif event.kind is EventKind.LIGHTHOUSE_AWAY:
+            self._record_absence(replica_id, event, moment)
+        else:
+            self._record_discard(_Report(replica_id, event, moment.at), moment)
+
+    def _record_discard(self, report: _Report, moment: Moment) -> None:
+        known = self._unexplained.get(report.step)
+        if known is not None:
+            self._unexplained[report.step] = known.merged(report)
+        elif not self._explain(report):
+            self._unexplained[report.step] = report
+            is_past = report.event.quorum_id != moment.quorum_id
+            if is_past or len(self._unexplained) > MAX_UNEXPLAINED:
+                self._explain_all(moment)
+
+    def _explain(self, report: _Report) -> bool:
+        """Add a discarded step to the record that explains it, if there is one."""
+        for entry in reversed(self._entries.values()):
+            if entry.explains(report) or entry.is_repeated_by(report):
+                entry.discarded.add(report.step)
+                self._change(entry, steps_discarded=len(entry.discarded))
+                if entry.incident.kind is IncidentKind.DISCARDED and report.event.is_own:
+                    self._blame(entry, report)
+                return True
+        return False
+
+    def _blame(self, entry: _Entry, report: _Report) -> None:
+        """Let a group that is the cause itself be the cause, and not what the others noticed."""
+        groups = (
+            {*entry.incident.groups, report.replica_id} if entry.blamed else {report.replica_id}
+        )
+        entry.blamed = True
+        self._change(entry, cause=report.cause, groups=tuple(sorted(groups)))
+
+    def _explain_all(self, moment: Moment) -> None:
+        """Add a record for each discarded step of an earlier quorum that nothing explains."""
+        unexplained, self._unexplained = self._unexplained, OrderedDict()
+        for which, report in unexplained.items():
+            if report.event.quorum_id == moment.quorum_id and len(unexplained) <= MAX_UNEXPLAINED:
+                self._unexplained[which] = report
+            elif not self._explain(report):
+                self._add_discarded(report, followed_by=moment.quorum_id)
+
+    def _add_discarded(self, report: _Report, followed_by: int) -> None:
+        event, (quorum_id, step) = report.event, report.step
+        groups: tuple[str, ...] = (report.replica_id,)
+        kind = IncidentKind.DISCARDED
+        if event.kind is EventKind.HEAL_FAILED:
+            kind = IncidentKind.HEAL_FAILED
+        elif event.lost and not any(map(self._was_lost, event.lost)):
+            kind, groups = IncidentKind.LOST, event.lost  # before this lighthouse knew the job
+        moment = Moment(report.at, quorum_id, step)
+        entry = self._add(kind, event.cause, groups, moment, paused_s=event.lasts_s)
+        entry.discarded, entry.blamed = {report.step}, event.is_own
+        self._change(entry, steps_discarded=1)
+        if report.at >= self._here_since:
+            entry.awaits_step, entry.followed_by = step, followed_by
+            self._update(entry)
+
+    def _complete(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
+        """Complete the records that the first commit in a quorum ends."""
+        is_known = False
+        for entry in list(self._entries.values())[-MAX_GROUPS_NAMED:]:
+            incident = entry.incident
+            is_about = replica_id in incident.groups
+            if entry.followed_by == event.quorum_id:
+                is_known = True
+                after_s = max(0.0, moment.at - incident.at)
+                anatomy: dict[str, Any] = {
+                    "first_commit_after_s": min(after_s, incident.first_commit_after_s or after_s),
+                    "reconfigured_s": _longest(incident.reconfigured_s, event.reconfigured_s),
+                }
+                if not is_about:
+                    anatomy["paused_s"] = _longest(incident.paused_s, event.paused_s)
+                entry.awaits_step = None
+                self._change(entry, **anatomy)
+            if is_about and event.quorum_id in (entry.followed_by, entry.returned_in):
+                is_known = True
+                if event.healed_s is not None:
+                    healed_s = _longest(incident.healed_s, event.healed_s)
+                    healed_bytes = (incident.healed_bytes or 0) + (event.healed_bytes or 0)
+                    self._change(entry, healed_s=healed_s, healed_bytes=healed_bytes)
+            self._update(entry)
+        self.record_healed((replica_id,))
+        if not is_known and event.healed_s is not None and moment.at < self._here_since:
+            self._add(
+                IncidentKind.JOINED,
+                "it joined when another lighthouse served the job",
+                (replica_id,),
+                Moment(moment.at, event.quorum_id, event.step),
+                healed_s=event.healed_s,
+                healed_bytes=event.healed_bytes,
+                reconfigured_s=event.reconfigured_s,
+            )
+
+    def _record_dead_manager(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
+        name = stable_name(replica_id)
+        for entry in reversed(self._entries.values()):
+            incident = entry.incident
+            is_same = any(stable_name(each) == name for each in incident.groups)
+            if is_same and incident.kind is IncidentKind.LOST:
+                if abs(incident.at - moment.at) <= SAME_FAULT_S:
+                    self._change(entry, kind=IncidentKind.MANAGER_DIED, cause=event.cause)
+                    return
+                break
+        self._add(IncidentKind.MANAGER_DIED, event.cause, (replica_id,), moment)
+
+    def _record_absence(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
+        began_at = moment.at - event.lasts_s
+        name = stable_name(replica_id)
+        for entry in reversed(self._entries.values()):
+            incident = entry.incident
+            is_same = any(stable_name(each) == name for each in incident.groups)
+            is_away = incident.kind is IncidentKind.LIGHTHOUSE_AWAY
+            if is_away and abs(incident.at - began_at) <= SAME_ABSENCE_S:
+                groups = tuple(sorted({*incident.groups, replica_id}))
+                self._change(entry, groups=groups[:MAX_GROUPS_NAMED])
+                return
+            if is_same and incident.kind in _LASTING:
+                if began_at - SAME_FAULT_S <= incident.at <= moment.at:
+                    return  # the lighthouse was there: the group was cut off, or frozen
+                break
+        self._add(
+            IncidentKind.LIGHTHOUSE_AWAY,
+            f"the lighthouse could not be reached for {event.lasts_s:.1f} s: {event.cause}",
+            (replica_id,),
+            replace(moment, at=began_at),
+        )
+
+    # -- the rest --------------------------------------------------------------------------------
+
     def record_failed_heal(self, replica_id: str, cause: str, moment: Moment) -> None:
         """Record that a heal has failed."""
         self._add(IncidentKind.HEAL_FAILED, cause, (replica_id,), moment)
@@ -339,12 +572,15 @@ class JobLedger:
         """Record a change of the launched run with the job's name."""
         self._add(IncidentKind.RUN_CHANGED, cause, tuple(nodes), moment)
 
-    def end(self) -> None:
+    def end(self, moment: Moment) -> None:
         """End all records: the last group of the job is gone."""
+        self._explain_all(replace(moment, quorum_id=0))
         for entry in list(self._open.values()):
-            entry.awaits_quorum, entry.awaits_step, entry.awaits_return = False, None, set()
+            entry.awaits_quorum, entry.awaits_step = False, None
+            entry.awaits_return, entry.awaits_heal = set(), set()
             self._update(entry)
         self.hung.clear()
+        self.healing.clear()
 
     # -- the entries -----------------------------------------------------------------------------
 
@@ -354,7 +590,7 @@ class JobLedger:
         cause: str,
         groups: tuple[str, ...],
         moment: Moment,
-        **anatomy: float,
+        **anatomy: Any,
     ) -> _Entry:
         self._last_number += 1
         incident = Incident(
@@ -366,7 +602,7 @@ class JobLedger:
             at=moment.at,
             quorum_id=moment.quorum_id,
             step=moment.step,
-            **anatomy,  # type: ignore[arg-type]  # of durations
+            **anatomy,
         )
         entry = self._entries[incident.number] = _Entry(incident)
         self._mark_changed(incident.number)
@@ -380,8 +616,9 @@ class JobLedger:
         self._open.pop(number, None)
         self._changed.pop(number, None)
         for replica_id in entry.incident.groups:
-            if self.hung.get(replica_id) == number:
-                del self.hung[replica_id]
+            for index in (self.hung, self.healing):
+                if index.get(replica_id) == number:
+                    del index[replica_id]
 
     def _update(self, entry: _Entry) -> None:
         """Make the record open or closed, as what it awaits says."""
@@ -406,6 +643,11 @@ class JobLedger:
             if entry.incident.kind in kinds and replica_id in entry.incident.groups:
                 return entry
         return None
+
+
+def _longest(known: float | None, reported: float | None) -> float | None:
+    durations = [each for each in (known, reported) if each is not None]
+    return max(durations, default=None)
 
 
 def _kind_of(how: Leave) -> IncidentKind:

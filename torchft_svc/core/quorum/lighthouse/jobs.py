@@ -58,6 +58,7 @@ from torchft_svc.core.quorum.session_messages import (
     NewcomerWaits,
     News,
 )
+from torchft_svc.core.quorum.tally import GroupEvent, Tally
 from torchft_svc.core.quorum.term import RunningTerm, TermEnds
 from torchft_svc.core.quorum.types import (
     NO_QUORUM,
@@ -713,6 +714,25 @@ class Jobs:
             moment = Moment(self._unix_s(now), report.quorum_id, report.step)
             job.ledger.record_difference(report.sentence, moment)
 
+    def record_report(
+        self,
+        job_name: str,
+        replica_id: str,
+        tally: Tally | None,
+        events: Iterable[GroupEvent],
+        now: float,
+    ) -> None:
+        """Record what a living group's time was spent on, and what has happened to it."""
+        job = self._jobs.get(job_name)
+        if job is None or not job.members.knows(replica_id):
+            return
+        at = self._unix_s(now)
+        if tally is not None:
+            job.accounts.record_tally(replica_id, tally, at - tally.ago_s)
+        for event in events:
+            moment = replace(self._moment(job, now), at=at - event.ago_s)
+            job.ledger.record_event(replica_id, event, moment)
+
     def leave(self, job_name: str, replica_id: str, leave: Leave, now: float) -> None:
         """Remove a group that has left: its heartbeat timeout need not pass."""
         job = self._jobs.get(job_name)
@@ -1026,6 +1046,8 @@ class Jobs:
                 if job.waits_for_silent(activity, now):
                     has_changed |= self._remove_silent(job, now)
                 has_changed |= self._end_unreported_term(job, activity, now)
+        if replica_id in job.ledger.healing:
+            job.ledger.record_reached(replica_id, activity.reached)
         if replica_id in job.ledger.hung and not job.hangs.is_hung(replica_id):
             job.ledger.record_moved(replica_id)
         has_changed |= self._handle_hangs(job, now, (replica_id,))
@@ -1229,6 +1251,8 @@ class Jobs:
         if members.previous is not None and members.previous.quorum_id == quorum.quorum_id:
             if ledger.awaits_step:
                 ledger.record_step(quorum.max_step, self._unix_s(now))
+            if ledger.healing:
+                ledger.record_healed(each.replica_id for each in quorum.up_to_date)
             return
         ids = [each.replica_id for each in quorum.participants]
         came = {
@@ -1244,7 +1268,7 @@ class Jobs:
     def _end_job(self, job: Job, now: float) -> None:
         """Remember the job as ended: its last group is gone."""
         del self._jobs[job.name]
-        job.ledger.end()
+        job.ledger.end(self._moment(job, now))
         job.accounts.end(self._unix_s(now))
         if job.members.last.quorum_id or job.highest_id > self._ids.first:
             is_finished = job.history.end() or job.members.is_finished

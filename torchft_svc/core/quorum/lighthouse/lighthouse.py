@@ -651,6 +651,8 @@ class Lighthouse:
         self.jobs.heartbeat(job, replica_id, at, activity)
         for report in beat.differences:
             self.jobs.record_difference(job, replica_id, report, at)
+        if beat.tally is not None or beat.events:
+            self.jobs.record_report(job, replica_id, beat.tally, beat.events, at)
 
     def _adapt_beats(self, session: Session) -> None:
         """Send a group how often to beat, if its job has grown or shrunk."""

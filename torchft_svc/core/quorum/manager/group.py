@@ -25,6 +25,7 @@ import math
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 
+from torchft_svc.core.link import Absence
 from torchft_svc.core.pausable_clock import MAX_LOOK_S, PausableClock
 from torchft_svc.core.quorum.activity import Phase, PhaseReport, WorkerActivities
 from torchft_svc.core.quorum.assignment import QuorumResult, assign
@@ -47,6 +48,13 @@ from torchft_svc.core.quorum.session_messages import (
     Lost,
     NewcomerWaits,
     NoQuorumYet,
+)
+from torchft_svc.core.quorum.tally import (
+    MAX_EVENTS_KEPT,
+    MAX_EVENTS_SENT,
+    EventKind,
+    GroupEvent,
+    Tally,
 )
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import (
@@ -201,6 +209,17 @@ class Group:
         self._differences: collections.deque[DifferenceReport] = collections.deque(
             maxlen=MAX_DIFFERENCES
         )  # that workers have reported since the last beat
+        # Of group rank 0: what its time was spent on, until when.
+        self._tally: tuple[Tally, float] | None = None
+        # What has happened, and when: since the last beat, and the last ones for a new session.
+        self._events: collections.deque[tuple[GroupEvent, float]] = collections.deque(
+            maxlen=MAX_EVENTS_SENT
+        )
+        self._last_events: collections.deque[tuple[GroupEvent, float]] = collections.deque(
+            maxlen=MAX_EVENTS_KEPT
+        )
+        self._source, self._num_events = f"manager:{first_round}", 0
+        self._away_s = 0.0  # how long no lighthouse could be reached while the group asked
         # Which worker each group rank belongs to.
         self._attached: dict[int, str] = {}
         self._workers: dict[int, str] = {}  # that have asked
@@ -463,14 +482,34 @@ class Group:
         """A worker reports that the groups' states differ."""
         self._differences.append(report)
 
+    def tally_reported(self, group_rank: int, tally: Tally, now: float) -> None:
+        """A worker reports what its time was spent on; that of group rank 0 counts."""
+        if group_rank == 0:
+            self._tally = replace(tally, away_s=0.0), now - tally.ago_s
+
+    def event_reported(self, event: GroupEvent, now: float) -> None:
+        """A worker reports what has happened to the group."""
+        self._events.append((event, now - event.ago_s))
+        self._last_events.append((event, now - event.ago_s))
+
     def make_beat(self, now: float) -> Beat:
         """A sign of life, with what the group does, if its workers report that."""
         activity, at = self._activities.slowest(), self._clock.now(now)
         differences = tuple(self._differences)
         self._differences.clear()
+        tally = None
+        if self._tally is not None:
+            tally = replace(
+                self._tally[0], away_s=self._away_s, ago_s=max(0.0, now - self._tally[1])
+            )
+        events = tuple(
+            replace(each, ago_s=max(0.0, now - happened_at)) for each, happened_at in self._events
+        )
+        self._events.clear()
         if activity is None:
-            return Beat(differences=differences)
-        return Beat(activity.phase, activity.step, at - activity.since, differences)
+            return Beat(differences=differences, tally=tally, events=events)
+        lasts_s = at - activity.since
+        return Beat(activity.phase, activity.step, lasts_s, differences, tally, events)
 
     def reached(self) -> int:
         """The step that all workers have reached (0: not all have reported one)."""
@@ -832,11 +871,34 @@ class Group:
         self.commits.hold_yes()
         self._held_until = now + HOLD_S
 
-    def link_changed(self, now: float, *, is_open: bool) -> Orders:
-        """The session has begun, or a lighthouse could not be reached, or was lost."""
+    def link_changed(self, now: float, *, is_open: bool, absence: Absence | None = None) -> Orders:
+        """The session has begun, maybe after an ``absence`` of all lighthouses; or a lighthouse
+        could not be reached, or was lost.
+
+        The lighthouse may be another one than before: it receives the last events again.
+        """
+        if is_open:
+            again = [each for each in self._last_events if each not in self._events]
+            self._events.extendleft(reversed(again))
+        if absence is not None:
+            self._record_absence(absence, now)
         if self._held_until < math.inf:
             self._held_until = min(self._held_until, now + MISSED_NEWS_S * is_open)
         return self.tick(now)
+
+    def _record_absence(self, absence: Absence, now: float) -> None:
+        if self._asking:
+            since = max(absence.since, now - (self._clock.now(now) - self._asked_at))
+            self._away_s += max(0.0, now - since)
+        self._num_events += 1
+        event = GroupEvent(
+            kind=EventKind.LIGHTHOUSE_AWAY,
+            source=self._source,
+            number=self._num_events,
+            cause=absence.reason,
+            lasts_s=max(0.0, now - absence.since),
+        )
+        self.event_reported(event, now)
 
     # -- time ------------------------------------------------------------------------------------
 

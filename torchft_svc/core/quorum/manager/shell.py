@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import NoReturn, Protocol
 
+from torchft_svc.core.link import Absence
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, RefuseWorker
 from torchft_svc.core.quorum.manager.group import (
     Answer,
@@ -28,12 +29,15 @@ from torchft_svc.errors import TorchFTError
 
 
 class GroupIdentity(Protocol):
-    """What the link knows: this incarnation of the group, and the last quorum that it was in."""
+    """What the link knows: this incarnation of the group, the last quorum that it was in, and how
+    long there was no lighthouse before the present session."""
 
     @property
     def replica_id(self) -> str: ...
     @property
     def seen_quorum_id(self) -> int: ...
+    @property
+    def absence(self) -> Absence | None: ...
 
 
 class GroupShell(abc.ABC):
@@ -74,7 +78,8 @@ class GroupShell(abc.ABC):
 
     def change_link(self, is_open: bool) -> None:
         """The session has begun, or a lighthouse could not be reached, or was lost."""
-        self._execute(self.group.link_changed(self._now(), is_open=is_open))
+        absence = self._identity.absence if is_open else None
+        self._execute(self.group.link_changed(self._now(), is_open=is_open, absence=absence))
 
     def _tick(self) -> None:
         self._execute(self.group.tick(self._now()))

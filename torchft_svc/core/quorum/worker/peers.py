@@ -171,11 +171,17 @@ class Peers:
 
     def who_is_lost(self) -> str:
         """Which groups of the present quorum are gone, and why (empty: none)."""
+        return _listed([loss.describe() for loss in self._known_losses().values()], "; ")
+
+    def lost_members(self) -> tuple[str, ...]:
+        """The replica ids of the groups of the present quorum that are gone."""
+        return tuple(self._known_losses())
+
+    def _known_losses(self) -> dict[str, _Loss]:
         quorum = self.quorum
         if quorum is None:
-            return ""
-        losses = {loss.replica_id: loss for loss in self._losses if loss.concerns(quorum)}
-        return _listed([loss.describe() for loss in losses.values()], "; ")
+            return {}
+        return {loss.replica_id: loss for loss in self._losses if loss.concerns(quorum)}
 
 
 def _describe_change(

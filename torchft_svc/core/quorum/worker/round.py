@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from torchft_svc.core.quorum.activity import Activity, Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
+from torchft_svc.core.quorum.tally import GroupEvent
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish, fate
 from torchft_svc.core.quorum.types import Resumed, Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.peers import LoseMember, Peers
@@ -798,6 +799,7 @@ class WorkerCalls:
         self._num_asked = 0  # how many since the last quorum
         self._last_quorum_id = 0  # the highest, and the number of its groups
         self._last_num_groups = 0
+        self._num_events = 0
 
     def sign_question(self, request: WorkerRequest) -> WorkerRequest:
         """Add to ``request`` who asks, and what it knows of the last quorum."""
@@ -825,6 +827,11 @@ class WorkerCalls:
     def sign_report(self, report: PhaseReport) -> PhaseReport:
         """Add to ``report`` the round before the present one."""
         return replace(report, round_before=self._round_before)
+
+    def sign_event(self, event: GroupEvent) -> GroupEvent:
+        """Add to ``event`` who reports it, and its number."""
+        self._num_events += 1
+        return replace(event, source=self.worker_id, number=self._num_events)
 
     def sign_ballot(self, vote: Vote) -> Vote:
         """Add to ``vote`` who votes, and in which round."""

@@ -1,0 +1,171 @@
+"""Adds up what a worker's training thread spends its time on, step by step (rule N6).
+
+``now`` is monotonic seconds. A step costs a few additions; everything else happens in rounds, which
+are rare where steps ask nobody.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from torchft_svc.core.quorum.tally import Tally
+
+# The share of the last step in what a usual one takes.
+NEWEST_SHARE = 0.1
+
+
+class RoundWork(enum.Enum):
+    """What the background thread of a worker does in a round."""
+
+    WAITING = "waits for the quorum"
+    RECONFIGURING = "connects the members"
+    HEALING = "fetches a state"
+
+    __hash__ = object.__hash__
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """The way to the first commit in another quorum, in seconds.
+
+    ``paused_s``: how much longer than a usual step the time since the last commit was (None: there
+    was none). ``reconfigured_s``, ``healed_s`` (None: it has not healed): how long the background
+    thread took for it.
+    """
+
+    paused_s: float | None
+    reconfigured_s: float
+    healed_s: float | None
+
+
+class TimeUse:
+    """The time of one worker since its first question.
+
+    The training thread reports the ends of its steps, and how long it stood still; the background
+    thread reports its work.
+    """
+
+    def __init__(self) -> None:
+        # All as of the end of the last step, in one tuple: another thread reads it at any time.
+        self._tally = (0.0, 0.0, 0.0, 0.0, 0.0, 0, 0, 0.0)
+        self._since: float | None = None  # the end of the last step
+        self._committed_at: float | None = None
+        self._quorum_id = 0  # of the last committed step
+        self._usual_s: float | None = None
+        # In the present step, of the training thread.
+        self._still = dict.fromkeys(RoundWork, 0.0)
+        self._still_s = 0.0
+        # Of the background thread: when its work changed, and how long each took since the last
+        # commit in another quorum.
+        self._changes: list[tuple[float, RoundWork | None]] = []
+        self._spent = dict.fromkeys(RoundWork, 0.0)
+
+    # -- the training thread ---------------------------------------------------------------------
+
+    def begin_step(self, now: float) -> None:
+        """Record that the worker begins a step; its time begins with the first one."""
+        if self._since is None:
+            self._since = now
+
+    def stood_still(self, since: float, now: float) -> None:
+        """Record that the program waited for the round meanwhile."""
+        left_s = now - since
+        for work, seconds in self._overlaps(since, now).items():
+            self._still[work] += seconds
+            left_s -= seconds
+        self._still[RoundWork.WAITING] += max(0.0, left_s)  # for the thread itself
+        self._still_s += now - since
+
+    def sum_again(self, now: float) -> None:
+        """Record that the sums of the step are made again without a lost group: what it has taken
+        beyond a usual step so far was a wait for that."""
+        if self._since is None or self._usual_s is None:
+            return
+        vain_s = now - self._since - self._still_s - self._usual_s
+        if vain_s > 0:
+            self._still[RoundWork.WAITING] += vain_s
+            self._still_s += vain_s
+
+    def end_committed(self, now: float, quorum_id: int) -> Recovery | None:
+        """Record that a step was committed in ``quorum_id``; the recovery, if that is another
+        quorum than that of the last commit."""
+        took_s = self._end_step(now, committed=True)
+        usual_s = self._usual_s
+        self._usual_s = took_s if usual_s is None else usual_s + (took_s - usual_s) * NEWEST_SHARE
+        last_at, self._committed_at = self._committed_at, now
+        if quorum_id == self._quorum_id:
+            return None
+        self._quorum_id = quorum_id
+        spent, self._spent = self._spent, dict.fromkeys(RoundWork, 0.0)
+        paused_s = None if last_at is None else max(0.0, now - last_at - (usual_s or took_s))
+        return Recovery(paused_s, spent[RoundWork.RECONFIGURING], spent[RoundWork.HEALING] or None)
+
+    def end_discarded(self, now: float) -> float:
+        """Record that a step was discarded; returns how long it took, without standing still."""
+        return self._end_step(now, committed=False)
+
+    def _end_step(self, now: float, *, committed: bool) -> float:
+        since = now if self._since is None else self._since
+        took_s = max(0.0, now - since - self._still_s)
+        commit_s, discard_s, wait_s, reconfigure_s, heal_s, commits, discards, _ = self._tally
+        if committed:
+            commit_s += took_s
+            commits += 1
+        else:
+            discard_s += took_s
+            discards += 1
+        if self._still_s:
+            wait_s += self._still[RoundWork.WAITING]
+            reconfigure_s += self._still[RoundWork.RECONFIGURING]
+            heal_s += self._still[RoundWork.HEALING]
+            self._still = dict.fromkeys(RoundWork, 0.0)
+            self._still_s = 0.0
+        self._since = now
+        self._tally = (
+            commit_s, discard_s, wait_s, reconfigure_s, heal_s, commits, discards, now
+        )  # fmt: skip
+        return took_s
+
+    # -- the background thread -------------------------------------------------------------------
+
+    def begin_round(self) -> None:
+        """Forget the work of the round before; no round is running."""
+        self._changes = []
+
+    def change_work(self, work: RoundWork | None, now: float) -> None:
+        """Record what the round does from now on (None: nothing of these)."""
+        if self._changes:
+            since, before = self._changes[-1]
+            if before is not None:
+                self._spent[before] += now - since
+        self._changes.append((now, work))
+
+    def _overlaps(self, since: float, now: float) -> dict[RoundWork, float]:
+        """How long the round did what between these instants."""
+        changes = list(self._changes)
+        ends = [at for at, _ in changes[1:]] + [now]
+        found: dict[RoundWork, float] = {}
+        for (began_at, work), ended_at in zip(changes, ends, strict=True):
+            seconds = min(ended_at, now) - max(began_at, since)
+            if work is not None and seconds > 0:
+                found[work] = found.get(work, 0.0) + seconds
+        return found
+
+    # -- for any thread --------------------------------------------------------------------------
+
+    def tally(self, now: float) -> Tally | None:
+        """What the time was spent on until the end of the last step (None: there was none)."""
+        commit_s, discard_s, wait_s, reconfigure_s, heal_s, commits, discards, until = self._tally
+        if not commits and not discards:
+            return None
+        return Tally(
+            committed_s=commit_s,
+            discarded_s=discard_s,
+            waiting_s=wait_s,
+            reconfiguring_s=reconfigure_s,
+            healing_s=heal_s,
+            num_committed=commits,
+            num_discarded=discards,
+            ago_s=max(0.0, now - until),
+        )
