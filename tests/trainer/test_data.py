@@ -19,13 +19,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from torchft_svc.client.data.plan import Turn
+from torchft_svc.client.data.seeds import mix, seed_everything
 from torchft_svc.errors import ConfigError
-from torchft_svc.trainer.data import Turn, batch_source
+from torchft_svc.trainer.data import batch_source
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.loop import CreatorLoop
 from torchft_svc.trainer.messages import Validate
-from torchft_svc.trainer.seeds import mix, seed_everything
 from torchft_svc.trainer.steps import part_of
 
 

@@ -23,9 +23,10 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from torchft_svc.client.data.plan import Turn
 from torchft_svc.trainer import Trainer
 from torchft_svc.trainer.checkpoint_tensors import read_tensors, write_tensors
-from torchft_svc.trainer.data import Turn, batch_source
+from torchft_svc.trainer.data import batch_source
 
 SIZE = 24
 

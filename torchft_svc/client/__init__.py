@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from torchft_svc.client.checkpointing.http.transport import HTTPTransport
     from torchft_svc.client.checkpointing.pg import PGTransport
     from torchft_svc.client.checkpointing.transport import CheckpointTransport
-    from torchft_svc.client.data import DistributedSampler
+    from torchft_svc.client.data import DistributedSampler, ElasticDataLoader, ElasticSampler
     from torchft_svc.client.ddp import DistributedDataParallel
     from torchft_svc.client.device_mesh import ft_init_device_mesh
     from torchft_svc.client.fault_tolerance_manager import FaultToleranceManager
@@ -35,6 +35,8 @@ __all__ = [
     "CheckpointTransport",
     "DistributedDataParallel",
     "DistributedSampler",
+    "ElasticDataLoader",
+    "ElasticSampler",
     "ErrorSwallowingProcessGroupWrapper",
     "FaultToleranceManager",
     "HTTPTransport",
@@ -63,6 +65,8 @@ __getattr__, __dir__ = lazy_names(
         "CheckpointTransport": ".checkpointing.transport",
         "DistributedDataParallel": ".ddp",
         "DistributedSampler": ".data",
+        "ElasticDataLoader": ".data",
+        "ElasticSampler": ".data",
         "ErrorSwallowingProcessGroupWrapper": ".process_groups.wrappers",
         "FaultToleranceManager": ".fault_tolerance_manager",
         "HTTPTransport": ".checkpointing.http.transport",

@@ -22,6 +22,7 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.client.reduce.reduction import Reducing, Reduction
 from torchft_svc.client.runtime.runtime import CallerParts, Runtime, start_runtime
+from torchft_svc.client.step.data_positions import DataPosition, EnteredStep
 from torchft_svc.client.step.round import RoundRules
 from torchft_svc.client.step.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.step.stepper import Stepper, Update
@@ -221,7 +222,7 @@ class Manager:
             allow_heal=allow_heal,
             shrink_only=shrink_only,
             timeout_s=limit,
-            layout=self._sums.layout(),
+            layout=self._sums.layout(self._stepper.data.layouts()),
         )
         try:
             self._stepper.start(request)
@@ -341,6 +342,57 @@ class Manager:
         For custom wrappers of a model. The manager keeps a weak reference.
         """
         self._sums.add_reducer(reducer)
+
+    # -- data ------------------------------------------------------------------------------------
+
+    def register_data(self, name: str, position: DataPosition) -> None:
+        """Move ``position`` with the committed steps, and let groups heal by it.
+
+        `ElasticDataLoader` calls this; it is for loaders of your own. Every group registers the
+        same names.
+
+        Raises:
+            ConfigError: another loader has this name.
+        """
+        self._stepper.data.add(name, position)
+
+    @uncompiled
+    def enter_step(self, read_in: int) -> EnteredStep:
+        """Return the step that is under way, or begin one; waits until its members are known.
+
+        For loaders. ``read_in``: the number of the step for which the caller has read last. A step
+        that has failed is given up for another one. A group of which another one leaves in this
+        step discards it, as after `participating_rank`.
+
+        Raises:
+            RequestRefused: all samples of the present step were read, and it was not voted on.
+            PeerError, Drained: as from `start_quorum`.
+        """
+        if self._stepper.needs_another_step(read_in):
+            self.start_quorum()
+        participation = self._sums.show_participation()
+        return EnteredStep(
+            self._worker.state.epoch,
+            participation.participating_rank,
+            participation.num_participants,
+        )
+
+    def set_part(self, name: str, part: float) -> float:
+        """Weight this group's gradients, and what it averages, by ``part`` in the present step.
+
+        For the loader ``name``: ``part`` is the group's part of the samples of the step; those of
+        all groups add up to 1. Returns the part that counts: that of the first loader in this step.
+        """
+        return self._sums.set_part(name, part)
+
+    def committed_step(self) -> int:
+        """Return the number of committed steps, also while a state is healed; for any thread."""
+        return self._worker.state.step
+
+    def place_in_group(self) -> tuple[int, int]:
+        """This worker's group rank, and the number of workers in its group."""
+        place = self._rules.place
+        return place.group_rank, place.group_world_size
 
     def weights_version(self) -> int:
         """Return a number that grows when the weights are replaced by another group's.

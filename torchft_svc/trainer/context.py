@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
+from torchft_svc.client.data.seeds import BETWEEN_STEPS, CREATION, seed_everything
 from torchft_svc.trainer.backend import Link
 from torchft_svc.trainer.data import batch_source
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.messages import Position, Reported, StateHandle, Train
-from torchft_svc.trainer.seeds import BETWEEN_STEPS, CREATION, seed_everything
 from torchft_svc.trainer.state import encode_state
 from torchft_svc.trainer.steps import Steps, move, part_of
 from torchft_svc.trainer.world import TrainingWorld

@@ -7,7 +7,6 @@ is divided as evenly as possible; if it is fewer samples than workers, some use 
 
 from __future__ import annotations
 
-import contextlib
 import copy
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -25,19 +24,10 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from torchft_svc.client.data.plan import Turn
+from torchft_svc.client.data.sampler import draw_order, on_host
+from torchft_svc.client.data.seeds import ORDER, SAMPLES, RandomStream, mix, seed_everything
 from torchft_svc.errors import ConfigError
-from torchft_svc.trainer.seeds import RandomStream, mix, seed_everything
-
-# Random numbers of different uses do not repeat those of another.
-_ORDER, _SAMPLES = 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A worker's place in a step: its rank among ``size`` that contribute."""
-
-    rank: int
-    size: int
 
 
 class BatchSource(Protocol):
@@ -108,13 +98,7 @@ class Sampled:
     sampler: Any
 
     def of(self, seed: int) -> list[int]:
-        seed_everything(seed)
-        generator = getattr(self.sampler, "generator", None)
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
-        is_torchs = type(self.sampler).__module__.startswith("torch.utils.data.")
-        with _on_host(generator) if is_torchs else contextlib.nullcontext():
-            return list(self.sampler)
+        return draw_order(self.sampler, seed)
 
 
 Order = Permuted | Sampled | Sequence[int]
@@ -197,7 +181,7 @@ class IndexedData:
         if self._epoch == epoch:
             return
         order = self._order
-        seed = mix(self._seed, _ORDER, epoch)
+        seed = mix(self._seed, ORDER, epoch)
         self._indices = order.of(seed) if isinstance(order, Permuted | Sampled) else order
         if not len(self._indices):
             raise ConfigError("data", type(self._loader.dataset).__name__, "it has no sample")
@@ -205,7 +189,7 @@ class IndexedData:
 
     def _run_ahead(self, epoch: int, num_samples: int, turn: Turn) -> DataLoader[Any]:
         loader = self._loader
-        seed = mix(self._seed, _SAMPLES, epoch)
+        seed = mix(self._seed, SAMPLES, epoch)
         return DataLoader(
             _SeededDataset(loader.dataset, seed),
             batch_sampler=_Cuts(self._indices, num_samples, turn, self._batch_size),
@@ -278,7 +262,7 @@ class IteratedData:
         self._batches: Iterator[Any] = iter(())
         self._ahead: list[Any] = []
         self._num_read = 0
-        self._random = RandomStream(seed, _ORDER)
+        self._random = RandomStream(seed, ORDER)
 
     def has_more(self, epoch: int, num_samples: int) -> bool:
         self._go_to(epoch, num_samples)
@@ -296,7 +280,7 @@ class IteratedData:
     def _go_to(self, epoch: int, num_samples: int) -> None:
         """Make the batch after ``num_samples`` the first one of those ahead."""
         if self._epoch != epoch or self._num_read > num_samples:
-            self._random = RandomStream(self._seed, _ORDER, epoch)
+            self._random = RandomStream(self._seed, ORDER, epoch)
             with self._random.going_on():
                 self._batches, self._ahead = _begin_loading(_without_memory(self._source)), []
             self._epoch, self._num_read = epoch, 0
@@ -319,19 +303,8 @@ def _begin_loading(batches: Iterable[Any]) -> Iterator[Any]:
     """``iter(batches)``; a loader draws the seed of its processes where its generator is."""
     if not isinstance(batches, DataLoader):
         return iter(batches)
-    with _on_host(batches.generator):
+    with on_host(batches.generator):
         return iter(batches)
-
-
-def _on_host(generator: torch.Generator | None) -> contextlib.AbstractContextManager[Any]:
-    """Inside, torch makes tensors on the host, whatever the program's default device is.
-
-    Torch's samplers and loaders draw their numbers into a tensor of the default device, with a
-    generator of the host unless the program gives one; that fails if these differ.
-    """
-    if generator is not None and generator.device.type != "cpu":
-        return contextlib.nullcontext()
-    return torch.device("cpu")
 
 
 def _without_memory(batches: Iterable[Any]) -> Iterable[Any]:

@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, Dataset
 
+from torchft_svc.client.data.plan import Turn
+from torchft_svc.client.data.seeds import CREATION, VALIDATION, mix, seed_everything
 from torchft_svc.errors import ConfigError
-from torchft_svc.trainer.data import BatchSource, Turn, batch_source
+from torchft_svc.trainer.data import BatchSource, batch_source
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.messages import Train, Validate
-from torchft_svc.trainer.seeds import CREATION, VALIDATION, mix, seed_everything
 from torchft_svc.trainer.steps import Steps, move, part_of
 from torchft_svc.trainer.world import TrainingWorld
 

@@ -23,10 +23,10 @@ from torchft_svc.client import (
     ProcessGroupGloo,
     ProcessGroupNCCL,
 )
+from torchft_svc.client.data.plan import Turn
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.errors import PeerError
-from torchft_svc.trainer.data import Turn
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.messages import JoinWorld, Position

@@ -15,13 +15,14 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
+from torchft_svc.client.data.plan import Turn
+from torchft_svc.client.data.seeds import seed_everything
 from torchft_svc.trainer.backend import Link
 from torchft_svc.trainer.checkpoint import Checkpoint, CheckpointStore, CheckpointWriter
-from torchft_svc.trainer.data import BatchSource, Turn
+from torchft_svc.trainer.data import BatchSource
 from torchft_svc.trainer.held_state import HeldState
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.messages import CheckpointWritten, Position, Progress
-from torchft_svc.trainer.seeds import seed_everything
 from torchft_svc.trainer.world import TrainingWorld
 
 log = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from torch._C._distributed_c10d import TCPStore
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 
 from torchft_svc import env
+from torchft_svc.client.data.plan import Turn
 from torchft_svc.elastic import world_group
 from torchft_svc.elastic.world_group import FORMING_TIMEOUT_S, WorldGroup
 from torchft_svc.host.address import parse_address
 from torchft_svc.trainer.backend import Link
-from torchft_svc.trainer.data import Turn
 from torchft_svc.trainer.job import WorkerJob
 from torchft_svc.trainer.messages import JoinWorld, Position, StoreOpened
 

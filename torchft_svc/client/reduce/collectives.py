@@ -155,18 +155,23 @@ class Collectives:
         op: ReduceOp.RedOpType,
         participation: Participation,
         kind: Kind = Kind.AVERAGE,
+        *,
+        part: float | None = None,
     ) -> dist.Work:
         """Start reducing a copy of ``tensor``; the work's ``wait`` copies the result back, whether
         the tensor is part of a graph of autograd or not.
 
-        So an abandoned operation cannot corrupt the tensor.
+        So an abandoned operation cannot corrupt the tensor. ``part``: the weight of this group in
+        an average (None: all groups have the same).
         """
         average = op == ReduceOp.AVG
         sent_op = ReduceOp.SUM if average else op
         values = tensor.detach()
         copy = torch.empty_like(values, memory_format=torch.contiguous_format)
-        if participation.participating_rank is None:
+        if participation.participating_rank is None or (average and part == 0.0):
             copy.fill_(neutral_element(sent_op, tensor.dtype))
+        elif average and part is not None:
+            torch.mul(values, part, out=copy)
         elif average:
             # Dividing before the sum saves a pass after it.
             torch.div(values, participation.num_participants, out=copy)

@@ -12,6 +12,7 @@ import torch
 from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled
 from torchft_svc.client.step.comparison import Finding, StateChecks
+from torchft_svc.client.step.data_positions import DataPositions, needs_another_step
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.sums import BETWEEN_STEPS, StepSums
@@ -48,6 +49,7 @@ class Stepper:
         self.weights = Weights(deps, rules, worker, self._runner, self.sums, thread)
         self._checks = StateChecks(deps, rules.checks, worker, self.sums, self._optimizers)
         self._clearing = ClearingPattern()
+        self.data = DataPositions(deps.registry)
         deps.registry.watch(
             self.sums.parameters,
             lambda: [name for reducer in self.sums.reducers() for name in reducer.replaced()],
@@ -71,6 +73,7 @@ class Stepper:
         sums.has_begun = False
         self._worker.time_use.begin_step(time.monotonic())
         self._end_last_step()
+        self.data.begin_step(self.state.step)
         sums.clear_averages()
         self._clearing.begin_step()
         runner.withhold_rest()
@@ -183,6 +186,16 @@ class Stepper:
         has_failed = self.state.error is not None
         return self._clearing.continues_step(site, num_launched, has_failed=has_failed)
 
+    def needs_another_step(self, read_in: int) -> bool:
+        """See `data_positions.needs_another_step`."""
+        sums, state = self.sums, self.state
+        return needs_another_step(
+            state,
+            read_in,
+            self._has_begun() and sums.has_begun,
+            lambda: state.error is not None or sums.collectives.unfinished() is not None,
+        )
+
     # -- the vote --------------------------------------------------------------------------------
 
     def decide(self, timeout_s: float, *, ends_update: bool = False) -> bool:
@@ -258,6 +271,9 @@ class Stepper:
         sums.check_under_way()
         runner.wait_until_ready()
         round_.check_left()
+        unread = self.data.why_unread()
+        if unread is not None and self.state.error is None:
+            runner.fail_step(unread)
         sums.settle_step()
         sums.collectives.launch_end()
         finding = self._checks.compare_states()

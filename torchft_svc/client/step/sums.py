@@ -85,6 +85,8 @@ class StepSums:
         self.has_begun = False  # whether no exception has ended the beginning of the step
         self._sum_error: Exception | None = None  # of a sum, or of the way to the members
         self._has_shown_members = False  # in this step, to the program
+        # This group's part of the samples of this step, and which loader has set it.
+        self._part: tuple[str, float] | None = None
 
     def _make_collectives(
         self,
@@ -130,10 +132,10 @@ class StepSums:
         """The parameters whose gradients are summed."""
         return [each for reducer in self.reducers() for each in reducer.parameters]
 
-    def layout(self) -> str:
-        """What must be equal in all groups: the known layouts, and the common settings."""
+    def layout(self, others: Sequence[str] = ()) -> str:
+        """What must be equal in all groups: the known layouts, ``others``, the common settings."""
         reducers = self.reducers()
-        parts = [reducer.layout for reducer in reducers if reducer.layout]
+        parts = [*(reducer.layout for reducer in reducers if reducer.layout), *others]
         if self._layout is None or self._layout[0] != parts:
             names = [name for reducer in reducers for name in reducer.names]
             self._layout = parts, describe_layout(parts, self._common, names)
@@ -167,7 +169,13 @@ class StepSums:
         participation = self._state.participation
         if participation.participating_rank is None:
             return 0.0
-        return 1.0 / participation.num_participants
+        return 1.0 / participation.num_participants if self._part is None else self._part[1]
+
+    def set_part(self, name: str, part: float) -> float:
+        """See `Manager.set_part`."""
+        if self._part is None or self._part[0] == name:
+            self._part = name, part
+        return self._part[1]
 
     def is_alone(self) -> bool:
         """Whether this group is the only member of the quorum: then a sum changes nothing."""
@@ -278,7 +286,13 @@ class StepSums:
     def _allreduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, kind: Kind) -> dist.Work:
         if not self.can_reduce():
             return CompletedWork(tensor)
-        return self.collectives.allreduce(tensor, op, self._state.participation, kind)
+        return self.collectives.allreduce(
+            tensor,
+            op,
+            self._state.participation,
+            kind,
+            part=None if self._part is None else self._part[1],
+        )
 
     def is_between_steps(self) -> bool:
         """Whether a step is over, and the next one has not begun."""
@@ -318,7 +332,7 @@ class StepSums:
 
     def begin_step(self) -> None:
         """Begin the sums of a step that has just begun, or asks for its quorum."""
-        self._has_shown_members = False
+        self._has_shown_members, self._part = False, None
         self._begin_sums()
         self._reports.begin_step(self._state.epoch)
 

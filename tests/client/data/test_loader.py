@@ -1,0 +1,378 @@
+"""Tests what is read in real quorums: every sample in one committed step, whatever is lost."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from support.reading import BATCH, SIZE, Numbers, ReadingGroup, reading_groups
+from support.training import lighthouse, make_manager, together
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from tools.chaos.samples import SampleLedger
+from torchft_svc.client import Manager, WorldSizeMode
+from torchft_svc.client.data import ElasticDataLoader, ElasticSampler, EpochPosition
+from torchft_svc.client.data.plan import Turn
+from torchft_svc.client.data.position import JobPosition
+from torchft_svc.client.data.reading import PieceReader
+from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
+
+_ALONE = Turn(0, 1)
+WITH_WORKERS = pytest.param({"num_workers": 2}, marks=pytest.mark.processes)
+STEPS_OF_EPOCH = -(-SIZE // BATCH)
+
+
+def run_alone(until: int, **options: Any) -> torch.Tensor:
+    """The weights of one group alone, whose batches are the same."""
+    with lighthouse() as address, ReadingGroup(address, "a", **options) as alone:
+        return alone.until(until).weights()
+
+
+@pytest.fixture(scope="module")
+def two_epochs() -> torch.Tensor:
+    return run_alone(2 * STEPS_OF_EPOCH)
+
+
+def assert_close(weights: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(weights, expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"microbatch_size": 3},
+        {"microbatch_size": 6},  # fewer than groups
+        {"use_async_quorum": False},
+        {"steady_steps": False},
+        {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 2},
+        WITH_WORKERS,
+    ],
+    ids=str,
+)
+def test_three_groups_train_as_one(options: dict[str, Any], two_epochs: torch.Tensor) -> None:
+    """The batch is the same, so the weights are, also in short steps with unequal parts."""
+    ledger = SampleLedger(SIZE, BATCH)
+    with lighthouse(3) as address, reading_groups(address, "abc", ledger, **options) as groups:
+        together(*(lambda group=group: group.until(2 * STEPS_OF_EPOCH) for group in groups))
+        assert ledger.faults() == []
+        assert ledger.num_steps == 2 * STEPS_OF_EPOCH
+        assert groups[0].loader.position == EpochPosition(2, 0)
+        for group in groups:
+            assert_close(group.weights(), two_epochs)
+
+
+def test_clearing_before_reading_is_the_same_step(two_epochs: torch.Tensor) -> None:
+    def train(group: ReadingGroup) -> list[bool]:
+        committed = []
+        for _ in group.loader.epochs(2):
+            batches = iter(group.loader)
+            while True:
+                group.optimizer.zero_grad()
+                batch = next(batches, None)
+                if batch is None:
+                    break
+                features, targets, _ = batch
+                (group.parallel(features) - targets).square().mean().backward()
+                committed.append(group.optimizer.step())
+        return committed
+
+    with lighthouse(2) as address, reading_groups(address, "ab") as groups:
+        for committed in together(*(lambda group=group: train(group) for group in groups)):
+            assert committed == [True] * (2 * STEPS_OF_EPOCH)
+        assert_close(groups[0].weights(), two_epochs)
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.processes)])
+def test_discarded_steps_are_read_again(num_workers: int, two_epochs: torch.Tensor) -> None:
+    ledger = SampleLedger(SIZE, BATCH)
+
+    def train(group: ReadingGroup) -> None:
+        num = 0
+        while group.manager.current_step() < 2 * STEPS_OF_EPOCH:
+            num += 1
+            group.step(fails=num % 3 == (1 if group.name == "a" else 2))
+
+    with (
+        lighthouse(2) as address,
+        reading_groups(address, "ab", ledger, num_workers=num_workers) as groups,
+    ):
+        together(*(lambda group=group: train(group) for group in groups))
+        assert ledger.faults() == []
+        assert groups[0].num_discarded >= 5
+        assert_close(groups[0].weights(), two_epochs)
+        assert (groups[0].loader.num_dropped > 0) == (num_workers > 0)
+
+
+@pytest.mark.parametrize("options", [{}, {"use_async_quorum": False}, WITH_WORKERS], ids=str)
+def test_a_group_joins_and_another_leaves(options: dict[str, Any]) -> None:
+    ledger = SampleLedger(SIZE, BATCH)
+    with (
+        lighthouse(1) as address,
+        reading_groups(address, "ab", ledger, **options) as (first, second),
+    ):
+        together(lambda: first.meets(2), lambda: second.meets(2))
+        first.until(first.manager.current_step())  # nothing: both are there
+        with ReadingGroup(address, "c", ledger, **options) as joiner:
+            together(*(lambda group=group: group.meets(3) for group in (first, second, joiner)))
+            position = joiner.loader.position
+            assert position > EpochPosition(0, BATCH)
+        second.manager.shutdown()
+        until = first.manager.current_step() + 2 * STEPS_OF_EPOCH
+        first.until(until)
+        assert ledger.faults() == []
+        expected = run_alone(until)
+        assert_close(first.weights(), expected)
+
+
+def test_a_joiner_goes_on_in_the_epoch_of_the_others() -> None:
+    """Its loop has one epoch less, and no end of an epoch that the others have not."""
+    ends: dict[str, list[EpochPosition]] = {"a": [], "b": []}
+    far = 4
+
+    def train(group: ReadingGroup, until: int) -> None:
+        for _ in group.loader.epochs(until):
+            for features, targets, _ in group.loader:
+                group.optimizer.zero_grad()
+                (group.parallel(features) - targets).square().mean().backward()
+                group.optimizer.step()
+            ends[group.name].append(group.loader.position)
+
+    with lighthouse(1) as address, ReadingGroup(address, "a") as first:
+        train(first, 2)
+        assert ends["a"] == [EpochPosition(1, 0), EpochPosition(2, 0)]
+        next(iter(first.loader))  # the others wait for its step
+        with ReadingGroup(address, "b") as second:
+            first.manager.report_error(RuntimeError("on purpose"))
+            together(lambda: train(first, far), lambda: train(second, far))
+            assert ends["a"][2:] == [EpochPosition(3, 0), EpochPosition(4, 0)]
+            assert ends["b"] in (ends["a"][2:], ends["a"][3:])
+            torch.testing.assert_close(first.weights(), second.weights(), rtol=0, atol=0)
+
+
+def test_an_epoch_that_is_left_early_is_over() -> None:
+    with lighthouse() as address, ReadingGroup(address, "a") as group:
+        begins = []
+        for epoch in group.loader.epochs(3):
+            for number, _ in enumerate(group.loader):
+                if number == 0:
+                    begins.append((epoch, group.loader.position))
+                if number == 2:
+                    break  # after a batch that no step uses, as torch's users do
+                group.parallel(torch.ones(1, 3).double()).sum().backward()
+                assert group.optimizer.step()
+        assert begins == [(each, EpochPosition(each, 0)) for each in range(3)]
+        assert group.manager.current_step() == 6
+
+
+# -- wrong uses ------------------------------------------------------------------------------------
+
+
+def test_a_step_reads_once() -> None:
+    with lighthouse() as address, ReadingGroup(address, "a") as group:
+        group.next_batch()
+        with pytest.raises(RequestRefused, match=r"optimizer\.step\(\) before the next batch"):
+            group.next_batch()
+        first = group.loader.position
+        group.manager.report_error(RuntimeError("an exception in the pass"))
+        again = group.next_batch()
+        assert group.loader.position == first
+        assert len(again[0]) == BATCH
+
+
+def test_a_vote_before_all_is_read_fails() -> None:
+    with lighthouse() as address, ReadingGroup(address, "a", microbatch_size=3) as group:
+        features, targets, _ = group.next_batch()
+        assert not group.loader.ends_step
+        (group.parallel(features) - targets).square().mean().backward()
+        assert not group.optimizer.step()
+        assert "until loader.ends_step" in str(group.manager.errored())
+        assert group.loader.position == EpochPosition(0, 0)
+        assert group.step()
+        assert group.loader.position == EpochPosition(0, BATCH)
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [({"order_seed": 6}, "seed 6"), ({"size": 60}, "60 samples"), ({"last": "pad"}, "step pad")],
+    ids=str,
+)
+def test_other_data_in_one_group_are_refused(mine: dict[str, Any], theirs: str) -> None:
+    with (
+        lighthouse(1) as address,
+        ReadingGroup(address, "a") as first,
+        ReadingGroup(address, "b", **mine) as second,
+    ):
+        first.until(1)
+        with pytest.raises(TorchFTError, match=rf"all groups of a job need.*{theirs}"):
+            second.until(1)
+
+
+def test_a_position_of_other_data_is_refused() -> None:
+    with (
+        lighthouse() as address,
+        ReadingGroup(address, "a") as first,
+        ReadingGroup(address, "b", size=60) as other,
+        ReadingGroup(address, "c", global_batch_size=5) as smaller,
+    ):
+        first.until(2)
+        saved = first.loader.state_dict()
+        with pytest.raises(ConfigError, match=r"50 samples shuffled.*other data.*60 samples"):
+            other.loader.load_state_dict(saved)
+        with pytest.raises(ConfigError, match="no position in data"):
+            first.loader.load_state_dict({"epoch": 1})
+        smaller.loader.load_state_dict(saved)  # a run may go on with another batch size
+        assert smaller.loader.position == EpochPosition(0, 2 * BATCH)
+
+
+def test_another_number_of_groups_continues_a_run(two_epochs: torch.Tensor) -> None:
+    with lighthouse(1) as address, ReadingGroup(address, "a") as alone:
+        alone.until(STEPS_OF_EPOCH + 2)
+        saved = alone.state(), alone.manager.state_dict(), alone.loader.state_dict()
+    with lighthouse(2) as address, reading_groups(address, "ab") as groups:
+        for group in groups:
+            group.load(copy.deepcopy(saved[0]))
+            group.manager.load_state_dict(saved[1])
+            group.loader.load_state_dict(saved[2])
+        together(*(lambda group=group: group.until(2 * STEPS_OF_EPOCH) for group in groups))
+        assert_close(groups[1].weights(), two_epochs)
+
+
+class Stream(IterableDataset[Any]):
+    """A data set without indices."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+
+@pytest.fixture(scope="module")
+def manager() -> Any:
+    with lighthouse() as address, make_manager(address, "a") as manager:
+        yield manager
+
+
+def test_loaders_that_cannot_be_read(manager: Manager) -> None:
+    data = Numbers()
+    shared = ElasticSampler(data)
+    for loader, sentence in (
+        (data, "DataLoader is needed"),
+        (DataLoader(Stream()), "no indices: use ElasticStream"),
+        (DataLoader(data, sampler=DistributedSampler(data, 2, 0)), "a part of the data only"),
+        (DataLoader(data, sampler=ElasticSampler(40)), "of 40 samples.*has 50 samples"),
+    ):
+        with pytest.raises(ConfigError, match=sentence):
+            ElasticDataLoader(manager, loader, global_batch_size=8)  # type: ignore[arg-type]
+    ElasticDataLoader(manager, DataLoader(data, sampler=shared), global_batch_size=8)
+    with pytest.raises(ConfigError, match="make a sampler for each"):
+        ElasticDataLoader(
+            manager, DataLoader(data, sampler=shared), global_batch_size=8, name="other"
+        )
+    with pytest.raises(ConfigError, match=r"name='data'.*give each loader its own"):
+        ElasticDataLoader(manager, DataLoader(data), global_batch_size=8)
+    with pytest.raises(ConfigError, match=r"in_group='all'.*shard or same"):
+        ElasticDataLoader(manager, DataLoader(data), global_batch_size=8, in_group="all")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("loader", "words"),
+    [
+        (lambda data: DataLoader(data), "50 samples in their order"),
+        (lambda data: DataLoader(data, shuffle=True), "50 samples shuffled with seed 3"),
+        (
+            lambda data: DataLoader(data, sampler=RandomSampler(data, num_samples=20)),
+            "20 samples drawn by RandomSampler with seed 3",
+        ),
+        (
+            lambda data: DataLoader(data, sampler=WeightedRandomSampler([0.0, 1.0, 2.0], 9)),
+            "9 samples drawn by WeightedRandomSampler with seed 3",
+        ),
+        (lambda data: DataLoader(data, drop_last=True), "last step drop"),
+    ],
+)
+def test_the_order_of_the_loader_is_kept(
+    manager: Manager, loader: Any, words: str, request: pytest.FixtureRequest
+) -> None:
+    made = ElasticDataLoader(
+        manager, loader(Numbers()), global_batch_size=8, seed=3, name=request.node.name
+    )
+    again = ElasticDataLoader(
+        manager, loader(Numbers()), global_batch_size=8, seed=3, name=request.node.name + "2"
+    )
+    assert words in made._position.layout
+    share = made.share_of(EpochPosition(), _ALONE)
+    assert made.indices_of(share.pieces[0]) == again.indices_of(share.pieces[0])
+    assert len(made) == (made._rules.num_samples // 8 + (made._rules.last != "drop"))
+
+
+# -- faults that are planted -----------------------------------------------------------------------
+
+
+def found_by_ledger(
+    monkeypatch: pytest.MonkeyPatch, target: Any, name: str, fault: Any, num_workers: int = 0
+) -> str:
+    """What the ledger of a small run with discards and a joiner says when ``fault`` is planted."""
+    monkeypatch.setattr(target, name, fault)
+    ledger = SampleLedger(SIZE, BATCH)
+    with (
+        lighthouse(1) as address,
+        ReadingGroup(address, "a", ledger, num_workers=num_workers) as first,
+    ):
+        first.until(2)
+        first.step(fails=True)
+        first.until(3)
+        with ReadingGroup(address, "b", ledger) as joiner:
+            together(lambda: first.meets(2), lambda: joiner.meets(2))
+            together(lambda: first.step(), lambda: joiner.step())
+        first.until(first.manager.current_step() + 2 * STEPS_OF_EPOCH)
+    return "; ".join(ledger.faults())
+
+
+def test_the_ledger_finds_nothing_without_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert found_by_ledger(monkeypatch, JobPosition, "unread", JobPosition.unread) == ""
+
+
+def test_a_position_that_moves_with_a_discard_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def now(self: JobPosition) -> EpochPosition:
+        place = self._place
+        return self._following(place.position) if place.is_used else place.position
+
+    assert re.search(
+        "used more than once|never used|nothing",
+        found_by_ledger(monkeypatch, JobPosition, "now", now),
+    )
+
+
+def test_a_joiner_that_begins_at_zero_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    faults = found_by_ledger(monkeypatch, JobPosition, "heal", lambda self, state: None)
+    assert re.search("used more than once|in epochs", faults)
+
+
+@pytest.mark.processes
+def test_batches_that_are_kept_over_a_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(self: PieceReader, piece: Any, ahead: Any) -> Any:
+        if self._batches is None:
+            self._plan.upcoming = ahead_with(piece, ahead)
+            self._batches = self._begin_loading()
+        elif not self._has_workers:
+            self._plan.upcoming = iter((piece,))
+        batch = next(self._batches)
+        self._plan.issued.popleft()
+        return batch
+
+    faults = found_by_ledger(monkeypatch, PieceReader, "read", read, num_workers=1)
+    assert re.search("used more than once|samples instead of", faults)
+
+
+def ahead_with(piece: Any, ahead: Any) -> Any:
+    yield piece
+    yield from ahead()

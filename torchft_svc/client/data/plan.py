@@ -1,0 +1,177 @@
+"""Decides which samples a step uses, and which of them each worker reads (rules D2, D5, D6).
+
+Pure arithmetic: a position and a turn lead to a share, on every machine to the same one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from torchft_svc.errors import ConfigError
+
+Last = Literal["short", "pad", "drop"]
+LAST: tuple[Last, ...] = ("short", "pad", "drop")
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A worker's place in a step: its rank among ``size`` that contribute."""
+
+    rank: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class EpochPosition:
+    """The first sample that no committed step has used: number ``first`` of epoch ``epoch``."""
+
+    epoch: int = 0
+    first: int = 0
+
+    def __str__(self) -> str:
+        return f"sample {self.first} of epoch {self.epoch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The samples ``begin`` to ``end`` of an epoch's order, which a worker reads as one batch."""
+
+    epoch: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerShare:
+    """What one worker reads in a step.
+
+    ``part``: the group's part of the samples of the step. ``weights``: the factor of each piece's
+    mean loss, so that the mean over the group's workers of their sums is the mean over the group's
+    samples.
+    """
+
+    pieces: tuple[Piece, ...]
+    weights: tuple[float, ...]
+    part: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRules:
+    """How the samples of an epoch are divided into steps, and those of a step among the workers.
+
+    Args:
+        num_samples: of an epoch.
+        global_batch_size: samples of a step, whatever number of groups there is.
+        microbatch_size: samples that a group reads at once (None: its whole share).
+        last: what becomes of the samples at the end of an epoch that are no whole step: a
+            ``"short"`` step, one that ``"pad"`` fills up from the beginning of the order, or none
+            (``"drop"``).
+        num_shards, shard: this worker among those that divide the pieces of their group.
+    """
+
+    num_samples: int
+    global_batch_size: int
+    microbatch_size: int | None = None
+    last: Last = "short"
+    num_shards: int = 1
+    shard: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_samples < 1:
+            raise ConfigError("loader", f"{self.num_samples} samples", "an epoch needs one or more")
+        for field in ("global_batch_size", "microbatch_size"):
+            value = getattr(self, field)
+            if value is not None and value < 1:
+                raise ConfigError(field, value, "use 1 or more samples")
+        if self.last not in LAST:
+            raise ConfigError("last", self.last, f"use one of {', '.join(LAST)}")
+        for field, divisor, name in (
+            ("microbatch_size", self.num_shards, "the number of workers in the group"),
+            ("global_batch_size", self.unit, self._unit_name),
+        ):
+            value = getattr(self, field)
+            if value is not None and value % divisor:
+                reason = f"it has to be a multiple of {name}, {divisor}"
+                raise ConfigError(field, value, reason)
+        if self.last == "drop" and self.num_samples < self.global_batch_size:
+            reason = f"an epoch of {self.num_samples} samples has no whole step, with last='drop'"
+            raise ConfigError("global_batch_size", self.global_batch_size, reason)
+
+    @property
+    def unit(self) -> int:
+        """How many samples are not divided between two groups."""
+        return self.microbatch_size or self.num_shards
+
+    @property
+    def _unit_name(self) -> str:
+        return "microbatch_size" if self.microbatch_size else "the number of workers in the group"
+
+    def end_of_step(self, position: EpochPosition) -> int:
+        """The end of the step that begins at ``position``, in numbers of the epoch's samples."""
+        end = position.first + self.global_batch_size
+        return end if self.last == "pad" else min(end, self.num_samples)
+
+    def following(self, position: EpochPosition) -> EpochPosition:
+        """The position after the step that begins at ``position``."""
+        return self.normalized(EpochPosition(position.epoch, self.end_of_step(position)))
+
+    def normalized(self, position: EpochPosition) -> EpochPosition:
+        """``position``, or the beginning of the next epoch if no step begins there."""
+        needed = self.global_batch_size if self.last == "drop" else 1
+        if position.first + needed > self.num_samples:
+            return EpochPosition(position.epoch + 1, 0)
+        return position
+
+    def share(self, position: EpochPosition, turn: Turn) -> WorkerShare:
+        """What this worker reads in the step at ``position``, in a group with ``turn``.
+
+        Groups get microbatches (or samples) that follow one another, as evenly as possible. A group
+        that gets none, in a step with less of them than groups, reads the first one with weight 0:
+        it has to make a pass, too.
+        """
+        begin, end = position.first, self.end_of_step(position)
+        num_units = -(-(end - begin) // self.unit)
+        each, rest = divmod(num_units, turn.size)
+        first = turn.rank * each + min(turn.rank, rest)
+        mine = [
+            (begin + number * self.unit, min(begin + (number + 1) * self.unit, end))
+            for number in range(first, first + each + (turn.rank < rest))
+        ]
+        if not mine:
+            cut, _ = self._cut(begin, min(begin + self.unit, end))
+            return WorkerShare((Piece(position.epoch, *cut),), (0.0,), 0.0)
+        num_mine = mine[-1][1] - mine[0][0]
+        if self.microbatch_size is None:
+            mine = [(mine[0][0], mine[-1][1])]
+        cuts = [self._cut(*each) for each in mine]
+        return WorkerShare(
+            tuple(Piece(position.epoch, *cut) for cut, _ in cuts),
+            tuple(count * self.num_shards / num_mine for _, count in cuts),
+            num_mine / (end - begin),
+        )
+
+    def _cut(self, begin: int, end: int) -> tuple[tuple[int, int], int]:
+        """This worker's part of a piece of its group, and how many samples of it count.
+
+        One that gets none reads the first, which does not count.
+        """
+        each, rest = divmod(end - begin, self.num_shards)
+        first = begin + self.shard * each + min(self.shard, rest)
+        count = each + (self.shard < rest)
+        return ((first, first + count), count) if count else ((begin, begin + 1), 0)
+
+    def pieces_from(self, position: EpochPosition, turn: Turn) -> Iterator[Piece]:
+        """The pieces of this worker from the step at ``position`` on, if its turn stays."""
+        while True:
+            yield from self.share(position, turn).pieces
+            position = self.following(position)
+
+    def describe(self) -> str:
+        """What must be equal in all groups, in words."""
+        micro = (
+            "" if self.microbatch_size is None else f" in microbatches of {self.microbatch_size}"
+        )
+        shards = "" if self.num_shards == 1 else f" over {self.num_shards} workers"
+        return f"{self.global_batch_size} in a step{micro}{shards}, last step {self.last}"

@@ -1,0 +1,104 @@
+"""Positions in data that move with the committed steps: the manager's side (rules D1, D3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from torchft_svc.client.step.state import StateRegistry
+from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.worker.step import StepState
+from torchft_svc.errors import ConfigError, RequestRefused
+
+_KEY = "torchft.data."
+_READ_TWICE = (
+    "the samples of this step were read, and it was not voted on: call optimizer.step() before the "
+    "next batch. To accumulate gradients give the loader a microbatch_size and vote where "
+    "loader.ends_step; to skip a batch make its loss zero; after an exception in the pass call "
+    "manager.report_error(error), and the same samples come again"
+)
+
+
+class DataPosition(Protocol):
+    """A position in data that groups heal by."""
+
+    @property
+    def layout(self) -> str:
+        """What must be equal in all groups, in words."""
+
+    def begin_step(self, step: int) -> None:
+        """Record that a step begins after ``step`` committed ones."""
+
+    def unread(self) -> str:
+        """Why the present step must not be committed; empty: all of its samples were read."""
+
+    def save(self) -> Any:
+        """The position at the beginning of the present step; for any thread."""
+
+    def heal(self, state: Any) -> None:
+        """Continue at the position of another group."""
+
+
+class EnteredStep(NamedTuple):
+    """A step whose members are known.
+
+    ``number`` grows with each step that is begun; ``participating_rank`` is None for a group that
+    does not contribute, ``num_participants`` is 0 if there is no quorum.
+    """
+
+    number: int
+    participating_rank: int | None
+    num_participants: int
+
+
+class DataPositions:
+    """The positions of all loaders of a manager; for the training thread."""
+
+    def __init__(self, registry: StateRegistry) -> None:
+        self._registry = registry
+        self._positions: dict[str, DataPosition] = {}
+
+    def add(self, name: str, position: DataPosition) -> None:
+        """Move ``position`` with the steps from now on, and heal by it.
+
+        Raises:
+            ConfigError: another loader has this name.
+        """
+        if name in self._positions:
+            reason = "another loader has it: give each loader its own, the same in all groups"
+            raise ConfigError("name", name, reason)
+        self._registry.register(_KEY + name, position.heal, position.save)
+        self._positions[name] = position
+
+    def layouts(self) -> list[str]:
+        """What must be equal in all groups, in words, for each loader."""
+        return [f"data {name!r}: {each.layout}" for name, each in self._positions.items()]
+
+    def begin_step(self, step: int) -> None:
+        for each in self._positions.values():
+            each.begin_step(step)
+
+    def why_unread(self) -> RequestRefused | None:
+        """The error of a step that is voted on before its samples were read."""
+        reasons = [each.unread() for each in self._positions.values()]
+        return next((RequestRefused(reason) for reason in reasons if reason), None)
+
+
+def needs_another_step(
+    state: StepState, read_in: int, is_under_way: bool, has_failed: Callable[[], bool]
+) -> bool:
+    """Whether a loader begins a step before it reads, or reads for the one that is under way.
+
+    ``read_in``: the step for which it has read its last batch. ``has_failed``: whether the present
+    step can only be discarded.
+
+    Raises:
+        RequestRefused: it has read all of the present step already, which was not voted on.
+    """
+    if not is_under_way or state.phase is Phase.VOTING:
+        return True
+    if state.epoch != read_in:
+        return False
+    if has_failed():
+        return True
+    raise RequestRefused(_READ_TWICE)
