@@ -136,7 +136,7 @@ def test_a_group_joins_and_another_leaves(options: dict[str, Any]) -> None:
 
 
 def test_a_joiner_goes_on_in_the_epoch_of_the_others() -> None:
-    """Its loop has one epoch less, and no end of an epoch that the others have not."""
+    """A joiner has no end of an epoch that the others have not."""
     ends: dict[str, list[EpochPosition]] = {"a": [], "b": []}
     far = 4
 
