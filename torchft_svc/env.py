@@ -24,12 +24,14 @@ _MAX_EXIT_CODE = 255
 LIGHTHOUSE_BIND_VARIABLE = "TORCHFT_LIGHTHOUSE_BIND"
 MANAGER_BIND_VARIABLE = "TORCHFT_MANAGER_BIND"
 LOG_VARIABLE = "TORCHFT_LOG"
+LOG_FORMAT_VARIABLE = "TORCHFT_LOG_FORMAT"
 INTERFACE_VARIABLE = "TORCHFT_INTERFACE"
 # Variables that our launcher sets for its workers.
 WORLD_ROUND_VARIABLE = "TORCHFT_WORLD_ROUND"
 VERDICT_VARIABLE = "TORCHFT_DO_NOT_REQUEUE_EXIT_CODE"
 PROGRESS_VARIABLE = "TORCHFT_PROGRESS_FILE"
 LOG_LEVELS = ("debug", "info", "warning", "error", "off")
+LOG_FORMATS = ("text", "json")
 
 
 def keep_grpc_out_of_forks() -> None:
@@ -359,6 +361,15 @@ class Environment:
         if text is not None and text.lower() not in LOG_LEVELS:
             raise ConfigError(LOG_VARIABLE, text, f"use one of {', '.join(LOG_LEVELS)}")
         return None if text is None else text.lower()
+
+    @property
+    def log_format(self) -> str:
+        """``TORCHFT_LOG_FORMAT``: how all programs write the lines of their log: ``text`` or
+        ``json`` (default: ``text``)."""
+        text = (self._text(LOG_FORMAT_VARIABLE) or LOG_FORMATS[0]).lower()
+        if text not in LOG_FORMATS:
+            raise ConfigError(LOG_FORMAT_VARIABLE, text, f"use one of {', '.join(LOG_FORMATS)}")
+        return text
 
     @property
     def tls_cert_file(self) -> str | None:

@@ -244,7 +244,8 @@ def test_a_child_of_multiprocessing_waits_once_for_all_its_readers() -> None:
 ENDING = """
 import logging, sys
 from torchft_svc.client.runtime.trainer_log import speak_on_stderr
-speak_on_stderr("info", "a")
+from torchft_svc.host.log_format import Speaker
+speak_on_stderr("info", "text", Speaker("a"))
 for number in range(5):
     logging.getLogger("torchft_svc.x").info("number %d", number)
 {end}

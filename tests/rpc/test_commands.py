@@ -151,6 +151,8 @@ def test_a_lighthouse_is_set_up_by_its_environment() -> None:
         (manager, [*NEEDED, "--owner-pid=0"], "TORCHFT_MANAGER_BIND"),
         (lighthouse, ["--max-jobs=0"], "TORCHFT_MIN_REPLICAS"),
         (lighthouse, ["--max-jobs=0"], "TORCHFT_LOG"),
+        (lighthouse, ["--max-jobs=0"], "TORCHFT_LOG_FORMAT"),
+        (manager, [*NEEDED, "--owner-pid=0"], "TORCHFT_LOG_FORMAT"),
     ],
 )
 def test_a_mistake_in_the_environment_is_named(

@@ -36,7 +36,8 @@ from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.elastic.workers import check_program
 from torchft_svc.errors import ConfigError, PeerError, UsageError
 from torchft_svc.host.line_writer import READER_PATIENCE_S, unblocked_output
-from torchft_svc.host.log_limit import LimitedLog, level_number, line_formatter
+from torchft_svc.host.log_format import Speaker, make_formatter
+from torchft_svc.host.log_limit import LimitedLog, level_number
 
 _DEFAULT_MASTER_PORT = 29500  # torchrun's
 _POLICIES = tuple(policy.value for policy in RestartPolicy)
@@ -259,7 +260,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """The command. Failed workers and signals end it as they end torchrun."""
     try:
         parsed = parse_args(args)
-        with _logging_to_stderr():
+        with _logging_to_stderr(parsed.rdzv_id):
             run(parsed)
     except UsageError as error:
         _end(error, 2)
@@ -268,13 +269,14 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 @contextlib.contextmanager
-def _logging_to_stderr() -> Iterator[None]:
+def _logging_to_stderr(run_id: str) -> Iterator[None]:
     """Log as services do, unless the program around this has its own configuration.
 
     Whoever stops reading the output does not stop the agent: torch's lines are queued, too.
     """
     logger = logging.getLogger("torchft_svc")
     level = level_number(env.Environment().log_level or "info")
+    log_format = env.Environment().log_format
     with contextlib.ExitStack() as stack:
         original = sys.stderr
         errors = stack.enter_context(unblocked_output(patience_s=READER_PATIENCE_S))
@@ -284,7 +286,7 @@ def _logging_to_stderr() -> Iterator[None]:
                     handler.setStream(sys.stderr)
                     stack.callback(handler.setStream, original)
         ours = LimitedLog(errors)
-        ours.setFormatter(line_formatter("agent"))
+        ours.setFormatter(make_formatter(log_format, Speaker("agent", {"run": run_id})))
         stack.callback(logger.setLevel, logger.level)
         stack.callback(ours.close)
         stack.callback(logger.removeHandler, ours)

@@ -1,4 +1,4 @@
-"""The format of log lines, and a limit for lines that repeat for ever new peers.
+"""A limit for log lines that repeat for ever new peers.
 
 A kind of line is its logger and its text before the arguments are filled in. What was left out is
 counted, and logged before the next line that is written after the window, or at the end.
@@ -10,7 +10,6 @@ import logging
 import logging.handlers
 import sys
 import time
-import traceback
 from dataclasses import dataclass
 
 from torchft_svc.host.line_writer import LineWriter
@@ -20,27 +19,6 @@ MAX_LINES, WINDOW_S = 20, 10.0
 # More than this package has; what a library invents beyond counts as one kind.
 MAX_KINDS = 200
 _OTHERS = "lines of other kinds"
-# What peers say of themselves gets into lines: it must not end one, or take over a terminal.
-_ESCAPED = {code: repr(chr(code))[1:-1] for code in (*range(32), *range(127, 160))}
-
-
-def escaped(text: str) -> str:
-    """``text`` without control characters, for a log or a terminal."""
-    return text.translate(_ESCAPED)
-
-
-class LineFormatter(logging.Formatter):
-    """One line for a record (and its traceback below); control characters are escaped."""
-
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - as logging calls it
-        record.message = escaped(record.message)
-        return super().formatMessage(record)
-
-
-def line_formatter(who: str = "") -> logging.Formatter:
-    """Time, level, who speaks (the module, or ``who`` by name), and what."""
-    speaker = f"torchft_svc[{who.replace('%', '%%')}]" if who else "%(name)s"
-    return LineFormatter(f"%(asctime)s %(levelname)s {speaker} %(message)s")
 
 
 def level_number(name: str) -> int:
@@ -103,8 +81,9 @@ class LimitedLog(logging.handlers.QueueHandler):
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - as logging calls it
         """Log why ``record`` cannot be formatted; logging would write that to stderr itself."""
         if logging.raiseExceptions:
-            kind = f"{record.name}: {record.msg!r}"
-            self.queue.put_nowait(f"cannot log {kind}:\n{traceback.format_exc()}")
+            ours = _warning("cannot log %s: %r", record.name, record.msg)
+            ours.exc_info = sys.exc_info()
+            self.queue.put_nowait(self.prepare(ours))
 
     def flush(self) -> None:
         """Wait a moment until all lines are written."""

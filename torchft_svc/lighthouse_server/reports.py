@@ -18,9 +18,11 @@ from torchft_svc.core.quorum.lighthouse.lighthouse import (
     ReportCommand,
     ReportPause,
 )
+from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.session_messages import Kill
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
+_FIELDS = ("job", "replica_id", "quorum_id", "step")
 
 
 class Reports:
@@ -32,6 +34,7 @@ class Reports:
 
     def write(self, report: Report) -> None:
         """Write one line."""
+        log = _bound_log(report)
         if isinstance(report, ReportLoss):
             whose = report.job, report.replica_id, report.reason
             if report.is_orderly:  # texts of their own: the limit of lines goes by the text
@@ -85,6 +88,8 @@ class Reports:
     def write_quorum(self, published: Publish) -> None:
         """Write a line about a quorum, if it is another one, and what is odd about it."""
         job, quorum = published.job, published.quorum
+        fields = {"job": job, "quorum_id": quorum.quorum_id, "step": quorum.max_step}
+        log = logging.LoggerAdapter(_log, fields)
         if published.lost_from is not None and published.begins_anew:
             log.info(
                 "job begins anew job=%s at step %d: it had finished after step %d",
@@ -120,3 +125,11 @@ class Reports:
         self._quorum_ids[job] = quorum.quorum_id
         if len(self._quorum_ids) > self._max_jobs:  # of jobs that ended, forget the oldest
             del self._quorum_ids[next(iter(self._quorum_ids))]
+
+
+def _bound_log(report: Report) -> logging.LoggerAdapter[logging.Logger]:
+    """The log, whose lines of JSON have the job, the group and the step of ``report``."""
+    fields = {name: getattr(report, name) for name in _FIELDS if getattr(report, name, None)}
+    if "replica_id" in fields:
+        fields["group"] = stable_name(fields["replica_id"])
+    return logging.LoggerAdapter(_log, fields)

@@ -13,7 +13,7 @@ from torchft_svc.core.launch.launched_run import (
     ReportWorld,
 )
 
-log = logging.getLogger(__name__)
+_log = logging.getLogger(__name__)
 
 # In one line of the log.
 MAX_NAMED_NODES = 5
@@ -21,6 +21,8 @@ MAX_NAMED_NODES = 5
 
 def write_run_report(report: Report) -> None:
     """Write one line about a launched run."""
+    fields = {name: getattr(report, name) for name in ("run", "node_id") if hasattr(report, name)}
+    log = logging.LoggerAdapter(_log, fields)
     if isinstance(report, ReportWorld):
         world = report.world
         log.info(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
 from torchft_svc.core.quorum.names import stable_name
-from torchft_svc.host.log_limit import escaped
+from torchft_svc.host.log_format import escaped
 
 # A screen full; the groups that somebody may have to look after come first.
 MAX_ROWS = 40

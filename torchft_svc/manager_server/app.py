@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 
 from torchft_svc.core.quorum.manager.group import Group
@@ -33,11 +33,12 @@ class RunningManager:
     """A manager that serves.
 
     ``address`` is what other groups reach; ``killed`` is set when the group was killed, and its
-    workers have received the news.
+    workers have received the news. ``describe_position`` returns its step and quorum, for the log.
     """
 
     address: str
     killed: asyncio.Event
+    describe_position: Callable[[], Mapping[str, object]]
 
 
 @contextlib.asynccontextmanager
@@ -69,7 +70,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
             link.start()  # else when its workers are attached, so that they receive all news
         else:
             driver.resume_term()
-        yield RunningManager(link.machine.address, driver.killed)
+        yield RunningManager(link.machine.address, driver.killed, driver.describe_position)
 
 
 async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) -> None:

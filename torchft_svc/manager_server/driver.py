@@ -72,6 +72,12 @@ class ManagerDriver(GroupShell):
         """Why this group ends, if it was killed."""
         return self.group.kill_reason
 
+    def describe_position(self) -> dict[str, object]:
+        """The step that all workers have reached, and the last quorum, for the log."""
+        quorum = self.group.last_quorum
+        quorum_id = {} if quorum is None else {"quorum_id": quorum.quorum_id}
+        return {"step": self.group.reached(), **quorum_id}
+
     # -- calls -----------------------------------------------------------------------------------
 
     async def request_quorum(self, request: WorkerRequest, timeout_s: float) -> bytes:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from torchft_svc.core.limits import MAX_DURATION_MS, MAX_DURATION_S, MAX_REASON_LENGTH, check_text
-from torchft_svc.env import LOG_LEVELS, LOG_VARIABLE, Environment
+from torchft_svc.env import LOG_FORMAT_VARIABLE, LOG_LEVELS, LOG_VARIABLE, Environment
 from torchft_svc.errors import RequestRefused, UsageError
 from torchft_svc.host.address import HostPort, parse_address, split_addresses
 from torchft_svc.rpc.security import resolve_security
@@ -39,15 +39,23 @@ def option(name: str, **attrs: Any) -> Callable[[F], F]:
     return click.option(name, cls=_GivenOption, **{"show_envvar": True, **attrs})
 
 
-def log_level_option(main: F) -> F:
+def log_level_option(main: Callable[..., None]) -> Callable[..., None]:
     """The flag for what a service logs, handed to ``main`` as ``log_level``."""
-    return option(
+
+    @option(
         "--log-level",
         type=click.Choice(LOG_LEVELS, case_sensitive=False),
         envvar=LOG_VARIABLE,
         default="info",
-        help="What to log, to stderr.",
-    )(main)
+        help=f"What to log, to stderr; {LOG_FORMAT_VARIABLE}=json writes JSON lines.",
+    )
+    @functools.wraps(main)
+    def logging_main(**settings: Any) -> None:
+        with showing_usage():
+            _ = Environment().log_format  # `run` reads it; here a bad value is a usage error
+        main(**settings)
+
+    return logging_main
 
 
 def security_options(main: Callable[..., None]) -> Callable[..., None]:

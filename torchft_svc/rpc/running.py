@@ -15,9 +15,11 @@ from typing import Any, TextIO
 
 import uvloop
 
+from torchft_svc.env import Environment
 from torchft_svc.errors import UsageError
 from torchft_svc.host.line_writer import unblocked_output
-from torchft_svc.host.log_limit import LimitedLog, level_number, line_formatter
+from torchft_svc.host.log_format import Speaker, make_formatter
+from torchft_svc.host.log_limit import LimitedLog, level_number
 from torchft_svc.rpc.descriptors import SERVICE_DESCRIPTORS, require_descriptors
 from torchft_svc.rpc.upkeep import UPKEEP
 
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 
 # Three connections for each of ten thousand groups; at 30 KB each that is 1 GB at the most.
 MAX_DESCRIPTORS = 32_768
+_UNNAMED = Speaker()
 
 
 def run(
@@ -32,11 +35,11 @@ def run(
     log_level: str,
     *,
     stop_signal: signal.Signals | None = None,
-    who: str = "",
+    speaker: Speaker = _UNNAMED,
 ) -> None:
     """Run ``service`` until it returns its exit status; SIGTERM and SIGINT set its event.
 
-    ``who``: how its lines in the log name it (default: by their modules).
+    ``speaker``: how its lines in the log name it (default: by their modules).
 
     With ``stop_signal`` only that one does, and the others are ignored: terminals and init systems
     send them to a trainer's children too, and it is the trainer that decides when they stop.
@@ -44,7 +47,7 @@ def run(
     _fill_closed_descriptors()
     with unblocked_output(_log_unprinted) as errors:
         handler = LimitedLog(errors)
-        handler.setFormatter(line_formatter(who))
+        handler.setFormatter(make_formatter(Environment().log_format, speaker))
         logging.basicConfig(level=level_number(log_level), handlers=[handler])
         UPKEEP.switch_on()
         _allow_descriptors()

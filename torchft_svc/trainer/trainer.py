@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torchft_svc.client.runtime.trainer_log import speak_on_stderr
 from torchft_svc.env import Environment
 from torchft_svc.errors import CheckpointError, ConfigError
+from torchft_svc.host.log_format import Speaker
 from torchft_svc.trainer.backend import Backend
 from torchft_svc.trainer.checkpoint import (
     Checkpoint,
@@ -168,7 +169,8 @@ class Trainer:
         for name in ("config", "resources_per_worker", "ddp_args"):
             arguments[name] = {} if arguments[name] is None else arguments[name]
         self._config = TrainerConfig(**arguments)
-        speak_on_stderr(Environment().log_level or "warning", "")
+        environment = Environment()
+        speak_on_stderr(environment.log_level or "warning", environment.log_format, Speaker())
         self._show_progress = show_progress
         self._store: CheckpointStore | None = None
         self._using = threading.Lock()  # one call at a time

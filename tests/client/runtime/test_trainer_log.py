@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import re
 import subprocess
@@ -17,7 +18,7 @@ from support.warm import Warm
 
 from torchft_svc.client.checkpointing.http.feed import Source
 from torchft_svc.errors import AddressError
-from torchft_svc.host.log_limit import line_formatter
+from torchft_svc.host.log_format import Speaker, make_formatter
 from torchft_svc.rpc.security import PLAIN
 
 pytestmark = pytest.mark.processes
@@ -109,7 +110,7 @@ def test_importing_configures_nothing() -> None:
 def test_a_line_stays_one_line() -> None:
     text = "a\nb\x1b[31m\x9b"
     record = logging.LogRecord("torchft_svc.x", logging.INFO, "", 0, text, (), None)
-    line = line_formatter("50%").format(record)
+    line = make_formatter("text", Speaker("50%")).format(record)
     assert line.endswith(" INFO torchft_svc[50%] a\\nb\\x1b[31m\\x9b")
 
 
@@ -258,3 +259,31 @@ def test_a_group_of_two_workers_ends_without_warnings(tmp_path: Path) -> None:
         assert [worker.wait() for worker in workers] == [0, 0], errors
     assert "WARNING" not in errors, errors
     assert "ends for good: the process of group rank 0, which had started it, has shut" in errors
+
+
+def test_a_trainer_logs_json(tmp_path: Path) -> None:
+    errors = errors_of(tmp_path, TORCHFT_LOG_FORMAT="json", TORCHFT_LOG="debug")
+    lines = [json.loads(line) for line in errors.splitlines()]
+    assert {(line["job"], line["group"]) for line in lines} == {("default", "a")}
+    trainers = [line for line in lines if line.get("rank") == 0]
+    assert len(trainers) < len(lines)  # the others are of the manager's process
+    leaves = [line for line in trainers if line["message"] == LEAVES]
+    assert [line["step"] for line in leaves] == [1]
+    assert leaves[0]["quorum_id"] > 0
+
+
+def test_a_format_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    program = (
+        "import torchft_svc\n"
+        "try:\n    torchft_svc.Manager(state_dict=dict, load_state_dict=print)\n"
+        "except torchft_svc.errors.ConfigError as error:\n    print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        check=True,
+        capture_output=True,
+        text=True,
+        env=environment(TORCHFT_LOG_FORMAT="xml"),
+    )
+    assert "TORCHFT_LOG_FORMAT" in done.stdout
+    assert "'xml'" in done.stdout

@@ -28,7 +28,7 @@ from torchft_svc.client.runtime.bootstrap import (
     StartingServices,
     open_store,
 )
-from torchft_svc.client.runtime.trainer_log import speak_on_stderr
+from torchft_svc.client.runtime.trainer_log import StepPosition, speak_on_stderr, speaker_of
 from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import StateRegistry
@@ -113,7 +113,8 @@ def start_runtime(
     given: CallerParts,
 ) -> Runtime:
     """Start what ``given`` lacks; if a part fails, the earlier ones are stopped again."""
-    _begin_log(rules.place, options, environment)
+    position = StepPosition()
+    _begin_log(rules.place, options, environment, position)
     progress = open_progress(environment.progress_file)
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
@@ -148,6 +149,7 @@ def start_runtime(
         end = functools.partial(_end, pg, recorder)
         kill = functools.partial(end, client.stands_still)
         worker = SharedRound(rules.for_worker(services.locator.patience_s, pg), given.step, pg)
+        position.worker = worker
         services.resume_with(worker.membership_to_resume)
         client.attach(rules.place.group_rank, _listeners(worker, kill), worker.time_use.tally)
         runtime = Runtime(
@@ -187,9 +189,11 @@ def _listeners(worker: SharedRound, kill: Callable[[str], None]) -> coordination
     )
 
 
-def _begin_log(place: GroupPlace, options: ServiceOptions, environment: Environment) -> None:
-    worker = f"/{place.group_rank}" if place.group_world_size > 1 else ""
-    speak_on_stderr(environment.log_level or "info", f"{options.replica_name}{worker}")
+def _begin_log(
+    place: GroupPlace, options: ServiceOptions, environment: Environment, position: StepPosition
+) -> None:
+    speaker = speaker_of(place, options, position)
+    speak_on_stderr(environment.log_level or "info", environment.log_format, speaker)
     level = logging.INFO if place.leads else logging.DEBUG
     log.log(level, "joins job %s at %s", options.job_id, options.lighthouse_address)
 
