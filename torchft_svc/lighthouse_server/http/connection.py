@@ -9,7 +9,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 # Browsers open up to six each; one with nothing but its first bytes costs 10 KB and a descriptor,
 # of which the training needs its own.
-MAX_CONNECTIONS = 1000
+MAX_CONNECTIONS = 2000
 # Until the head of a request is there.
 REQUEST_S = 10.0
 # The next request of a page comes within this time, and an answer has been read by then.

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from starlette.responses import StreamingResponse
@@ -81,6 +81,7 @@ class Reader:
                 message = self._unread.popleft()
                 for begin in range(0, len(message), CHUNK_BYTES):
                     yield message[begin : begin + CHUNK_BYTES]
+                    await asyncio.sleep(0)  # it may have gone, which the loop has to find out
             if self.is_over:
                 return
             self._changed.clear()
@@ -110,13 +111,23 @@ class EventStream(StreamingResponse):
 class _Channel:
     """A document with its readers; ``build`` makes it of the present state.
 
-    ``is_gone``: what it is about is gone, and the readers know."""
+    ``whole``: the event for readers that are new, once one has come. ``is_gone``: what it is about
+    is gone, and the readers know.
+    """
 
     name: str
     build: Callable[[float], Document]
-    readers: set[Reader]
     document: Document
+    at: float
+    readers: set[Reader] = field(default_factory=set)
+    whole: bytes | None = None
     is_gone: bool = False
+
+    def whole_event(self) -> bytes:
+        """The event with the whole document, as it was at the last look."""
+        if self.whole is None:
+            self.whole = _event("document", self.name, self.at, document=self.document)
+        return self.whole
 
 
 class Hub:
@@ -141,16 +152,13 @@ class Hub:
 
         Raises what ``build`` raises; the reader is not added then.
         """
-        now = self._clock.now()
         channel = self._channels.get(name)
         if channel is None:
-            channel = _Channel(name, build, set(), build(now))
-        else:  # all readers have the same document, whatever has changed since the last look
-            self._update(channel, now)
-        self._channels[name] = channel
+            now = self._clock.now()
+            channel = self._channels[name] = _Channel(name, build, build(now), now)
         channel.readers.add(reader)
         self._readers.add(reader)
-        reader.add_message(_event("document", name, now, document=channel.document))
+        reader.add_message(channel.whole_event())
         if self._timer is None:
             self._set_timer()
 
@@ -202,10 +210,10 @@ class Hub:
             channel.is_gone = True
             return
         patch = difference(channel.document, document)
-        channel.document = document
+        channel.document, channel.at, channel.whole = document, now, None
         if channel.is_gone:  # and back
             channel.is_gone = False
-            self._send(channel.readers, _event("document", channel.name, now, document=document))
+            self._send(channel.readers, channel.whole_event())
         elif patch:
             self._send(channel.readers, _event("patch", channel.name, now, patch=patch))
 

@@ -1,0 +1,191 @@
+"""Tests the documents of the dashboard, and the differences that are sent of them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
+from torchft_svc.core.launch.world import AgentStatus
+from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
+from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.lighthouse_server.http.differences import Document, difference
+from torchft_svc.lighthouse_server.http.documents import job_document, overview
+from torchft_svc.lighthouse_server.http.public_status import status_html
+
+NOW = 1_000_000.0
+GROUPS = (
+    GroupStatus(replica_id="a:1", in_quorum=True, step=7, phase=Phase.TRAINING, phase_s=0.5),
+    GroupStatus(replica_id="b:1", in_quorum=True, step=0, phase=Phase.HEALING, phase_s=2.0),
+    GroupStatus(replica_id="c:1", in_quorum=True, hung=True, silent_s=3.0),
+    GroupStatus(replica_id="d:1", left_out=True),
+    GroupStatus(replica_id="e:1", asking=True),
+    GroupStatus(replica_id="f:1"),
+)
+JOB = JobStatus(
+    job="j",
+    quorum_id=9,
+    committed_step=7,
+    groups=GROUPS,
+    num_expected=8,
+    stalled_s=4.0,
+    gone=(
+        GoneGroup(replica_id="g:2", reason="crashed", gone_s=1.0),
+        GoneGroup(replica_id="g:1", reason="before", gone_s=60.0),
+        GoneGroup(replica_id="a:0", reason="and back", gone_s=90.0),
+        GoneGroup(replica_id="h:1", orderly=True, gone_s=99.0),
+    ),
+)
+
+
+def document(job: JobStatus = JOB, now: float = NOW, *incidents: Incident) -> Document:
+    return job_document(job, now, None, incidents, Goodput())
+
+
+def test_a_group_has_the_state_that_matters_most() -> None:
+    states = {name: group["state"] for name, group in document()["groups"].items()}
+    assert states == {
+        "a": "training",
+        "b": "healing",
+        "c": "hung",
+        "d": "left out",
+        "e": "waiting",
+        "f": "outside",
+        "g": "lost",
+        "h": "left",
+    }
+
+
+def test_the_next_incarnation_takes_over_the_row_of_its_name() -> None:
+    groups = document()["groups"]
+    assert groups["a"]["id"] == "a:1"
+    assert groups["g"] == {"id": "g:2", "state": "lost", "gone_at": NOW - 1, "reason": "crashed"}
+
+
+def test_two_groups_with_one_name_have_two_rows() -> None:
+    twins = tuple(GroupStatus(replica_id=f"a:{number}") for number in (1, 2))
+    assert set(document(JobStatus(job="j", groups=twins))["groups"]) == {"a:1", "a:2"}
+
+
+def test_time_alone_changes_nothing() -> None:
+    def later(by_s: float) -> JobStatus:
+        groups = (
+            GroupStatus(replica_id="a:1", phase=Phase.IDLE, phase_s=5 + by_s, silent_s=3 + by_s),
+        )
+        gone = (GoneGroup(replica_id="b:1", gone_s=7 + by_s),)
+        return JobStatus(job="j", groups=groups, gone=gone, stalled_s=2 + by_s)
+
+    assert document(later(0.0)) == document(later(3.25), NOW + 3.25)
+    ended = [JobStatus(job="j", ended_s=5 + by_s) for by_s in (0.0, 9.5)]
+    assert overview(ended[:1], (), NOW) == overview(ended[1:], (), NOW + 9.5)
+
+
+def test_an_incident_is_in_it_without_what_is_not_known() -> None:
+    lost = Incident(
+        number=3,
+        job="j",
+        kind=IncidentKind.LOST,
+        cause="gone",
+        groups=("g:2",),
+        at=NOW,
+        paused_s=0.5,
+    )
+    shown = document(JOB, NOW, lost)["incidents"]["3"]
+    assert (shown["kind"], shown["groups"], shown["paused_s"]) == ("lost", ["g:2"], 0.5)
+    assert "healed_s" not in shown
+
+
+def test_a_run_is_shown_with_its_nodes() -> None:
+    node = NodeStatus(
+        node_id="n1",
+        host="h",
+        node_rank=0,
+        num_workers=2,
+        status=AgentStatus.WORKING,
+        reached=False,
+        num_restarts=1,
+        silent_s=1.0,
+        waits_for_s=None,
+    )
+    run = RunStatus(
+        run="r", round=2, min_nodes=1, max_nodes=2, phase="running", why="", nodes=(node,)
+    )
+    shown = overview((), (run,), NOW)["runs"]["r"]
+    assert shown["nodes"]["n1"] == {
+        "rank": 0,
+        "host": "h",
+        "workers": 2,
+        "state": "working",
+        "late": True,
+        "restarts": 1,
+        "seen_at": NOW - 1,
+    }
+
+
+def has_none(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(map(has_none, value.values()))
+    return value is None
+
+
+def test_a_document_contains_no_null() -> None:
+    """A patch would remove what has it."""
+    assert not has_none(document())
+    assert not has_none(overview([JOB, JobStatus(job="k", ended_s=1.0)], (), NOW))
+
+
+# -- differences -----------------------------------------------------------------------------------
+
+VALUES = st.none() | st.integers(0, 3) | st.booleans() | st.lists(st.integers(0, 2), max_size=2)
+DOCUMENTS = st.dictionaries(
+    st.sampled_from("abcd"),
+    st.recursive(
+        VALUES.filter(lambda value: value is not None),
+        lambda inner: st.dictionaries(st.sampled_from("xyz"), inner, max_size=3),
+        max_leaves=6,
+    ),
+    max_size=4,
+)
+
+
+def merge(target: Any, patch: Any) -> Any:
+    """The algorithm of RFC 7396, word by word."""
+    if not isinstance(patch, dict):
+        return patch
+    if not isinstance(target, dict):
+        target = {}
+    for name, value in patch.items():
+        if value is None:
+            target.pop(name, None)
+        else:
+            target[name] = merge(target.get(name), value)
+    return target
+
+
+def is_same(first: object, second: object) -> bool:
+    return json.dumps(first, sort_keys=True) == json.dumps(second, sort_keys=True)
+
+
+@given(DOCUMENTS, DOCUMENTS)
+def test_a_patch_makes_the_new_document_of_the_old_one(before: Document, after: Document) -> None:
+    patch = difference(before, after)
+    patched = merge(json.loads(json.dumps(before)), json.loads(json.dumps(patch)))
+    assert is_same(patched, after)
+    assert not difference(after, json.loads(json.dumps(after)))
+
+
+def test_a_patch_contains_what_has_changed_alone() -> None:
+    before = {"groups": {"a": {"step": 1, "state": "training"}, "b": {"step": 1}}}
+    after = {"groups": {"a": {"step": 2, "state": "training"}, "c": {"step": 1}}}
+    assert difference(before, after) == {"groups": {"a": {"step": 2}, "b": None, "c": {"step": 1}}}
+
+
+def test_the_status_of_the_public_release_escapes_what_others_say() -> None:
+    evil = GroupStatus(replica_id="<script>:1", address="<img>")
+    page = status_html([JobStatus(job="<b>", waiting_for="<i>", groups=(evil,))])
+    assert not any(tag in page for tag in ("<script", "<img", "<b>", "<i>"))
+    assert "&lt;script&gt;:1" in page
