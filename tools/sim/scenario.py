@@ -417,7 +417,7 @@ def _draw_patience(chance: random.Random, scenario: Scenario, is_large: bool) ->
         more.append(Fault(at=at, kind=kind, target=target, seconds=0.0, value=chance.random()))
     is_lockstep = scenario.group_world_size > 1 and chance.random() < 0.5
     for _ in range(0 if is_large else chance.choice(NUMS_OF_ODD_STEPS)):
-        more += _draw_odd_steps(chance, scenario.num_groups)
+        more += _draw_odd_steps(chance, scenario.num_groups, scenario.trainer.use_async_quorum)
     more += _draw_broken_sessions(chance, scenario.num_groups, is_large)
     scenario = replace(
         scenario,
@@ -534,8 +534,12 @@ def _draw_hangs(
     return faults
 
 
-def _draw_odd_steps(chance: random.Random, num_groups: int) -> list[Fault]:
-    """Some groups, or all, lose an update or put heals off at about the same time."""
+def _draw_odd_steps(chance: random.Random, num_groups: int, use_async_quorum: bool) -> list[Fault]:
+    """Some groups, or all, lose an update or put heals off at about the same time.
+
+    Without an asynchronous quorum all have to put heals off in the same step, which a fault at a
+    time cannot do: a group that does not would count one that is behind as a contributor.
+    """
     kind = chance.choice(["lose_update", "spoil_update", "put_off"])
     at, value = chance.uniform(1.0, FAULTS_END_S), chance.random()
     targets = chance.sample(range(num_groups), chance.choice([1, 1, num_groups]))
@@ -543,6 +547,8 @@ def _draw_odd_steps(chance: random.Random, num_groups: int) -> list[Fault]:
     faults = [
         Fault(at=at, kind=kind, target=target, seconds=seconds, value=value) for target in targets
     ]
+    if kind == "put_off" and not use_async_quorum:
+        return []
     if kind == "put_off":  # one that has something to heal
         faults.append(Fault(at=at - 0.1, kind="crash", target=targets[0], seconds=0.02))
     return faults
