@@ -19,6 +19,7 @@ from support.page_programs import PROGRAMS, program_of
 from support.running import ROOT
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from torchft_svc.core.quorum.lighthouse.incidents import IncidentKind
 from torchft_svc.elastic.run import get_args_parser
 from torchft_svc.lighthouse_server import cli as lighthouse_cli
 from torchft_svc.manager_server import cli as manager_cli
@@ -165,3 +166,8 @@ def test_the_output_on_a_page_of_failures_is_that_of_the_code(page: Path) -> Non
                 parts = re.split(r"\.\.\.|\b[ab]\b|\d+(?:\.\d+)?(?: kB)?|[:;()]", line)
                 absent = [part for part in parts if part.strip() and part.strip() not in code]
                 assert not absent, f"{where(page, block)}: {line}: {absent}"
+
+
+def test_each_kind_of_incident_is_on_a_page_of_failures() -> None:
+    texts = "\n".join(page.read_text() for page in FAILURES)
+    assert not [kind for kind in IncidentKind if f"`{kind.value}`" not in texts]

@@ -164,14 +164,14 @@ class Process:
         line = b""
         with selectors.DefaultSelector() as selector:
             selector.register(self._popen.stdout, selectors.EVENT_READ)
-            while not line.endswith(b"\n"):
+            while b"\n" not in line:
                 if not selector.select(max(0.0, deadline - time.monotonic())):
                     break
                 more = os.read(self._popen.stdout.fileno(), 4096)
                 if not more:
                     break
                 line += more
-        return line.decode()
+        return line.partition(b"\n")[0].decode()
 
     def send(self, number: int) -> None:
         self._popen.send_signal(number)
