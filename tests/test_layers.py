@@ -51,6 +51,7 @@ WITHOUT_TORCH = (
     "lighthouse_server",
     "manager_server",
     "coordination",
+    "doctor",
     "errors",
     "settings",
 )

@@ -166,3 +166,13 @@ def test_both_services_start_and_answer(services: tuple[str, str, Path]) -> None
     assert status.returncode == 0, status.stderr
     assert "1 in the quorum" in status.stdout
     assert "small:" in status.stdout
+    doctor = subprocess.run(
+        [commands / "lighthouse", "doctor", "--lighthouse", lighthouse],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | ALONE,
+        check=False,
+    )
+    assert "torch          it is not installed" in doctor.stdout, doctor.stdout + doctor.stderr
+    assert "ok       leader" in doctor.stdout

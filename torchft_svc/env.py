@@ -432,6 +432,10 @@ class Environment:
         """``TORCHFT_ETCD_PASSWORD_FILE``: the file that holds it (default: none)."""
         return self._protecting("TORCHFT_ETCD_PASSWORD_FILE")
 
+    def other(self, name: str) -> str | None:
+        """Return the value of a variable that only another program reads."""
+        return self._text(name)
+
     def _text(self, name: str) -> str | None:
         variables = os.environ if self.variables is None else self.variables
         return variables.get(name, "").strip() or None

@@ -1,4 +1,4 @@
-"""What an operator may ask of a lighthouse: `lighthouse status`, `drain`, `kill`, `accept-loss`."""
+"""What an operator may ask: `status`, `drain`, `kill`, `accept-loss` and `doctor`."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torchft_svc.core.launch.launched_run import RunStatus
 from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_NAME_LENGTH
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.types import DEFAULT_JOB
+from torchft_svc.doctor.command import doctor
 from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.table import status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
@@ -209,4 +210,4 @@ def accept_loss(lighthouse: str, job_id: str, security: Security) -> None:
     click.echo(f"job {job_id} continues without its committed step {answer.committed_step}")
 
 
-OPERATOR_COMMANDS = (status, drain, kill, accept_loss)
+OPERATOR_COMMANDS = (status, drain, kill, accept_loss, doctor)
