@@ -111,6 +111,21 @@ def set_worker_variables(worker: TorchrunWorker, round_: int) -> None:
 
 
 @contextlib.contextmanager
+def set_while(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables in this block, for what it starts; afterwards they are what they were."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
 def switched_on(name: str) -> Iterator[None]:
     """Inside this block ``name``, which torch reads, is ``1``; afterwards what it was, or ``0``.
 
@@ -345,8 +360,17 @@ class Environment:
     @property
     def progress_file(self) -> str | None:
         """``TORCHFT_PROGRESS_FILE``: where this worker records its step for who restarts it
-        (default: nowhere)."""
-        return self._text(PROGRESS_VARIABLE)
+        (default: nowhere).
+
+        Where a launcher starts several workers, each has its own: the local rank is appended.
+        """
+        path, local_rank = self._text(PROGRESS_VARIABLE), self._text("LOCAL_RANK")
+        return path if path is None or local_rank is None else f"{path}.{local_rank}"
+
+    @property
+    def grace_s(self) -> float | None:
+        """``TORCHFT_GRACE_SEC``: the time from SIGTERM to SIGKILL (default: not known)."""
+        return self._seconds("TORCHFT_GRACE_SEC")
 
     @property
     def local_rank(self) -> int | None:

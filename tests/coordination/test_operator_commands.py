@@ -17,7 +17,8 @@ from torchft_svc.coordination import (
     ManagerClient,
     ManagerServer,
 )
-from torchft_svc.errors import RequestRefused
+from torchft_svc.core.quorum.session_messages import Drain
+from torchft_svc.errors import ConfigError, RequestRefused
 
 LONG = timedelta(seconds=20)
 
@@ -29,6 +30,7 @@ class Worker:
         self.received: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()
         self.listens = threading.Event()
         self.listens.set()
+        self.within_s: float | None = None
         self.client = ManagerClient(address, LONG)
         attach(
             self.client,
@@ -37,8 +39,9 @@ class Worker:
             on_drain=self._receive_drain,
         )
 
-    def _receive_drain(self, reason: str) -> None:
-        self.received.put(("drain", reason))
+    def _receive_drain(self, command: Drain) -> None:
+        self.received.put(("drain", command.reason))
+        self.within_s = command.within_s
         assert self.listens.wait(30)
 
     def next_order(self) -> tuple[str, str]:
@@ -83,6 +86,22 @@ def test_an_order_to_the_lighthouse_reaches_every_worker(
 def test_an_order_to_the_manager_reaches_every_worker(workers: list[Worker], kind: str) -> None:
     getattr(workers[1].client, kind)("maintenance")
     assert [worker.next_order() for worker in workers] == [(kind, "maintenance")] * 2
+
+
+def test_every_worker_learns_how_long_a_drain_may_take(
+    operator: LighthouseClient, workers: list[Worker]
+) -> None:
+    operator.drain("group", within=timedelta(seconds=0.25))
+    for worker in workers:
+        assert worker.next_order() == ("drain", "drained by an operator")
+        assert worker.within_s == 0.25
+    workers[0].client.drain("again")
+    for worker in workers:
+        assert worker.next_order() == ("drain", "again")
+        assert worker.within_s is None
+    for ask in (operator.drain, workers[0].client.drain):
+        with pytest.raises(ConfigError, match="within"):
+            ask("group", within=timedelta(0))
 
 
 def test_other_groups_do_not_receive_an_order(

@@ -6,6 +6,7 @@ The hard policy and soft ones, on a lighthouse; torch's own back ends are torch'
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -262,6 +263,46 @@ def test_a_drained_node_ends_well_and_the_others_go_on(policy: str, tmp_path: Pa
         run.until(lambda: _new(run, policy, before["a"]), "a world of one")
         run.finish()
         assert run.nodes["a"].wait() == 0
+
+
+WAITS = """
+import os, signal, time
+from torchft_svc.elastic import get_worker_info
+from torchft_svc.env import Environment
+from torchft_svc.host.progress_file import open_progress
+get_worker_info()
+progress = open_progress(Environment().progress_file)
+def answer(*_):
+    print(f"has {progress.drain_until - time.monotonic():.3f} s", flush=True)
+signal.signal(signal.SIGTERM, answer)
+print("waits", progress.drain_until, flush=True)
+while True:
+    time.sleep(60)
+"""
+
+
+@both
+@pytest.mark.parametrize("by", ["operator", "signal"])
+def test_workers_learn_when_a_drain_is_over(
+    policy: str, by: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(WAITS)
+    monkeypatch.setenv("TORCHFT_GRACE_SEC", "3")
+    with launch(tmp_path, nnodes="1", policy=policy) as run:
+        program = run.start("a", script=[str(script)])
+        program.wait_for("waits None")
+        began_at = time.monotonic()
+        if by == "operator":
+            arguments = ["--lighthouse", run.lighthouse, "--job-id=run", "--node=127.0.0.1"]
+            assert CliRunner().invoke(drain, [*arguments, "--within=4"]).exit_code == 0
+        else:
+            program.signal(signal.SIGTERM)
+        assert program.wait() == (0 if by == "operator" else 1)
+        (left_s,) = re.findall(r"has ([\d.]+) s", "\n".join(program.lines))
+        usable = 3.0 if by == "operator" else 2.0  # less a second
+        assert usable - 1 < float(left_s) <= usable
+        assert time.monotonic() - began_at > usable, "it has had that time"
 
 
 FUNCTIONS = ("--run-path", "--start-method=fork")

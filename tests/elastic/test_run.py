@@ -20,6 +20,7 @@ from support.running import SCRIPTS, eventually, refusing, steady_address
 
 from torchft_svc.elastic import run
 from torchft_svc.elastic.launcher import RestartPolicy
+from torchft_svc.env import PROGRESS_VARIABLE, VERDICT_VARIABLE
 from torchft_svc.errors import ConfigError
 
 SCRIPT = str(SCRIPTS / "recording_worker.py")
@@ -117,6 +118,8 @@ def worker(path: Path, folder: Path) -> dict[str, Any]:
     """How a worker was started; without what is different in each run."""
     record = json.loads(path.read_text().replace(str(folder), "FOLDER"))
     variables = record["environment"]
+    for name in (PROGRESS_VARIABLE, VERDICT_VARIABLE):  # what torchft-run adds
+        variables.pop(name, None)
     for name in ("MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE"):
         if name in variables:
             variables[name] = plain(variables[name])

@@ -93,7 +93,9 @@ def test_a_manager_s_orders_reach_its_workers_as_one_line(order: str) -> None:
         ManagerClient(manager.address, CALL) as worker,
         ManagerClient(manager.address, CALL) as stranger,
     ):
-        attach(worker, 0, on_kill=shown.append, on_drain=shown.append)
+        attach(
+            worker, 0, on_kill=shown.append, on_drain=lambda command: shown.append(command.reason)
+        )
         getattr(stranger, order)(HOSTILE + LONG)
         eventually(lambda: shown)
         assert shown[0].startswith(PLAIN)

@@ -600,6 +600,17 @@ class Manager:
         """Whether this worker's group has to end after its step."""
         return self._worker.round.drain_reason is not None
 
+    def draining_until(self) -> float | None:
+        """The instant at which this process will be killed; None while no drain is under way.
+
+        On the clock of `time.monotonic`, which a change of the wall clock does not move: the time
+        that is left is ``draining_until() - time.monotonic()``. `math.inf` where a drain is under
+        way, and nobody has said how long it may take. SIGTERM says it by ``TORCHFT_GRACE_SEC``, an
+        operator by ``--within``.
+        """
+        round_ = self._worker.round
+        return None if round_.drain_reason is None else round_.drain_until
+
     # -- the end ---------------------------------------------------------------------------------
 
     def shutdown(self, wait: bool = True) -> None:

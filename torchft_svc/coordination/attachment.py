@@ -17,6 +17,7 @@ from torchft_svc.coordination.outgoing import Outgoing
 from torchft_svc.coordination.stream_votes import StreamVotes
 from torchft_svc.core.limits import one_line
 from torchft_svc.core.quorum.activity import PhaseReport
+from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.core.quorum.tally import MAX_EVENTS_KEPT, GroupEvent, Tally
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import DifferenceReport
@@ -24,6 +25,7 @@ from torchft_svc.core.route import AttachEnd, AttachRetry, Reattach
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
     difference_to_wire,
+    drain_from_wire,
     event_to_wire,
     fit_for_logs,
     term_ends_from_wire,
@@ -40,19 +42,19 @@ class Listeners:
     """Callbacks for a worker's news, called on the thread that reads them: none may wait for long.
 
     ``on_loss``: a member of the last quorum is dead or has left (replica id, reason, id of that
-    quorum). ``on_kill``: this worker has to end at once, ``on_drain``: when its step is finished
-    (the reason). ``on_waiting``: a group waits to join the last quorum (replica id).
-    ``on_no_quorum``: this worker has asked for a quorum and waits, because of that (empty: not
-    known); called again and again, and of all workers of a group that wait only for the first.
-    ``on_over``: the manager ends, and there will be no other (the reason). ``on_break``: the stream
-    has ended, and is opened again; the group is out of its quorum, unless it is in a term that does
-    not need its manager. ``on_cut``: the group is out of its quorum, because its manager did not
-    come back in time, or takes this worker for gone. ``on_term``: the term of a quorum has to end.
+    quorum). ``on_kill``: this worker has to end at once, ``on_drain``: when its step is finished.
+    ``on_waiting``: a group waits to join the last quorum (replica id). ``on_no_quorum``: this
+    worker has asked for a quorum and waits, because of that (empty: not known); called again and
+    again, and of all workers of a group that wait only for the first. ``on_over``: the manager
+    ends, and there will be no other (the reason). ``on_break``: the stream has ended, and is opened
+    again; the group is out of its quorum, unless it is in a term that does not need its manager.
+    ``on_cut``: the group is out of its quorum, because its manager did not come back in time, or
+    takes this worker for gone. ``on_term``: the term of a quorum has to end.
     """
 
     on_loss: Callable[[str, str, int], None]
     on_kill: Callable[[str], None]
-    on_drain: Callable[[str], None]
+    on_drain: Callable[[Drain], None]
     on_waiting: Callable[[str], None]
     on_no_quorum: Callable[[str], None] = lambda reason: None
     on_over: Callable[[str], None] = lambda reason: None
@@ -68,7 +70,7 @@ class Listeners:
         elif kind == "kill":
             self.on_kill(news.kill.reason)
         elif kind == "drain":
-            self.on_drain(news.drain.reason)
+            self.on_drain(drain_from_wire(news.drain))
         elif kind == "waiting":
             self.on_waiting(news.waiting.replica_id)
         elif kind == "term_ends":

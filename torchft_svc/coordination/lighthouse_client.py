@@ -12,7 +12,7 @@ from typing import Any
 
 from torchft_svc.coordination.client import Answer, Client
 from torchft_svc.coordination.types import Quorum, QuorumMember, Timestamp
-from torchft_svc.core.limits import limited_s
+from torchft_svc.core.limits import limited_s, whole_milliseconds
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.types import DEFAULT_JOB, Member
 from torchft_svc.core.route import LOOK_BACK_S, Route
@@ -126,15 +126,25 @@ class LighthouseClient(Client):
         self._kill(pb.LighthouseKillRequest(replica_id=replica_id, reason=reason), timeout)
 
     def drain(
-        self, replica_id: str, reason: str = "", timeout: timedelta = timedelta(seconds=5)
+        self,
+        replica_id: str,
+        reason: str = "",
+        timeout: timedelta = timedelta(seconds=5),
+        *,
+        within: timedelta | None = None,
     ) -> None:
         """Let the group with this replica id or name finish its step, leave, and end.
+
+        ``within``: in what time its processes will be killed (None: not known).
 
         Raises:
             RequestRefused: there is no such group, or no command reaches it, because it only sends
                 heartbeats.
         """
-        self._drain(pb.LighthouseDrainRequest(replica_id=replica_id, reason=reason), timeout)
+        request = pb.LighthouseDrainRequest(
+            replica_id=replica_id, reason=reason, within_ms=whole_milliseconds(within)
+        )
+        self._drain(request, timeout)
 
     def status(
         self, job_id: str = "", timeout: timedelta = timedelta(seconds=5)

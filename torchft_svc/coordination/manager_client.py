@@ -16,7 +16,7 @@ from torchft_svc.coordination.attachment import Attachment, Listeners
 from torchft_svc.coordination.client import Client
 from torchft_svc.coordination.stream_votes import ACTION
 from torchft_svc.coordination.types import ManagerLocator
-from torchft_svc.core.limits import limited_s
+from torchft_svc.core.limits import limited_s, whole_milliseconds
 from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.tally import EventKind, GroupEvent, Tally
@@ -282,6 +282,16 @@ class ManagerClient(Client):
         """End the group at once: its workers, its manager, and the trainer that started that."""
         self._kill(pb.KillRequest(msg=msg), timeout)
 
-    def drain(self, reason: str = "", timeout: timedelta = timedelta(seconds=5)) -> None:
-        """Let the group finish its step, leave the lighthouse, and end."""
-        self._drain(pb.DrainRequest(reason=reason), timeout)
+    def drain(
+        self,
+        reason: str = "",
+        timeout: timedelta = timedelta(seconds=5),
+        *,
+        within: timedelta | None = None,
+    ) -> None:
+        """Let the group finish its step, leave the lighthouse, and end.
+
+        ``within``: in what time its processes will be killed (None: not known).
+        """
+        request = pb.DrainRequest(reason=reason, within_ms=whole_milliseconds(within))
+        self._drain(request, timeout)

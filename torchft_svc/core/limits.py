@@ -27,6 +27,19 @@ def check_length(field: str, duration_s: float) -> None:
         raise ConfigError(field, f"{duration_s:g} s", reason)
 
 
+def whole_milliseconds(limit: timedelta | None) -> int | None:
+    """Return a time limit as it is sent; None: absent.
+
+    Raises:
+        ConfigError: it is no time above 0.
+    """
+    if limit is None:
+        return None
+    if limit.total_seconds() <= 0:
+        raise ConfigError("within", str(limit), "use a time above 0")
+    return max(1, round(1000 * limited_s(limit)))
+
+
 def limited_s(timeout: timedelta) -> float:
     """The seconds of a call's ``timeout``, and no more than can be waited."""
     return min(timeout.total_seconds(), MAX_DURATION_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import signal
 import sys
 import time
@@ -25,7 +26,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.events import record
 from torch.distributed.elastic.events.api import EventSource
 from torch.distributed.elastic.metrics.api import put_metric
-from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import (
     RendezvousGracefulExitError,
     RendezvousParameters,
@@ -37,6 +38,7 @@ from torchft_svc.core.launch.world import World
 from torchft_svc.elastic.driver import AgentDriver, Meeting, News
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.policy import RestartPolicyStrategy, SoftRestartPolicyStrategy
+from torchft_svc.elastic.progress import WorkerProgress, usable_s
 from torchft_svc.elastic.rendezvous.config import RendezvousConfig, rendezvous_config
 from torchft_svc.elastic.rendezvous.handler import LighthouseRendezvous, NodeDrained
 from torchft_svc.elastic.rendezvous.link import RendezvousLink
@@ -64,12 +66,14 @@ class AgentSettings:
     """What an agent needs besides torch's own arguments.
 
     ``parameters`` are those of the rendezvous; ``signals`` end the agent and its workers;
-    ``preload`` are the modules that a fork server imports for workers (None: there is none).
+    ``progress`` is what the workers record; ``preload`` are the modules that a fork server imports
+    for workers (None: there is none).
     """
 
     strategy: RestartPolicyStrategy
     parameters: RendezvousParameters
     signals: str
+    progress: WorkerProgress
     preload: Sequence[str] | None = None
 
 
@@ -124,6 +128,14 @@ class ElasticAgent(LocalElasticAgent):
         its step.
         """
         spec = self._worker_group.spec
+        handler, within_s = spec.rdzv_handler, None
+        if isinstance(handler, LighthouseRendezvous):
+            within_s = handler.drained_within_s
+        if isinstance(sys.exc_info()[1], SignalException):
+            within_s = Environment().grace_s
+        if within_s is not None:
+            timeout = math.ceil(usable_s(within_s))
+        self._settings.progress.record_end(timeout)
         processes = [
             each.proc for each in getattr(self._pcontext, "subprocess_handlers", {}).values()
         ]
@@ -186,6 +198,7 @@ class ElasticAgent(LocalElasticAgent):
                 group,
                 self._meet(config, open_things),
                 self._shutdown_timeout,
+                self._settings.progress,
                 config.connect_timeout_s,
                 strategy.stopped_timeout_s,
             )

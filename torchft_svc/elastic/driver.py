@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from torchft_svc import env
 from torchft_svc.core.launch.agent import (
     AgentMachine,
     Broadcast,
@@ -55,6 +56,7 @@ from torchft_svc.core.launch.world import (
 )
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.messages import WorkerAck, WorkerMessage, WorkerStarted
+from torchft_svc.elastic.progress import WorkerProgress, usable_s
 from torchft_svc.elastic.rendezvous.polled import MeetingFailed, PolledNews, WorldOver
 from torchft_svc.errors import Unauthorized
 from torchft_svc.host.address import LOOPBACK
@@ -92,6 +94,7 @@ class AgentDriver:
         group: the local workers.
         meet: connects to the other agents; calls its argument with news, on any thread.
         grace_s: how long workers may take to end after the signal, before SIGKILL.
+        progress: what the workers record.
         connect_timeout_s: how long there may be no connection to the others in the beginning.
         stopped_timeout_s: how long a worker may be stopped (0: for ever).
     """
@@ -102,6 +105,7 @@ class AgentDriver:
         group: LocalGroup,
         meet: Callable[[Callable[[News], None]], Meeting],
         grace_s: float,
+        progress: WorkerProgress,
         connect_timeout_s: float,
         stopped_timeout_s: float,
     ) -> None:
@@ -109,6 +113,8 @@ class AgentDriver:
         self._group = group
         self._meet = meet
         self._grace_s = grace_s
+        self._signal_grace_s = env.Environment().grace_s
+        self._progress = progress
         self._connect_timeout_s = connect_timeout_s
         self._stopped = StoppedWorkers(stopped_timeout_s, time.monotonic())
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -308,7 +314,12 @@ class AgentDriver:
     def stop_workers(self, order: StopWorkers) -> None:
         log.info("ending the workers: %s", order.reason)
         number = self._death or signal.SIGTERM
-        self._group.begin_stop(number, self._grace_s, order.reason)
+        within_s = order.within_s
+        if within_s is None and self._death is not None:
+            within_s = self._signal_grace_s
+        grace_s = self._grace_s if within_s is None else usable_s(within_s)
+        self._progress.record_end(grace_s)
+        self._group.begin_stop(number, grace_s, order.reason)
         self._wake_up()  # there may be none left to end
 
     def broadcast(self, order: Broadcast) -> None:

@@ -11,6 +11,7 @@ import inspect
 import logging
 import math
 import signal
+import socket
 import sys
 import threading
 import uuid
@@ -44,6 +45,7 @@ from torchft_svc.elastic.policy import (
     RestartPolicyStrategy,
     SoftRestartPolicyStrategy,
 )
+from torchft_svc.elastic.progress import recording_progress
 from torchft_svc.elastic.rendezvous.config import BACKEND, EXIT_BARRIERS
 from torchft_svc.elastic.rendezvous.plugin import create_handler
 from torchft_svc.elastic.rendezvous.polled import is_error_of_etcd
@@ -257,11 +259,19 @@ def launch_agent(
         env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     handler = _rendezvous_handler(parameters)
     preload = config.warm_start_preload if config.warm_start else None
-    settings = AgentSettings(strategy, parameters, signals, preload)
-    agent = _agent(config, (entrypoint, args), settings, handler, health_check_server)
+    with recording_progress(config.nproc_per_node, socket.gethostname()) as progress:
+        settings = AgentSettings(strategy, parameters, signals, progress, preload)
+        agent = _agent(config, (entrypoint, args), settings, handler, health_check_server)
+        return _run(agent, handler, name, config.event_log_handler)
+
+
+def _run(
+    agent: ElasticAgent, handler: RendezvousHandler, name: str, event_log_handler: str
+) -> dict[int, Any]:
+    """Run the agent, and report its end to the others, unless it has done so."""
     ends_run = True
     try:
-        return _run(agent, name, config.event_log_handler)
+        return _run_agent(agent, name, event_log_handler)
     except SignalException:
         # Shutting down would close the run for all, also for this node's next attempt.
         ends_run = False
@@ -271,7 +281,7 @@ def launch_agent(
             handler.shutdown()
 
 
-def _run(agent: ElasticAgent, name: str, event_log_handler: str) -> dict[int, Any]:
+def _run_agent(agent: ElasticAgent, name: str, event_log_handler: str) -> dict[int, Any]:
     try:
         result: RunResult | None = agent.run()
     except Exception:

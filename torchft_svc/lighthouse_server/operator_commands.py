@@ -16,7 +16,7 @@ from torchft_svc.doctor.command import doctor
 from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.table import status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.cli import Addresses, Text, option, security_options
+from torchft_svc.rpc.cli import Addresses, Text, in_ms, option, security_options, within_option
 from torchft_svc.rpc.codec_status import runs_from_wire, status_from_wire
 from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import Security
@@ -166,9 +166,16 @@ def _repeat(show_status: Callable[[], object]) -> NoReturn:
     help="Instead of a group: a node of a launched run, by its id or its host.",
 )
 @_reason
+@within_option
 @security_options
 def drain(
-    lighthouse: str, job_id: str, replica: str, node: str, reason: str, security: Security
+    lighthouse: str,
+    job_id: str,
+    replica: str,
+    node: str,
+    reason: str,
+    within: float | None,
+    security: Security,
 ) -> None:
     """Let a group finish its step, leave, and end; or end a node of a launched run.
 
@@ -177,7 +184,9 @@ def drain(
     """
     if bool(replica) == bool(node):
         raise click.UsageError("name a group (--replica) or a node (--node)")
-    request = pb.LighthouseDrainRequest(replica_id=replica, node=node, reason=reason)
+    request = pb.LighthouseDrainRequest(
+        replica_id=replica, node=node, reason=reason, within_ms=in_ms(within)
+    )
     ask("lighthouse", lighthouse, security, job_id, request, pb.LighthouseDrainResponse)
     what = "end its workers, and itself" if node else "finish its step and end"
     click.echo(f"{node or replica} was asked to {what}")

@@ -10,6 +10,7 @@ import grpc
 
 from torchft_svc.core.launch.launched_run import Order, RunStatus, SendNews
 from torchft_svc.core.launch.rendezvous import Rendezvous, RendezvousRules
+from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.counts import Counts
@@ -63,14 +64,15 @@ class RendezvousDriver(StreamDriver[Rendezvous]):
         """
         return self._core.status(run, time.monotonic())
 
-    def drain(self, run: str, node: str, reason: str) -> None:
-        """Let a node of ``run`` end, or all of a host, because of ``reason``.
+    def drain(self, run: str, node: str, command: Drain) -> None:
+        """Let a node of ``run`` end, or all of a host.
 
         Raises:
             RequestRefused: there is none.
             NotLeader: another lighthouse leads.
         """
-        self._feed(lambda now: self._core.drain(run, node, reason, now))
+        reason, within_s = command.reason, command.within_s
+        self._feed(lambda now: self._core.drain(run, node, reason, now, within_s))
 
     def end_lead(self, error: TorchFTError) -> None:
         self._execute(self._core.lead_ended(error, time.monotonic()))

@@ -11,14 +11,14 @@ import grpc
 from torchft_svc.core.launch.launched_run import RunStatus
 from torchft_svc.core.limits import MAX_REASON_LENGTH, check_name, check_text
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
-from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave
+from torchft_svc.core.quorum.session_messages import Kill, Leave
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.about import about_lighthouse, about_to_wire
 from torchft_svc.rpc.calls import remaining_s
-from torchft_svc.rpc.codec import JOB_KEY, member_from_wire
+from torchft_svc.rpc.codec import JOB_KEY, drain_from_wire, member_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.serving import Service
@@ -83,11 +83,11 @@ def _operator_calls(driver: LighthouseDriver) -> dict[str, Handler]:
         return b""
 
     async def drain(request: pb.LighthouseDrainRequest, context: Context) -> bytes:
-        reason = _reason(request.reason, "drained by an operator")
+        command = drain_from_wire(request)
         if request.node:
-            driver.runs.drain(_job(context), request.node, reason)
+            driver.runs.drain(_job(context), request.node, command)
         else:
-            driver.command(_job(context), request.replica_id, Drain(reason))
+            driver.command(_job(context), request.replica_id, command)
         return b""
 
     async def status(request: pb.LighthouseStatusRequest, context: Context) -> bytes:

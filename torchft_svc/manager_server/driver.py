@@ -217,9 +217,9 @@ class ManagerDriver(GroupShell):
         """End the group at once: ``killed`` is set when every worker has its news."""
         self.receive_news(Kill(reason))
 
-    def drain_group(self, reason: str) -> None:
+    def drain_group(self, command: Drain) -> None:
         """Let the group finish its step and end."""
-        self.receive_news(Drain(reason))
+        self.receive_news(command)
 
     def report_stop(self) -> None:
         """Send the workers the news that this manager ends, and that there will be no other."""

@@ -12,7 +12,7 @@ from torchft_svc.manager_server.attachment import attach
 from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.calls import remaining_s
-from torchft_svc.rpc.codec import vote_from_wire, worker_request_from_wire
+from torchft_svc.rpc.codec import drain_from_wire, vote_from_wire, worker_request_from_wire
 from torchft_svc.rpc.serving import Service
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -36,7 +36,7 @@ def manager_service(driver: ManagerDriver) -> Service:
         return b""
 
     async def drain(request: pb.DrainRequest, context: Context) -> bytes:
-        driver.drain_group(one_line(request.reason) or "drained by an operator")
+        driver.drain_group(drain_from_wire(request))
         return b""
 
     async def attachment(requests: AsyncIterator[pb.AttachRequest], context: Context) -> None:

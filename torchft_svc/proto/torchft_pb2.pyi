@@ -422,10 +422,12 @@ class Kill(_message.Message):
     def __init__(self, reason: _Optional[str] = ...) -> None: ...
 
 class Drain(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "within_ms")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    within_ms: int
+    def __init__(self, reason: _Optional[str] = ..., within_ms: _Optional[int] = ...) -> None: ...
 
 class AgentRequest(_message.Message):
     __slots__ = ("hello", "state", "leave", "move")
@@ -514,14 +516,16 @@ class AgentState(_message.Message):
     def __init__(self, status: _Optional[_Union[AgentStatus, str]] = ..., round: _Optional[int] = ..., reached: bool = ..., store_port: _Optional[int] = ..., can_warm_up: bool = ..., num_restarts: _Optional[int] = ..., num_failures: _Optional[int] = ..., trained_since: _Optional[int] = ..., trained_until: _Optional[int] = ..., paused: bool = ...) -> None: ...
 
 class AgentLeave(_message.Message):
-    __slots__ = ("reason", "failed", "closes")
+    __slots__ = ("reason", "failed", "closes", "final")
     REASON_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     CLOSES_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
     reason: str
     failed: bool
     closes: bool
-    def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., closes: bool = ...) -> None: ...
+    final: bool
+    def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., closes: bool = ..., final: bool = ...) -> None: ...
 
 class RunMove(_message.Message):
     __slots__ = ("address",)
@@ -592,14 +596,18 @@ class RunWaiting(_message.Message):
     def __init__(self, reason: _Optional[str] = ..., num_failures: _Optional[int] = ...) -> None: ...
 
 class RunClosed(_message.Message):
-    __slots__ = ("reason", "failed", "drained")
+    __slots__ = ("reason", "failed", "drained", "within_ms", "final")
     REASON_FIELD_NUMBER: _ClassVar[int]
     FAILED_FIELD_NUMBER: _ClassVar[int]
     DRAINED_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
+    FINAL_FIELD_NUMBER: _ClassVar[int]
     reason: str
     failed: bool
     drained: bool
-    def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., drained: bool = ...) -> None: ...
+    within_ms: int
+    final: bool
+    def __init__(self, reason: _Optional[str] = ..., failed: bool = ..., drained: bool = ..., within_ms: _Optional[int] = ..., final: bool = ...) -> None: ...
 
 class LighthouseStatusRequest(_message.Message):
     __slots__ = ("job",)
@@ -748,14 +756,16 @@ class LighthouseKillResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class LighthouseDrainRequest(_message.Message):
-    __slots__ = ("replica_id", "reason", "node")
+    __slots__ = ("replica_id", "reason", "node", "within_ms")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     reason: str
     node: str
-    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., node: _Optional[str] = ...) -> None: ...
+    within_ms: int
+    def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., node: _Optional[str] = ..., within_ms: _Optional[int] = ...) -> None: ...
 
 class LighthouseDrainResponse(_message.Message):
     __slots__ = ()
@@ -886,10 +896,12 @@ class KillResponse(_message.Message):
     def __init__(self) -> None: ...
 
 class DrainRequest(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "within_ms")
     REASON_FIELD_NUMBER: _ClassVar[int]
+    WITHIN_MS_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    within_ms: int
+    def __init__(self, reason: _Optional[str] = ..., within_ms: _Optional[int] = ...) -> None: ...
 
 class DrainResponse(_message.Message):
     __slots__ = ()

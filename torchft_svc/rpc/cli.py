@@ -124,6 +124,34 @@ class _Milliseconds(click.ParamType):  # type: ignore[type-arg,unused-ignore]  #
 MILLISECONDS = _Milliseconds()
 
 
+class _Seconds(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4
+    """A finite time above 0."""
+
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number: float = click.FLOAT.convert(value, param, ctx)
+        if not 0.001 <= number <= MAX_DURATION_S:
+            self.fail(f"use 0.001 to {MAX_DURATION_S:.0f} seconds", param, ctx)
+        return number
+
+
+within_option = option(
+    "--within",
+    type=_Seconds(),
+    default=None,
+    show_default="not known",
+    help="In how many seconds the processes will be killed: programs see it.",
+)
+
+
+def in_ms(seconds: float | None) -> int | None:
+    """A duration as it is sent; None: absent."""
+    return None if seconds is None else round(seconds * 1000)
+
+
 class Text(click.ParamType):  # type: ignore[type-arg,unused-ignore]  # generic since 8.4
     """A line of text, as it travels in a request; ``is_name``: in the metadata of a call."""
 

@@ -12,6 +12,7 @@ from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
 from torchft_svc.core.quorum.manager.group import AnswerWorker
+from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.core.quorum.tally import MAX_LOST_NAMED, EventKind, GroupEvent, Tally
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish
 from torchft_svc.core.quorum.types import (
@@ -24,7 +25,7 @@ from torchft_svc.core.quorum.types import (
 )
 from torchft_svc.errors import QuorumFailed, RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.records import Codec, Field, numbered
+from torchft_svc.rpc.records import Codec, Field, numbered, within
 
 JOB_KEY = "torchft-job"
 
@@ -292,6 +293,16 @@ def decision_from_wire(message: pb.ShouldCommitResponse) -> tuple[bool, Fate]:
     """Whether the group commits, and how its next step begins."""
     decided = _DECISION.from_wire(message, caller=0)
     return decided.should_commit, decided.fate
+
+
+DRAIN = Codec(Drain, pb.Drain, fields={"within_s": within("within_ms")})
+
+
+def drain_from_wire(request: pb.Drain | pb.DrainRequest | pb.LighthouseDrainRequest) -> Drain:
+    """The command, or what an operator asks for, as the command."""
+    within_ms = request.within_ms if request.HasField("within_ms") else None
+    reason = one_line(request.reason) or "drained by an operator"
+    return DRAIN.from_wire(pb.Drain(reason=reason, within_ms=within_ms))
 
 
 TERM_ENDS = Codec(TermEnds, pb.TermEnds, fields={"reason": Field("", one_line)})

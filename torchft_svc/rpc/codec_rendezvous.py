@@ -30,7 +30,7 @@ from torchft_svc.core.limits import MAX_DURATION_S, check_name, one_line
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.parsing import checked, parser
-from torchft_svc.rpc.records import Codec, Field, OneOf, list_of, milliseconds
+from torchft_svc.rpc.records import Codec, Field, OneOf, list_of, milliseconds, within
 
 # A hello has to fit into a request. The world of 2,000 nodes takes about 150 KB; a lighthouse that
 # is new to a larger run begins a new world of it.
@@ -159,7 +159,12 @@ _NEWS = OneOf(
         ),
         "paused": Codec(WorldPaused, pb.WorldPaused, texts=one_line),
         "waiting": Codec(RunWaiting, pb.RunWaiting, texts=one_line),
-        "closed": Codec(RunClosed, pb.RunClosed, texts=one_line),
+        "closed": Codec(
+            RunClosed,
+            pb.RunClosed,
+            fields={"within_s": within("within_ms")},
+            texts=one_line,
+        ),
         "reached": Codec(WorldReached, pb.WorldReached, checks=True),
         "move": _MOVE,
     },

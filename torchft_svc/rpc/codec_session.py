@@ -6,7 +6,6 @@ from torchft_svc.core.limits import MAX_DURATION_MS, one_line
 from torchft_svc.core.quorum.session_messages import (
     Beat,
     Departure,
-    Drain,
     Hello,
     Kill,
     Leave,
@@ -26,6 +25,7 @@ from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.calls import MAX_WAIT_S
 from torchft_svc.rpc.codec import (
+    DRAIN,
     TERM_ENDS,
     difference_from_wire,
     difference_to_wire,
@@ -159,7 +159,7 @@ _NEWS = OneOf(
         ),
         "lost": Codec(Lost, pb.MemberLost),
         "kill": Codec(Kill, pb.Kill),
-        "drain": Codec(Drain, pb.Drain),
+        "drain": DRAIN,
         "waiting": Codec(NewcomerWaits, pb.MemberWaiting),
         "term_ends": TERM_ENDS,
         "no_quorum_yet": Codec(NoQuorumYet, pb.NoQuorumYet, texts=one_line),

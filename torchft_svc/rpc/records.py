@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar, cast
 
 from google.protobuf.message import Message
 
+from torchft_svc.core.limits import MAX_DURATION_S
 from torchft_svc.errors import RequestRefused
 
 R = TypeVar("R")
@@ -43,6 +44,15 @@ def milliseconds(name: str) -> Field:
         name,
         lambda seconds: None if seconds is None else round(seconds * 1000),
         lambda number: number / 1000,
+    )
+
+
+def within(name: str) -> Field:
+    """A time limit in seconds (None: absent), sent as milliseconds under ``name``, and bounded."""
+    return Field(
+        name,
+        lambda seconds: None if seconds is None else round(seconds * 1000),
+        lambda number: min(max(number / 1000, 0.0), MAX_DURATION_S),
     )
 
 

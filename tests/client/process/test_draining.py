@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import os
 import shutil
 import signal
@@ -35,6 +36,7 @@ from torchft_svc.client.process import draining
 from torchft_svc.client.process.draining import TermSignal
 from torchft_svc.client.runtime import bootstrap
 from torchft_svc.coordination import LighthouseClient
+from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.errors import Drained
 
 pytestmark = pytest.mark.processes
@@ -112,6 +114,11 @@ class Worker:
         (at,) = [float(line[2]) for line in self.lines() if line[0] == "drained"]
         return at
 
+    def left_s(self) -> float:
+        """How long it could have lived when it was drained."""
+        (left_s,) = [float(line[3]) for line in self.lines() if line[0] == "drained"]
+        return left_s
+
     def ends(self) -> None:
         assert self._wait() == 0, self.out.read_text()
         assert int(self.last_step()) > 0
@@ -129,7 +136,7 @@ def no_handler() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def nothing(reason: str) -> None:
+def nothing(command: Drain) -> None:
     """A group of one worker informs no other worker."""
 
 
@@ -222,7 +229,7 @@ def test_the_handler_of_a_drained_manager_stays_while_the_signal_may_be_repeated
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for repeat_s in (60.0, 0.0):
-        reasons: list[str] = []
+        reasons: list[Drain] = []
         monkeypatch.setattr(draining, "REPEAT_S", repeat_s)
         term_signal = TermSignal(reasons.append, nothing)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -241,7 +248,7 @@ def test_a_handler_of_the_program_stays() -> None:
 
 @contextlib.contextmanager
 def groups(
-    address: str, where: Path, names: str, group_world_size: int
+    address: str, where: Path, names: str, group_world_size: int, **variables: str
 ) -> Iterator[dict[str, list[Worker]]]:
     """Groups that train together: the workers of each."""
     made: dict[str, list[Worker]] = {}
@@ -250,7 +257,7 @@ def groups(
         for name in names:
             port = steady_address().rpartition(":")[2]
             place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            place["WORLD_SIZE"] = str(group_world_size)
+            place |= {"WORLD_SIZE": str(group_world_size), **variables}
             made[name] = [
                 Worker.forked(address, name, where / f"{name}{rank}", place | {"RANK": str(rank)})
                 for rank in range(group_world_size)
@@ -266,13 +273,14 @@ def groups(
 def test_a_signal_to_one_worker_drains_its_group_at_one_step(tmp_path: Path) -> None:
     with (
         lighthouse(join_timeout_ms=JOIN_TIMEOUT_MS) as address,
-        groups(address, tmp_path, "ab", 2) as made,
+        groups(address, tmp_path, "ab", 2, TORCHFT_GRACE_SEC="45") as made,
     ):
         reported_at = made["b"][1].send(signal.SIGTERM)
         for worker in made["b"]:
             worker.ends()
             check("a preempted group is at its end", worker.drained_at() - reported_at, ONE_STEP_S)
         assert made["b"][0].last_step() == made["b"][1].last_step(), "they end at one step"
+        assert all(40 < worker.left_s() < 45 for worker in made["b"]), "they know for how long"
         for worker in made["a"]:
             eventually(lambda worker=worker: worker.steps(1) >= 3, DEADLINE_S)
             check("the others wait", worker.waits_s(), DELAY_S)
@@ -292,8 +300,10 @@ def test_preempted_groups_cost_nobody_a_step(tmp_path: Path) -> None:
         check("a preempted group is at its end", c.drained_at() - reported_at, ONE_STEP_S)
         for worker in (a, b):
             eventually(lambda worker=worker: worker.steps(2) >= 3, DEADLINE_S)
-        operator.drain("b", "maintenance")
+        assert c.left_s() == math.inf, "nobody has said how long"
+        operator.drain("b", "maintenance", within=timedelta(seconds=60))
         b.ends()
+        assert 55 < b.left_s() < 60
         eventually(lambda: a.steps(1) >= 3, DEADLINE_S)
         check("the last one waits", a.waits_s(), DELAY_S)
         assert [worker.discards(3) for worker in (a, b, c)] == [0] * 3
@@ -313,11 +323,12 @@ def test_a_manager_of_any_kind_drains(tmp_path: Path, kind: str) -> None:
         stack.callback(worker.end)
         eventually(lambda: worker.steps(1) >= 3, DEADLINE_S)
         if kind == "sidecar":
-            done = command("manager_server", "drain", f"--manager={sidecar.address}")
+            done = command("manager_server", "drain", f"--manager={sidecar.address}", "--within=30")
             assert done.returncode == 0, done.stderr
         else:
             worker.send(signal.SIGTERM)
         worker.ends()
+        assert worker.left_s() < 30 if kind == "sidecar" else worker.left_s() == math.inf
         assert worker.discards(1) == 0
 
 
@@ -328,7 +339,7 @@ def test_a_worker_ends_in_good_order_though_its_manager_does_not_answer(
     with lighthouse() as address, Trainer(address, "a", 0) as trainer:
         assert trainer.steps(2) == [True, True]
         trainer.manager._runtime.services.close()
-        trainer.manager._runtime.worker.drain("a signal")
+        trainer.manager._runtime.worker.drain(Drain("a signal"))
         with pytest.raises(Drained, match="a signal; it could not leave: manager at") as caught:
             trainer.optimizer.zero_grad()
         assert caught.value.code == 0

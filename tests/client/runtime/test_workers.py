@@ -20,6 +20,7 @@ from torch.distributed import TCPStore
 from torchft_svc.client import HTTPTransport, Manager
 from torchft_svc.client.runtime import bootstrap
 from torchft_svc.coordination import ManagerClient
+from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.errors import (
     CheckpointError,
     ConfigError,
@@ -233,7 +234,7 @@ def test_a_drained_worker_ends_though_nobody_can_answer_it(
     with workers(address, "a", 2) as group:
         together(*(worker.step for worker in group))
         group[0].manager._runtime.services.close()
-        group[0].manager._runtime.worker.drain("a signal")
+        group[0].manager._runtime.worker.drain(Drain("a signal"))
         group[0].backward()
         with pytest.raises(Drained, match="a signal; it could not leave: manager at"):
             group[0].optimizer.step()
@@ -247,7 +248,7 @@ def test_a_drained_worker_waits_for_peers_that_do_not_know_of_it(address: str) -
         drained = group[1]
         drained.manager.start_quorum(timeout=timedelta(seconds=0.1))
         drained.manager._stepper._runner.wait_until_ready()
-        drained.manager._runtime.worker.drain("a signal to one of them")
+        drained.manager._runtime.worker.drain(Drain("a signal to one of them"))
         drained.loss().backward()
         assert not drained.optimizer.step()
 
@@ -262,7 +263,7 @@ def test_drained_workers_end_at_one_place_though_only_one_was_signalled(address:
     """A collective of the group, as in a sharded model's forward pass, must find all of them."""
     with workers(address, "a", 2) as group:
         together(*(worker.step for worker in group))
-        group[1].manager._runtime.worker.drain("a signal to one of them")
+        group[1].manager._runtime.worker.drain(Drain("a signal to one of them"))
         collective = threading.Barrier(2, timeout=DEADLINE_S)
 
         def trains(worker: Trainer) -> None:

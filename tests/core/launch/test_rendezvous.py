@@ -154,8 +154,8 @@ def test_l10_too_few_nodes_give_up_after_a_short_join_timeout() -> None:
 @pytest.mark.parametrize("node", ["b", "host-b"])
 def test_l36_a_drained_node_ends_and_the_others_go_on(node: str) -> None:
     launch = started("1:2", "ab")
-    launch.execute(launch.rendezvous.drain(RUN, node, "maintenance", launch.now))
-    assert launch.agents["b"].end == End(Outcome.DRAINED, "maintenance")
+    launch.execute(launch.rendezvous.drain(RUN, node, "maintenance", launch.now, 60.0))
+    assert launch.agents["b"].end == End(Outcome.DRAINED, "maintenance", within_s=60.0)
     launch.passes(0.1)
     assert launch.worlds[1:] == [("a",)]
     with pytest.raises(RequestRefused, match="no node 'c'"):

@@ -3,7 +3,8 @@
 Arguments: the lighthouse's address, the group's name, maybe `in-process`; the environment says
 which worker it is.
 Prints `training` after each step that two or more groups committed, `discarded` after one that was
-not committed, and `drained` with the step at its end; the first and the last with the time.
+not committed, and `drained` with the step at its end; the first and the last with the time, and the
+last with the time that is left.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ def main(address: str, name: str, *, in_process: bool) -> None:
     ) as manager:
         optimizer = OptimizerWrapper(manager, sgd)
         parallel = DistributedDataParallel(manager, model)
+        assert manager.draining_until() is None
         ends_at = time.monotonic() + LIFE_S
         try:
             while time.monotonic() < ends_at:
@@ -50,7 +52,9 @@ def main(address: str, name: str, *, in_process: bool) -> None:
                 committed = optimizer.step()
                 print("training" if committed else "discarded", num, began_at, flush=True)
         except Drained:
-            print("drained", manager.current_step(), time.monotonic(), flush=True)
+            until = manager.draining_until()
+            left_s = None if until is None else until - time.monotonic()
+            print("drained", manager.current_step(), time.monotonic(), left_s, flush=True)
             raise
 
 

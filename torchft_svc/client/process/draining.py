@@ -13,6 +13,7 @@ from types import FrameType
 
 from torchft_svc.client.process import loaders
 from torchft_svc.client.process.forks import end_children_by_term
+from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.errors import PeerError
 
 log = logging.getLogger(__name__)
@@ -31,12 +32,19 @@ class TermSignal:
 
     A handler runs between any two instructions of the main thread, which may hold any lock: so it
     only puts the signal into a reentrant queue, and a thread, ``torchft-drain``, passes it on
-    through ``inform``. A handler of the program is not replaced.
+    through ``inform``. A handler of the program is not replaced. ``grace_s`` returns how long this
+    process may live from then on (None: not known).
     """
 
-    def __init__(self, drain: Callable[[str], None], inform: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        drain: Callable[[Drain], None],
+        inform: Callable[[Drain], None],
+        grace_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
         self._drain = drain
         self._inform = inform
+        self._grace_s = grace_s
         self._signals: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._first_at: float | None = None
         self._installed = threading.current_thread() is threading.main_thread() and _is_free(
@@ -90,10 +98,10 @@ class TermSignal:
     def _run(self) -> None:
         if not self._signals.get():
             return
-        reason = self._reason()
-        self._drain(reason)
+        command = Drain(self._reason(), self._grace_s())
+        self._drain(command)
         try:
-            self._inform(reason)
+            self._inform(command)
         except PeerError as error:
             log.warning("the manager could not be informed, the next step will do it: %s", error)
 

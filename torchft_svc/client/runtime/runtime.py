@@ -6,10 +6,11 @@ import contextlib
 import functools
 import logging
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchft_svc import coordination
 from torchft_svc.client import checkpointing
@@ -32,11 +33,15 @@ from torchft_svc.client.runtime.trainer_log import StepPosition, speak_on_stderr
 from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import StateRegistry
+from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import Environment
 from torchft_svc.host.address import advertised_host, parse_address, split_addresses
-from torchft_svc.host.progress_file import open_progress
+from torchft_svc.host.progress_file import ProgressFile, open_progress
 from torchft_svc.settings import GroupPlace, ServiceOptions
+
+if TYPE_CHECKING:
+    from torchft_svc.coordination import ManagerClient
 
 log = logging.getLogger(__name__)
 
@@ -167,13 +172,32 @@ def start_runtime(
             group_store=store,
             services=services,
             lighthouse_address=options.lighthouse_address,
-            term_signal=TermSignal(worker.drain, client.drain) if given.handles_term else None,
+            term_signal=_term_signal(worker, client, progress, environment.grace_s)
+            if given.handles_term
+            else None,
             recorder=recorder,
         )
         undo.pop_all()
     if progress.step is None:  # it was not restarted
         progress.record_step(0)
     return runtime
+
+
+def _term_signal(
+    worker: SharedRound, client: ManagerClient, progress: ProgressFile, grace_s: float | None
+) -> TermSignal:
+    """Let SIGTERM drain the group; a launcher that knows for how long has recorded it."""
+
+    def inform(command: Drain) -> None:
+        within_s = command.within_s
+        within = None if within_s is None else timedelta(seconds=within_s)
+        client.drain(command.reason, within=within)
+
+    def left_s() -> float | None:
+        until = progress.drain_until
+        return grace_s if until is None else max(0.001, until - time.monotonic())
+
+    return TermSignal(worker.drain, inform, left_s)
 
 
 def _listeners(worker: SharedRound, kill: Callable[[str], None]) -> coordination.Listeners:

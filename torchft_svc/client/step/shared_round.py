@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.quorum.activity import Phase, PhaseReport
+from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Resumed
 from torchft_svc.core.quorum.worker.peers import LoseMember
@@ -67,12 +69,14 @@ class SharedRound:
 
     # -- news ------------------------------------------------------------------------------------
 
-    def drain(self, reason: str) -> None:
-        """Record that the group has to leave after its step, for ``reason`` (rule M11)."""
+    def drain(self, command: Drain) -> None:
+        """Record that the group has to leave after its step (rule M11)."""
+        within_s = math.inf if command.within_s is None else command.within_s
         with self._lock:
-            is_news = self.round.drain(reason)
+            is_news = self.round.drain(command.reason, self._clock() + within_s)
         if is_news:
-            log.warning("draining: %s", reason)
+            limit = f" within {within_s:g} s" if within_s < math.inf else ""
+            log.warning("draining%s: %s", limit, command.reason)
 
     def record_loss(self, replica_id: str, reason: str, quorum_id: int) -> None:
         """Record that a member of quorum ``quorum_id`` is gone."""

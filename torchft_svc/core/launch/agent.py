@@ -101,9 +101,13 @@ class ReplaceWorkers:
 
 @dataclass(frozen=True, slots=True)
 class StopWorkers:
-    """End all local workers within the grace time; then comes `AgentMachine.workers_stopped`."""
+    """End all local workers within the grace time; then comes `AgentMachine.workers_stopped`.
+
+    ``within_s``: an operator's time limit instead of the usual one.
+    """
 
     reason: str
+    within_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,10 +139,16 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """The last order: no worker runs any more."""
+    """The last order: no worker runs any more.
+
+    ``within_s``: how long the workers of a drained node could take. ``final``: a restart would not
+    help.
+    """
 
     outcome: Outcome
     reason: str
+    within_s: float | None = None
+    final: bool = False
 
 
 Order = (
@@ -452,7 +462,7 @@ class AgentMachine:
                 self._conclude(End(Outcome.SUCCEEDED, news.reason))
             else:
                 outcome = Outcome.DRAINED if news.drained else Outcome.RUN_CLOSED
-                self._begin_end(End(outcome, news.reason), now)
+                self._begin_end(End(outcome, news.reason, news.within_s, news.final), now)
         elif isinstance(news, WorldPaused | RunWaiting | WarmUp):
             self._accept_waiting(news, now)
 
@@ -641,7 +651,8 @@ class AgentMachine:
             if self._has_workers:
                 why = self._failure if self._lacks_worker else "the world changes"
                 why = self._end.reason if self._end else why
-                self._orders.append(StopWorkers(why))
+                within_s = self._end.within_s if self._end else None
+                self._orders.append(StopWorkers(why, within_s))
             return not self._has_workers
         elif step is Reaction.START_WORKERS:
             return self._start_workers(now)

@@ -368,8 +368,8 @@ class LaunchedRun:
         if self._has_losses():
             self._replaces_at = max(self._replaces_at, until)
 
-    def drain(self, node: str, reason: str, at: float) -> list[Order]:
-        """Dismiss the node with this id, or all nodes of this host (L36).
+    def drain(self, node: str, reason: str, within_s: float | None, at: float) -> list[Order]:
+        """Dismiss the node with this id, or all nodes of this host, ``within_s`` seconds (L36).
 
         Raises:
             RequestRefused: there is none.
@@ -377,7 +377,7 @@ class LaunchedRun:
         agents = [each for key, each in self.agents.items() if node in (key, each.node.host)]
         if self.closed is not None or not agents:
             raise RequestRefused(f"run {self.name!r} has no node {node!r}")
-        news = RunClosed(reason, failed=False, drained=True)
+        news = RunClosed(reason, failed=False, drained=True, within_s=within_s)
         orders = [order for each in agents for order in self._dismiss(each, news, at)]
         return orders + self._decide(at)
 

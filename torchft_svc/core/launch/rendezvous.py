@@ -154,8 +154,12 @@ class Rendezvous:
             run, run.stream_ended(node_id, reason, self._advance_clock(now))
         )
 
-    def drain(self, name: str, node: str, reason: str, now: float) -> Orders:
+    def drain(
+        self, name: str, node: str, reason: str, now: float, within_s: float | None = None
+    ) -> Orders:
         """Drain a node of the run called ``name``, or those of a host, for an operator.
+
+        ``within_s``: how long its workers may take to end (None: as long as usual).
 
         Raises:
             RequestRefused: there is no such run or node.
@@ -164,7 +168,7 @@ class Rendezvous:
         if name not in self._runs:
             raise RequestRefused(f"there is no run {name!r}")
         run = self._runs[name]
-        return self._conclude_input(run, run.drain(node, reason, at))
+        return self._conclude_input(run, run.drain(node, reason, within_s, at))
 
     def lead_ended(self, error: TorchFTError, now: float) -> Orders:
         """End all streams, and forget all runs: another lighthouse leads."""

@@ -238,11 +238,15 @@ class AgentHello:
 
 @dataclass(frozen=True, slots=True)
 class AgentLeave:
-    """The last message. ``failed``: its workers have. ``closes``: the run is over for all."""
+    """The last message. ``failed``: its workers have. ``closes``: the run is over for all.
+
+    ``final``: a restart would not help.
+    """
 
     reason: str = ""
     failed: bool = False
     closes: bool = False
+    final: bool = False
 
     def check(self) -> None:
         """Raise `RequestRefused` if the reason is too long, or cannot be printed."""
@@ -314,11 +318,17 @@ class RunWaiting:
 
 @dataclass(frozen=True, slots=True)
 class RunClosed:
-    """The run is over: all workers end. ``drained``: for this node, as an operator wants it."""
+    """The run is over: all workers end. ``drained``: for this node, as an operator wants it.
+
+    ``within_s``: how long the workers of a drained node may take (None: as long as usual).
+    ``final``: a restart would not help.
+    """
 
     reason: str
     failed: bool
     drained: bool = False
+    within_s: float | None = None
+    final: bool = False
 
 
 WorldNews = (

@@ -145,9 +145,10 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Drain:
-    """Finish the step, leave, and end."""
+    """Finish the step, leave, and end; ``within_s`` seconds later, the processes are killed."""
 
     reason: str
+    within_s: float | None = None  # not known
 
 
 LighthouseNews = Lost | NewcomerWaits | TermEnds | Kill | Drain  # also for workers

@@ -145,6 +145,12 @@ class LighthouseRendezvous(RendezvousHandler):
         self._record(text, NodeState.SUCCEEDED, info.rank)
         return info
 
+    @property
+    def drained_within_s(self) -> float | None:
+        """How long the workers of this node may take, if an operator drains it and has said so."""
+        closed = self._latest.closed
+        return None if closed is None else closed.within_s
+
     def record_failure(self) -> None:
         """Count a failure of this node's workers, for the lighthouse (rules L34 and L35)."""
         self._num_failures += 1

@@ -82,7 +82,7 @@ class CommandRoutes:
         nodes = self._resources.run_status(run).nodes
         if not any(node in (each.node_id, each.host) for each in nodes):
             raise HttpRefusal(404, "no_such_node", f"run {run!r} has no node {node!r}")
-        _execute(lambda: self._driver.runs.drain(run, node, reason))
+        _execute(lambda: self._driver.runs.drain(run, node, Drain(reason)))
         message = f"{node} was asked to end its workers, and itself"
         return json_answer(Accepted(target=node, message=message), 202)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 
@@ -211,7 +212,10 @@ def test_when_the_program_waits_for_the_quorum(
     round_ = worker(step, **rules)
     if has_to_end:
         assert round_.drain("it may end")
-        assert not round_.drain("again")
+        assert round_.drain_until == math.inf
+        assert not round_.drain("again", 60.0)
+        assert not round_.drain("again", 70.0)
+        assert (round_.drain_reason, round_.drain_until) == ("it may end", 60.0)
     round_.begin_step(RoundRequest(timeout_s=1.0), 100.0)
     assert round_.waits_for_quorum is waits
     assert round_.drain_reason == ("it may end" if has_to_end else None)

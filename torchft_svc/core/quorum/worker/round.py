@@ -16,6 +16,7 @@ has outputs of its own (`VoteOutput`). The client (`client/step/round.py`) and t
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from torchft_svc.core.quorum.activity import Activity, Phase, PhaseReport
@@ -226,6 +227,7 @@ class Round:
         self.waits_for_heal = False
         self.keeps_quorum = False
         self.drain_reason: str | None = None
+        self.drain_until = math.inf
         self.checks = CheckSchedule(rules.checks.check_every)
         self._rules = rules
         self._request = RoundRequest(timeout_s=0.0)
@@ -653,10 +655,14 @@ class Round:
 
     # -- news ------------------------------------------------------------------------------------
 
-    def drain(self, reason: str) -> bool:
-        """Record why the group has to end after its step; returns whether that is new."""
+    def drain(self, reason: str, until: float = math.inf) -> bool:
+        """Record why the group has to end after its step; returns whether that is new.
+
+        ``until``: when its processes are killed, as far as that is known; the earliest one counts.
+        """
         is_news = self.drain_reason is None
         self.drain_reason = self.drain_reason or reason
+        self.drain_until = min(self.drain_until, until)
         return is_news
 
     def record_term_end(self, news: TermEnds) -> LoseMember | None:
