@@ -15,6 +15,7 @@ import torchft_svc.client
 import torchft_svc.coordination
 import torchft_svc.elastic
 import torchft_svc.testing
+import torchft_svc.trainer
 from tools.docs.__main__ import generated
 from tools.docs.settings import variables
 from torchft_svc.core.quorum.types import DEFAULT_JOB
@@ -41,6 +42,13 @@ SYNONYMS = [
     *["deeds?", "crews?", "fellows?", "lookout", "nursery", "graveyard", "strays?", "residents"],
     *["whereabouts", "outlook", "keeper", "books"],
 ]
+PUBLIC = (
+    torchft_svc,
+    torchft_svc.coordination,
+    torchft_svc.elastic,
+    torchft_svc.testing,
+    torchft_svc.trainer,
+)
 # Pages about programs that have flags of their own.
 OTHER_FLAGS_PAGES = ("benchmarks.md", "elastic.md", "trainer.md")
 # What only the benchmarks read, and what stands for several.
@@ -159,7 +167,7 @@ def test_every_page_is_in_the_menu_of_the_site() -> None:
     root = ROOT / "docs"
     pages = {page.relative_to(root).with_suffix("").as_posix() for page in root.rglob("*.md")}
     pages -= {"index", *(page for page in pages if page.startswith("design/"))}
-    entries = set(re.findall(r"^[\w./-]+$", menus, re.MULTILINE))
+    entries = set(re.findall(r"^(?:.* <)?([\w./-]+)>?$", menus, re.MULTILINE))
     absent = {page for page in pages if not {page, page.partition("/")[2]} & entries}
     assert not absent, "add them to a toctree, such as those at the end of docs/index.md"
 
@@ -272,6 +280,14 @@ def test_the_names_of_the_parts_can_be_imported() -> None:
     methods = re.findall(r"`(\w+)`", in_short)
     assert len(methods) > 10
     assert not [name for name in methods if not hasattr(torchft_svc.client.Manager, name)]
+
+
+def test_every_public_name_is_in_the_api_reference() -> None:
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "api").glob("*.md"))
+    found = set(re.findall(r"auto(?:class|function):: (\w+)", pages)) | {"OptimizerWrapper"}
+    for module in PUBLIC:
+        absent = set(module.__all__) - found
+        assert not absent, f"add those of {module.__name__} to a page of docs/api: {absent}"
 
 
 def sources(*trees: str) -> dict[Path, str]:

@@ -296,8 +296,8 @@ def parts_picture() -> Picture:
 
 def group_states_table() -> str:
     """What each group of a job is, by the lighthouse's table."""
-    names = {tenure: tenure.value for tenure in Tenure}
-    head = " | ".join(f"last in: {names[tenure]}" for tenure in Tenure)
+    heads = (tenure.value.replace("last one", "last quorum") for tenure in Tenure)
+    head = " | ".join(f"was in {each}" for each in heads)
     rows = [f"| the group | {head} |", f"| --- | {' | '.join('---' for _ in Tenure)} |"]
     for conduct, states in STATES.items():
         cells = (f"`{states[tenure].name}`" if tenure in states else "" for tenure in Tenure)

@@ -6,6 +6,7 @@ whole run, and half a second around the kill.
 
 from __future__ import annotations
 
+import math
 import platform
 import sys
 import tempfile
@@ -33,7 +34,8 @@ _COLORS = (BLUE, ORANGE, GREEN)
 _LEFT, _WIDTH, _LANE = 90.0, 780.0, 30.0
 # What is shown of the run, before the kill and after the killed group contributes again.
 _BEFORE_S, _AFTER_S = 3.0, 3.0
-_ZOOM_BEFORE_S, _ZOOM_AFTER_S = 0.2, 0.4
+_ZOOM_BEFORE_S, _ZOOM_AFTER_S = 0.15, 0.3
+_MOST_LABELS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,18 +89,20 @@ def draw_run(events: Sequence[Event]) -> Picture:
     picture.text(
         24, 32, "A group is killed. The others go on with the next step.", size=17, bold=True
     )
-    picture.text(24, 54, "Each line is a committed step, each", color=QUIET)
-    _draw_cross(picture, 250, 50, 4.5)
-    picture.text(262, 54, "a discarded one, which is repeated. Drawn from a real run.", color=QUIET)
+    picture.path("M30 44v14", stroke=BLUE, width=1.6)
+    picture.text(38, 55, "a committed step", color=QUIET)
+    _draw_cross(picture, 170, 51, 4.5)
+    picture.text(180, 55, "a discarded one, which is repeated", color=QUIET)
+    picture.text(876, 55, "drawn from a real run", color=QUIET, anchor="end")
     whole = Window(kill_at - _BEFORE_S, back_at + _AFTER_S, 92)
     _draw_lanes(picture, whole, events)
     _draw_absence(picture, whole, events, incident, back_at)
-    _draw_axis(picture, whole, kill_at, unit_s=1.0, unit="s")
+    _draw_axis(picture, whole, kill_at, "s")
     zoom = Window(kill_at - _ZOOM_BEFORE_S, kill_at + _ZOOM_AFTER_S, 264)
     _draw_zoom_lines(picture, whole, zoom)
     _draw_lanes(picture, zoom, events)
     _draw_pause(picture, zoom, incident)
-    _draw_axis(picture, zoom, kill_at, unit_s=0.1, unit="ms")
+    _draw_axis(picture, zoom, kill_at, "ms")
     return picture
 
 
@@ -162,8 +166,8 @@ def _draw_pause(picture: Picture, window: Window, incident: Incident) -> None:
         )
     picture.path(f"M{number(x)} {number(window.top - 6)}H{number(end)}", stroke=RED, width=2)
     name = "abc"[kill.group]
-    label = f"{incident.without_s * 1000:.0f} ms: both others have committed without group {name}"
-    picture.text(end + 8, window.top - 3, label, size=12, color=RED, bold=True)
+    label = f"{incident.without_s * 1000:.0f} ms later both others have committed without {name}"
+    picture.text(x, window.top - 11, label, size=12, color=RED, bold=True)
 
 
 def _draw_zoom_lines(picture: Picture, whole: Window, zoom: Window) -> None:
@@ -173,16 +177,18 @@ def _draw_zoom_lines(picture: Picture, whole: Window, zoom: Window) -> None:
         picture.path(line, stroke="#dde2e8")
 
 
-def _draw_axis(picture: Picture, window: Window, zero: float, *, unit_s: float, unit: str) -> None:
+def _draw_axis(picture: Picture, window: Window, zero: float, unit: str) -> None:
+    """Label the time below the lanes, in seconds or milliseconds from ``zero`` on."""
     y = window.y(_GROUPS - 1) + _LANE
     scale = 1000 if unit == "ms" else 1
-    first = int((window.begin - zero) / unit_s)
-    for index in range(first, int((window.end - zero) / unit_s) + 1):
-        x = window.x(zero + index * unit_s)
+    span = (window.end - window.begin) * scale
+    step = next(each for each in (1, 2, 5, 10, 20, 50, 100, 200) if span / each <= _MOST_LABELS)
+    first = math.ceil((window.begin - zero) * scale / step)
+    for index in range(first, int((window.end - zero) * scale / step) + 1):
+        x = window.x(zero + index * step / scale)
         picture.path(f"M{number(x)} {number(y + 2)}v4", stroke=QUIET)
-        picture.text(
-            x, y + 18, f"{index * unit_s * scale:.0f} {unit}", size=11, color=QUIET, anchor="middle"
-        )
+        text = f"{index * step} {unit}"
+        picture.text(x, y + 18, text, size=11, color=QUIET, anchor="middle")
 
 
 @click.command()
