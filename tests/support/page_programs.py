@@ -72,7 +72,51 @@ def loss_of(outputs):
 _MANAGER = "manager = Manager(state_dict=model.state_dict, load_state_dict=model.load_state_dict)\n"
 _DONE = "assert manager.current_step() == 1\nmanager.shutdown()\n"
 
+_DATA = """\
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from torchft_svc import (
+    DistributedDataParallel,
+    ElasticDataLoader,
+    ElasticSampler,
+    Manager,
+    Optimizer,
+)
+
+dataset = TensorDataset(torch.randn(300, 4), torch.randint(2, (300,)))
+loader = DataLoader(dataset, sampler=ElasticSampler(dataset))
+net = nn.Linear(4, 2)
+manager = Manager(state_dict=net.state_dict, load_state_dict=net.load_state_dict)
+optimizer = Optimizer(manager, torch.optim.SGD(net.parameters(), lr=0.1))
+model = DistributedDataParallel(manager, net)
+"""
+_ONE_EPOCH = {"epochs(10)": "epochs(1)"}
+_THREE_STEPS = "assert manager.current_step() == 3\nmanager.shutdown()\n"
+
 PROGRAMS = {
+    "data": PageProgram(
+        page="docs/data.md",
+        blocks=("from torchft_svc import ElasticDataLoader, ElasticSampler",),
+        before=_DATA,
+        changes=_ONE_EPOCH,
+        after=_THREE_STEPS,
+    ),
+    "microbatches": PageProgram(
+        page="docs/data.md",
+        blocks=("loader = ElasticDataLoader(manager, loader, global_batch_size=128, micro",),
+        before=_DATA,
+        changes=_ONE_EPOCH,
+        after=_THREE_STEPS,
+    ),
+    "position in the data": PageProgram(
+        page="docs/data.md",
+        blocks=('saved = {"model": ..., "manager"',),
+        before=_DATA + "loader = ElasticDataLoader(manager, loader, global_batch_size=128)\n",
+        after="assert loader.state_dict() == saved['data']\nmanager.shutdown()\n",
+    ),
     "several optimizers": PageProgram(
         page="docs/training-loops.md",
         blocks=("with manager.commit() as committed:",),
