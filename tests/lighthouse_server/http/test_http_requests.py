@@ -23,6 +23,7 @@ OPEN = ("/", "/app.js", "/style.css", "/icon.svg", "/healthz", "/readyz", "/api/
 API = "/api/v1"
 # With a job that is there, and a group that is not.
 READS = (
+    "/metrics",
     "/status",
     *(f"{API}/{path}" for path in ("about", "events", "jobs", "runs", "runs/nothing")),
     *(f"{API}/jobs/j{path}" for path in ("", "/groups", "/timeline", "/incidents", "/goodput")),
@@ -120,6 +121,15 @@ def test_the_goodput_of_a_job_is_read(lighthouse: Served, line: Line) -> None:
     goodput = lighthouse.get(f"{API}/jobs/good/goodput").json()["goodput"]
     lost_s = sum(goodput["lost_s"].values())
     assert goodput["committed_s"] + lost_s == pytest.approx(goodput["wall_s"], abs=1e-3)
+
+
+def test_metrics_are_read(lighthouse: Served, line: Line) -> None:
+    line.quorum("a:1", step=3, job="measured").result()
+    response = lighthouse.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert 'torchft_committed_step{job="measured"} 3.0' in response.text
+    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
+    assert lighthouse.get("/metrics", headers=accept).text.endswith("# EOF\n")
 
 
 def test_a_launched_run_is_shown(open_lighthouse: Served) -> None:

@@ -30,6 +30,7 @@ from torchft_svc.lighthouse_server.http.settings import HttpSettings
 from torchft_svc.lighthouse_server.http.static import page_routes
 from torchft_svc.lighthouse_server.http.timelines import Timelines
 from torchft_svc.lighthouse_server.http.trust import Trust
+from torchft_svc.lighthouse_server.metrics import LighthouseMetrics
 from torchft_svc.rpc.guard import Refusals
 from torchft_svc.rpc.health import Readiness
 from torchft_svc.rpc.security import Security
@@ -47,6 +48,7 @@ class Dashboard:
         self._timelines = Timelines(driver)
         self._resources = Resources(driver, readiness, security, self._timelines)
         self._commands = CommandRoutes(driver, self._resources)
+        self._metrics = LighthouseMetrics(driver, readiness)
         self.hub = Hub(Clock.start())
 
     def application(self, security: Security, own_hosts: Iterable[str]) -> ASGIApp:
@@ -63,6 +65,7 @@ class Dashboard:
                 *self._commands.routes(),
                 Route("/api/v1/events", self._events),
                 Route("/api/v1/openapi.json", describe),
+                Route("/metrics", self._show_metrics),
                 Route("/status", self._status),
             ],
             exception_handlers=HANDLERS,
@@ -105,6 +108,11 @@ class Dashboard:
         return job_document(
             status, now, self._timelines.last_point(job), incidents, self._driver.goodput(job)
         )
+
+    async def _show_metrics(self, request: Request) -> Response:
+        """Answer on any lighthouse: whether it leads is a metric, too."""
+        content, media_type = self._metrics.page(request.headers.get("accept", ""))
+        return Response(content, headers={"content-type": media_type})
 
     async def _status(self, _: Request) -> Response:
         self._readiness.check()

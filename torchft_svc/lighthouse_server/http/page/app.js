@@ -667,7 +667,7 @@ function mark(incident, cx, cy) {
 
 function niceCeiling(value) {
   const power = 10 ** Math.floor(Math.log10(value));
-  return [1, 2, 2.5, 5, 10].map((each) => each * power).find((each) => each >= value) || value;
+  return [1, 2, 4, 6, 8, 10].map((each) => each * power).find((each) => each >= value) || value;
 }
 
 // -- dialogs ---------------------------------------------------------------------------------------
