@@ -358,6 +358,12 @@ class Environment:
         return self._int(VERDICT_VARIABLE, 1, _MAX_EXIT_CODE)
 
     @property
+    def drained_exit_code(self) -> int | None:
+        """``TORCHFT_DRAINED_EXIT_CODE``: the status of a worker whose group was drained
+        (default: 0)."""
+        return self._int("TORCHFT_DRAINED_EXIT_CODE", 0, _MAX_EXIT_CODE)
+
+    @property
     def progress_file(self) -> str | None:
         """``TORCHFT_PROGRESS_FILE``: where this worker records its step for who restarts it
         (default: nowhere).

@@ -26,15 +26,16 @@
         └── CheckpointError         a checkpoint that is missing, truncated or corrupt
             └── TornState           and a part of it has replaced the worker's own state
 
-`Drained`, a ``SystemExit``, ends a worker of a group that has left, with exit status 0. A fault of
-our own is an ``AssertionError``. Errors hold their fields, survive pickle and write
-their sentence in ``__str__``. ``is_final`` distinguishes what a restart of the program cannot mend.
+`Drained`, a ``SystemExit``, ends a worker of a group that has left, with exit status 0 unless the
+environment names another. A fault of our own is an ``AssertionError``. Errors hold their fields,
+survive pickle and write their sentence in ``__str__``. ``is_final`` distinguishes what a restart of
+the program cannot mend.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 
 class TorchFTError(Exception):
@@ -288,14 +289,19 @@ class WorkerFailed(PeerError):
 
 
 class Drained(SystemExit):
-    """Ends a worker between two steps, with exit status 0, after its group has left.
+    """Ends a worker between two steps, after its group has left.
+
+    The exit status is ``exit_code`` of the class: 0, or what ``TORCHFT_DRAINED_EXIT_CODE`` names
+    for a scheduler that would take 0 for the end of the training.
 
     Not a `TorchFTError`, nor any `Exception`: a training loop that survives errors must not survive
     this. Who wants to save a checkpoint first may catch it.
     """
 
+    exit_code: ClassVar[int] = 0  # of this process; its `Manager` sets it
+
     def __init__(self, reason: str) -> None:
-        super().__init__(0)
+        super().__init__(self.exit_code)
         self.reason = reason
 
     def __str__(self) -> str:

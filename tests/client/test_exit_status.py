@@ -78,3 +78,16 @@ def test_settings_that_cannot_work_are_not_tried_again() -> None:
     unasked.communicate(timeout=START_S)
     assert (done.returncode, unasked.returncode) == (93, 1), errors
     assert "min_replicas=-1 cannot work" in errors
+
+
+def test_a_drained_trainer_ends_with_the_status_that_is_named(tmp_path: Path) -> None:
+    """Kubernetes takes status 0 for the end of the training."""
+    record = tmp_path / "a.jsonl"
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        place = {"TORCHFT_LIGHTHOUSE": lighthouse.address, "TORCHFT_DRAINED_EXIT_CODE": "143"}
+        drained = trainer(TRAINS, "", str(record), variables={**place, "REPLICA_GROUP_ID": "a"})
+        with drained:
+            eventually(record.exists, START_S, "it trains")
+            drained.terminate()
+            _, errors = drained.communicate(timeout=START_S)
+    assert drained.returncode == 143, errors

@@ -32,7 +32,7 @@ from torchft_svc.core.quorum.worker.round import RoundRequest
 from torchft_svc.core.quorum.worker.state_check import OnDifference
 from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import Environment
-from torchft_svc.errors import TorchFTError
+from torchft_svc.errors import Drained, TorchFTError
 from torchft_svc.host.exit_verdict import give_verdicts
 from torchft_svc.rpc.descriptors import TRAINER_DESCRIPTORS, require_descriptors
 from torchft_svc.settings import (
@@ -645,9 +645,11 @@ def _shortened(error: TorchFTError) -> TorchFTError:
 
 
 def _environment() -> Environment:
-    """Return the environment, which may ask for a verdict on the errors of the constructor, too."""
+    """Return the environment, which may ask for exit statuses of this program, too."""
     give_verdicts()
-    return Environment()
+    environment = Environment()
+    Drained.exit_code = environment.drained_exit_code or 0
+    return environment
 
 
 def _start(*parts: Any) -> Runtime:
