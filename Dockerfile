@@ -6,8 +6,9 @@ WORKDIR /app
 ENV PYTHONUNBUFFERED=1
 
 FROM base AS services
-COPY constraints.txt requirements-services.txt ./
-RUN pip install --no-cache-dir -c constraints.txt -r requirements-services.txt
+COPY constraints.txt requirements-services.txt requirements-dashboard.txt ./
+RUN pip install --no-cache-dir -c constraints.txt -r requirements-services.txt \
+    -r requirements-dashboard.txt
 COPY pyproject.toml README.md LICENSE ./
 COPY torchft_svc torchft_svc
 # The package asks for torch, which only trainers import.

@@ -41,7 +41,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="updates to commit")
     parser.add_argument("--checkpoint", type=Path, help="file to resume from and to save to")
     parser.add_argument("--save-every", type=int, default=100, help="updates between checkpoints")
+    parser.add_argument("--ready-file", type=Path, help="file to create after the first update")
     options = parser.parse_args()
+    if options.ready_file:
+        options.ready_file.unlink(missing_ok=True)  # that of a former run
 
     text = read_text()
     net = nn.Sequential(
@@ -77,6 +80,8 @@ def main() -> None:
         loss.backward()  # averages the gradients over the participating groups
         optimizer.step()  # commits, or changes nothing
 
+        if options.ready_file and manager.current_step() > step:
+            options.ready_file.touch()
         step = manager.current_step()
         if step % 20 == 0:
             groups = manager.num_participants()

@@ -36,7 +36,7 @@ ROOT = Path(__file__).parents[1]
 OPERATIONS, PARTS = ROOT / "docs" / "operations.md", ROOT / "docs" / "api" / "index.md"
 DOCS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 DESIGN = sorted((ROOT / "docs" / "design").glob("*.md"))
-TREES = ("torchft_svc", "tests", "tools", "examples", "docs", "proto")
+TREES = ("torchft_svc", "tests", "tools", "examples", "deploy", "docs", "proto")
 # What was called so is called by its term of the glossary now.
 SYNONYMS = [
     *["deeds?", "crews?", "fellows?", "lookout", "nursery", "graveyard", "strays?", "residents"],
@@ -64,6 +64,8 @@ OTHER_FLAGS = {
 } | {
     "--allow-incomplete-ranks",  # of the analyzer of flight records
     "--signal",  # of Slurm
+    "--from-literal",  # of kubectl
+    "--ready-file",  # of an example
     *("--rdzv-endpoint", "--rdzv-conf", "--local-addr"),  # of torchrun
 }
 

@@ -37,7 +37,7 @@ BENCHMARKS = (
     ),
     Benchmark(
         "under_failures",
-        ("--every=10", "--steps=400", "--calm-steps=100", "--seeds=1"),
+        ("--every=15", "--steps=400", "--calm-steps=100", "--seeds=1", "--checkpoint-every=40"),
         ("--picture=results/under-failures.png",),
     ),
     Benchmark("isolation", ("--blocks=2",), ("--blocks=8",)),

@@ -128,6 +128,10 @@ def test_work_that_is_done_again_does_not_count_twice() -> None:
 def test_a_standstill_lasts_until_new_work_and_belongs_to_the_kill_before_it() -> None:
     steps = ((1, 3, 1.0), (2, 3, 2.0), (3, 2, 5.0), (4, 3, 6.0), (5, 3, 7.0), (6, 3, 8.5))
     assert run_of(*steps, kills_s=(2.5, 7.2)).standstills_s() == [3.0, 1.5]
+    given_up = run_of(*steps, kills_s=(7.2,))
+    given_up.gave_up_ns = int(21e9)
+    assert given_up.standstills_s() == [11.5]
+    assert given_up.wall_s == 20.0
     assert run_of(*steps).standstills_s() == []
 
 

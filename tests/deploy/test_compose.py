@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import shutil
+import signal
+import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,19 +17,23 @@ from typing import Any
 import pytest
 import yaml
 from support.programs import Program
-from support.running import ROOT, steady_address
+from support.running import ROOT, eventually, steady_address
 
 COMPOSE: dict[str, Any] = yaml.safe_load((ROOT / "docker-compose.yml").read_text())
-SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
+ALL: dict[str, dict[str, Any]] = COMPOSE["services"]
+# Those of ours; the others are images that a profile adds.
+SERVICES = {name: service for name, service in ALL.items() if "build" in service}
+START_S = 60.0
 
 
-def local_text(text: str, ports: dict[str, str], folder: Path) -> str:
+def local_text(text: str, ports: dict[str, str], folder: Path, ready: Path) -> str:
     """A command or value with hosts, ports and folders of this machine."""
     for name in SERVICES:
         text = re.sub(rf"(?<![\w-]){name}(?=:\d|$)", "127.0.0.1", text)
     text = re.sub(r"\b0\.0\.0\.0\b", "127.0.0.1", text)
     text = re.sub(r"\b29\d{3}\b", lambda match: ports[match[0]], text)
-    return text.replace("/checkpoints", str(folder))
+    text = re.sub(r"\blocalhost\b", "127.0.0.1", text)
+    return text.replace("/checkpoints", str(folder)).replace("/tmp/ready", str(ready))  # noqa: S108
 
 
 def free_ports() -> dict[str, str]:
@@ -80,6 +88,38 @@ def test_services_run_from_the_image_without_torch() -> None:
         assert service["build"] == ("." if program == "python" else small)
 
 
+def test_the_services_image_has_the_extra_for_the_dashboard() -> None:
+    lines = (ROOT / "requirements-dashboard.txt").read_text().splitlines()
+    text = (ROOT / "pyproject.toml").read_text()
+    found = re.search(r"^dashboard = \[(.*)\]$", text, re.MULTILINE)
+    assert found
+    assert [line for line in lines if line[0] != "#"] == re.findall(r'"(.+?)"', found[1])
+
+
+def test_every_service_has_a_health_check_that_others_wait_for() -> None:
+    for name, service in ALL.items():
+        assert service["healthcheck"]["test"][0] == "CMD", name
+        assert set(service.get("depends_on", {})) <= ALL.keys()
+        conditions = {each["condition"] for each in service.get("depends_on", {}).values()}
+        assert conditions <= {"service_healthy"}
+        for volume in service.get("volumes", []):
+            place = volume.partition(":")[0]
+            assert place in COMPOSE["volumes"] or (ROOT / place).exists(), place
+
+
+@pytest.mark.processes
+def test_compose_understands_the_file() -> None:
+    program = shutil.which("docker-compose")
+    if program is None:
+        pytest.skip("needs docker-compose (Debian: apt-get install docker-compose)")
+    command = [program, "config", "--services"]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.split()) == ALL.keys()
+
+
 @pytest.mark.processes
 def test_its_commands_train_together(tmp_path: Path) -> None:
     ports = free_ports()
@@ -88,17 +128,48 @@ def test_its_commands_train_together(tmp_path: Path) -> None:
     with ExitStack() as stack:
         for name in in_order_of_need():
             service = SERVICES[name]
+            places = (ports, tmp_path, tmp_path / f"{name}-ready")
             environment = {
-                key: local_text(value, ports, tmp_path)
+                key: local_text(value, *places)
                 for key, value in service.get("environment", {}).items()
             }
             program, *arguments = shlex.split(service["command"])
             is_warm = program == "python"  # it imports torch
             command = [sys.executable if is_warm else program]
-            command += [local_text(word, ports, tmp_path) for word in arguments]
+            command += [local_text(word, *places) for word in arguments]
             started = Program(command, environment | {"PATH": path}, warm=is_warm)
             programs[name] = stack.enter_context(started)
             if name in ("lighthouse", "manager-2"):
-                programs[name].wait_for("listening on")
+                check = healthy(service, environment, places)
+                eventually(check, START_S, name)
         for name in ("trainer-0", "trainer-1", "trainer-2"):
             programs[name].wait_for("groups 3")
+            places = (ports, tmp_path, tmp_path / f"{name}-ready")
+            eventually(healthy(SERVICES[name], {}, places), START_S, name)
+        programs["manager-2"].signal(signal.SIGKILL)
+        programs["manager-2"].wait()
+        places = (ports, tmp_path, tmp_path)
+        assert not healthy(SERVICES["manager-2"], {}, places)()
+
+
+def healthy(
+    service: dict[str, Any], environment: dict[str, str], places: tuple[dict[str, str], Path, Path]
+) -> Callable[[], bool]:
+    """The health check of the service, on this machine."""
+    words = [local_text(word, *places) for word in service["healthcheck"]["test"][1:]]
+    if words[0] == "python":
+        words[0] = sys.executable
+    variables = {
+        key: local_text(value, *places) for key, value in service.get("environment", {}).items()
+    }
+
+    def check() -> bool:
+        return not subprocess.run(
+            words,
+            env=os.environ | variables | environment,
+            capture_output=True,
+            timeout=60,
+            check=False,
+        ).returncode
+
+    return check
