@@ -24,6 +24,7 @@ _MAX_EXIT_CODE = 255
 LIGHTHOUSE_BIND_VARIABLE = "TORCHFT_LIGHTHOUSE_BIND"
 MANAGER_BIND_VARIABLE = "TORCHFT_MANAGER_BIND"
 LOG_VARIABLE = "TORCHFT_LOG"
+METRICS_PORT_VARIABLE = "TORCHFT_METRICS_PORT"
 LOG_FORMAT_VARIABLE = "TORCHFT_LOG_FORMAT"
 INTERFACE_VARIABLE = "TORCHFT_INTERFACE"
 # Variables that our launcher sets for its workers.
@@ -400,6 +401,12 @@ class Environment:
         if text not in LOG_FORMATS:
             raise ConfigError(LOG_FORMAT_VARIABLE, text, f"use one of {', '.join(LOG_FORMATS)}")
         return text
+
+    @property
+    def metrics_port(self) -> int | None:
+        """``TORCHFT_METRICS_PORT``: where a trainer serves its metrics, 0 for any free port; a
+        worker with ``LOCAL_RANK`` n adds n (default: nowhere)."""
+        return self._int(METRICS_PORT_VARIABLE, 0, _MAX_PORT)
 
     @property
     def tls_cert_file(self) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 from support.bounds import again_if_late, check
@@ -11,11 +12,12 @@ from support.metrics import Page
 
 from torchft_svc.core.launch.launched_run import Cause, ReportRunClosed, ReportWorld
 from torchft_svc.core.launch.world import Node, World
+from torchft_svc.core.quorum.lighthouse.incidents import Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.jobs import ReportEviction, ReportLoss, ReportStraggler
 from torchft_svc.core.quorum.lighthouse.lighthouse import Publish
 from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
 from torchft_svc.errors import NotLeader, RequestRefused
-from torchft_svc.lighthouse_server.counts import AGAIN, FIRST, Counts
+from torchft_svc.lighthouse_server.counts import AGAIN, FIRST, Counts, IncidentCounts
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.metrics import LighthouseMetrics
 from torchft_svc.rpc.health import Readiness
@@ -61,6 +63,8 @@ def test_a_page_shows_jobs_and_groups() -> None:
     assert shown.value("torchft_group_silence_seconds", job="j", group="g0000") < 20
     assert shown.value("torchft_quorum_changes_total", job="j", reason=FIRST) == 1
     assert shown.value("torchft_quorum_duration_seconds_count", job="j") == 1
+    assert 0 <= shown.value("torchft_goodput_ratio", job="j") <= 1
+    assert shown.value("torchft_lost_seconds_total", job="j", cause="startup") >= 0
     assert 0 < shown.value("torchft_quorum_duration_seconds_sum", job="j") < 20
     assert shown.value("torchft_leader") == 1
     assert shown.value("torchft_rpc_errors_total", method="Quorum", code="ABORTED") == 1
@@ -135,6 +139,25 @@ def test_only_so_many_jobs_are_counted() -> None:
     assert list(counts.jobs) == ["j7", "j8", "j9"]
     counts.forget()
     assert not counts.jobs
+
+
+def test_records_are_added_up_once_while_they_grow() -> None:
+    def record(number: int, kind: IncidentKind, **fields: Any) -> Incident:
+        return Incident(number=number, job="j", kind=kind, cause="", groups=(), at=0.0, **fields)
+
+    counts = IncidentCounts()
+    lost, joined = IncidentKind.LOST, IncidentKind.JOINED
+    counts.add([record(5, lost, is_open=True, steps_discarded=1), record(6, joined)])
+    assert counts.after == 4
+    counts.add([record(5, lost, is_open=True, steps_discarded=1), record(6, joined)])
+    counts.add([record(5, lost, steps_discarded=2), record(7, joined, is_open=True)])
+    assert counts.after == 6
+    counts.add([record(7, joined, healed_s=1.5, healed_bytes=10)])
+    counts.add([record(8, IncidentKind.HEAL_FAILED, steps_discarded=1)])
+    assert counts.after == 8
+    assert counts.discarded == {"lost": 2, "heal_failed": 1}
+    assert counts.heals == {"healed": 1, "failed": 1}
+    assert counts.healed_bytes == 10
 
 
 def test_a_histogram_counts_what_is_at_most_so_long() -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tools.docs import diagrams
+from tools.docs.metrics import metrics_table
 from tools.docs.settings import PAGE, settings_page
 
 ROOT = Path(__file__).parents[2]
@@ -21,7 +22,8 @@ _TABLES: dict[Path, dict[str, Callable[[], str]]] = {
     Path("docs/concepts.md"): {
         "group states": diagrams.group_states_table,
         "reactions": diagrams.reactions_table,
-    }
+    },
+    Path("docs/observability.md"): {"metrics": metrics_table},
 }
 
 

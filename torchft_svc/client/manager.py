@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,9 @@ from torchft_svc.settings import (
     resolve_services,
     resolve_timeouts,
 )
+
+if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +103,9 @@ class Manager:
             groups (``TORCHFT_ON_DIFFERENCE``). Equal in all groups.
         flight_recorder: a directory for records of the collectives of each quorum that ended with
             an error (``TORCHFT_FLIGHT_RECORDER``; default: nothing is recorded).
+        metrics_registry: the program's registry of prometheus-client, such as ``REGISTRY``, in
+            which this manager shows its metrics (``TORCHFT_METRICS_PORT`` serves them at a port;
+            default: neither).
 
     Raises:
         ConfigError: a value, or a pair of values, is invalid; or ``state_dict`` returns a value
@@ -143,6 +149,7 @@ class Manager:
         steady_steps: bool | None = None,
         check_every: int | None = None,
         on_difference: OnDifference | None = None,
+        metrics_registry: CollectorRegistry | None = None,
     ) -> None:
         environment = _environment()
         timeouts = resolve_timeouts(
@@ -186,6 +193,7 @@ class Manager:
             step=StepMachine(min_replica_size=min_replica_size, max_retries=max_retries),
             handles_term=handle_sigterm,
             store=(store_addr, store_port),
+            metrics_registry=metrics_registry,
         )
         run = self._runtime = _start(self._rules, services, environment, given)
         stepper = self._stepper = Stepper(run.deps, self._rules, run.worker, run.thread)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torchft_svc.core.launch.launched_run import Cause, ReportRunClosed, ReportWorld
 from torchft_svc.core.launch.launched_run import Report as RunReport
+from torchft_svc.core.quorum.lighthouse.incidents import Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportEviction,
     ReportLeftHealing,
@@ -33,6 +35,50 @@ class JobCounts:
     missing: dict[str, str] = field(default_factory=dict)
     changes: Counter[str] = field(default_factory=Counter)
     durations: DurationHistogram = field(default_factory=DurationHistogram)
+
+
+class IncidentCounts:
+    """Adds up the records of one job's ledger, each as it is now and once.
+
+    A record grows while it is open, and the ledger keeps the last thousand: what is added up here
+    stays.
+    """
+
+    def __init__(self) -> None:
+        self.discarded: Counter[str] = Counter()  # steps, by the kind of the record
+        self.heals: Counter[str] = Counter()  # by the outcome
+        self.healed_bytes = 0
+        self._open: dict[int, Incident] = {}
+        self._seen = 0
+
+    @property
+    def after(self) -> int:
+        """The number above which records may be new, or have changed."""
+        return min((each - 1 for each in self._open), default=self._seen)
+
+    def add(self, incidents: Iterable[Incident]) -> None:
+        """Add records with numbers above `after`, the oldest first."""
+        before, self._open = self._open, {}
+        for incident in incidents:
+            old = before.get(incident.number)
+            if old is None and incident.number <= self._seen:
+                continue
+            self._add_growth(incident, old)
+            self._seen = max(self._seen, incident.number)
+            if incident.is_open:
+                self._open[incident.number] = incident
+
+    def _add_growth(self, incident: Incident, old: Incident | None) -> None:
+        discarded = incident.steps_discarded - (old.steps_discarded if old else 0)
+        if discarded > 0:
+            self.discarded[incident.kind.value] += discarded
+        if incident.healed_s is not None and (old is None or old.healed_s is None):
+            self.heals["healed"] += 1
+        if incident.kind is IncidentKind.HEAL_FAILED and old is None:
+            self.heals["failed"] += 1
+        self.healed_bytes += max(
+            0, (incident.healed_bytes or 0) - ((old.healed_bytes or 0) if old else 0)
+        )
 
 
 class Counts:

@@ -5,17 +5,20 @@ Needs prometheus-client (the extra ``dashboard``): import it only where metrics 
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry
 
 from torchft_svc.core.launch.launched_run import RunStatus
 from torchft_svc.core.launch.world import AgentStatus
 from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
 from torchft_svc.core.quorum.names import stable_name
-from torchft_svc.errors import NotLeader
+from torchft_svc.errors import NotLeader, RequestRefused
+from torchft_svc.lighthouse_server.counts import IncidentCounts
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.telemetry import catalog
@@ -46,6 +49,8 @@ class LighthouseMetrics:
     def __init__(self, driver: LighthouseDriver, readiness: Readiness = ALWAYS_READY) -> None:
         self._driver = driver
         self._readiness = readiness
+        self._incidents: dict[str, IncidentCounts] = {}
+        self._lost_s: dict[tuple[str, str], float] = {}
         self._registry = CollectorRegistry()
         self._registry.register(self)
 
@@ -67,7 +72,9 @@ class LighthouseMetrics:
         yield values(catalog.RPC_ERRORS, driver.rpc_errors.counts.items())
         states = Counter(map(_state_of_job, jobs))
         yield values(catalog.JOBS, [((state,), states[state]) for state in JOB_STATES])
-        yield from self._of_jobs([job for job in jobs if _state_of_job(job) != "finished"])
+        shown = [job for job in jobs if _state_of_job(job) != "finished"]
+        yield from self._of_jobs(shown)
+        yield from self._of_ledgers([job.job for job in shown])
         yield from self._of_quorums({job.job for job in jobs})
         yield from self._of_runs(driver.runs.status(""))
 
@@ -80,6 +87,41 @@ class LighthouseMetrics:
         for metric, read in _JOB_VALUES:
             yield values(metric, [((job.job,), read(job)) for job in jobs])
         yield values(catalog.GROUP_SILENCE, _silences(jobs))
+
+    def _of_ledgers(self, names: list[str]) -> Iterator[Family]:
+        before, self._incidents = self._incidents, {}
+        for name in names:
+            counted = self._incidents[name] = before.get(name) or IncidentCounts()
+            with contextlib.suppress(RequestRefused):  # nothing has happened to it
+                counted.add(self._driver.incidents(name, counted.after))
+        counts = self._incidents.items()
+        yield values(
+            catalog.STEPS_DISCARDED,
+            [
+                ((name, cause), num)
+                for name, each in counts
+                for cause, num in each.discarded.items()
+            ],
+        )
+        yield values(
+            catalog.HEALS,
+            [((name, how), num) for name, each in counts for how, num in each.heals.items()],
+        )
+        yield values(catalog.HEAL_BYTES, [((name,), each.healed_bytes) for name, each in counts])
+        goodputs = {name: self._driver.goodput(name) for name in names}
+        yield values(catalog.GOODPUT, [((name,), each.ratio) for name, each in goodputs.items()])
+        yield values(catalog.LOST, self._lost_seconds(goodputs).items())
+
+    def _lost_seconds(self, goodputs: Mapping[str, Goodput]) -> dict[tuple[str, str], float]:
+        """The lost seconds by job and cause. Time that is accounted for later may move from one
+        cause to another; a counter waits until it has grown above what it has shown."""
+        before = self._lost_s
+        self._lost_s = {
+            (name, cause): max(lost_s, before.get((name, cause), 0.0))
+            for name, goodput in goodputs.items()
+            for cause, lost_s in goodput.lost_s.items()
+        }
+        return self._lost_s
 
     def _of_quorums(self, names: set[str]) -> Iterator[Family]:
         counted = [(name, each) for name, each in self._driver.counts.jobs.items() if name in names]

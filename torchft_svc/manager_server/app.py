@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 from torchft_svc.core.quorum.manager.group import Group
 from torchft_svc.core.quorum.session_messages import Departure, Leave
+from torchft_svc.errors import ConfigError
 from torchft_svc.host.address import HostPort, advertised_host, parse_address
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig
@@ -18,6 +20,9 @@ from torchft_svc.manager_server.driver import ManagerDriver
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.manager_server.servicer import manager_service
 from torchft_svc.rpc.serving import Patience, Service, serve
+from torchft_svc.telemetry.rpc_errors import RpcErrors
+
+log = logging.getLogger(__name__)
 
 # How many bits the number of a manager's first round has, which is drawn. The clock would not do:
 # if it were set back between two managers of the same workers, votes of the first would be refused.
@@ -62,7 +67,10 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     bind = parse_address(config.bind, may_bind=True)
     patience = Patience(keepalive_ms=WORKER_KEEPALIVE_MS)
     async with contextlib.AsyncExitStack() as stack:
-        await stack.enter_async_context(serve(build, bind, config.security, patience))
+        errors = RpcErrors()
+        await stack.enter_async_context(serve(build, bind, config.security, patience, errors))
+        if config.metrics_bind is not None:
+            stack.callback(_serve_metrics(config, driver, errors))
         await stack.enter_async_context(tasks)
         stack.push_async_callback(_end, driver, link, has_owner=config.owner_pid is not None)
         tasks.start(driver.watch_clock(), "watch the clock")
@@ -71,6 +79,22 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
         else:
             driver.resume_term()
         yield RunningManager(link.machine.address, driver.killed, driver.describe_position)
+
+
+def _serve_metrics(
+    config: ManagerConfig, driver: ManagerDriver, errors: RpcErrors
+) -> Callable[[], None]:
+    """Serve the metrics of a manager; returns how to end that."""
+    assert config.metrics_bind is not None
+    try:
+        from torchft_svc.manager_server.metrics import serve_metrics
+    except ImportError as error:
+        reason = f"{error}: install torchft-svc[metrics]"
+        raise ConfigError("--metrics-bind", config.metrics_bind, reason) from None
+    bind = parse_address(config.metrics_bind, may_bind=True)
+    server = serve_metrics(bind, driver, errors, config.job_id, config.replica_name)
+    log.info("metrics are served at %s", server.address)
+    return server.close
 
 
 async def _end(driver: ManagerDriver, link: LighthouseLink, *, has_owner: bool) -> None:

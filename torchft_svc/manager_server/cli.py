@@ -95,6 +95,13 @@ from torchft_svc.rpc.security import Security
     default=None,
     help="End with this process; a Kill request ends it, too.",
 )
+@option(
+    "--metrics-bind",
+    type=Address(may_bind=True),
+    default=None,
+    show_default="off",
+    help="Address at which metrics for Prometheus are served; needs torchft-svc[metrics].",
+)
 @log_level_option
 @security_options
 def main(
@@ -105,6 +112,7 @@ def main(
     bind: HostPort,
     advertise_host: str | None,
     owner_pid: int | None,
+    metrics_bind: HostPort | None,
     log_level: str,
     security: Security,
     **settings: Any,
@@ -118,6 +126,7 @@ def main(
             bind=str(bind),
             advertise_host=advertise_host or chosen_host(Environment()),
             owner_pid=owner_pid,
+            metrics_bind=None if metrics_bind is None else str(metrics_bind),
             security=security,
             **in_seconds(settings),
         )

@@ -29,7 +29,7 @@ class ManagerConfig:
     quorum is requested again before they do. ``min_replicas`` is the fewest groups that the job
     trains with (0: the lighthouse knows; else the largest that its groups report counts).
     ``owner_pid`` is the process to die with. ``resumed`` is the incarnation that it continues
-    (None: a new one).
+    (None: a new one). ``metrics_bind``: where its metrics are served (None: nowhere).
     """
 
     lighthouse_address: str
@@ -45,14 +45,11 @@ class ManagerConfig:
     min_replicas: int = 0
     owner_pid: int | None = None
     resumed: Resumed | None = None
+    metrics_bind: str | None = None
     security: Security = PLAIN
 
     def __post_init__(self) -> None:
-        split_addresses(self.lighthouse_address)
-        parse_address(self.store_address)
-        parse_address(self.bind, may_bind=True)
-        if self.advertise_host is not None:
-            _check_host(self.advertise_host)
+        self._check_addresses()
         if self.owner_pid is not None and not 1 <= self.owner_pid < 2**31:
             raise ConfigError("owner_pid", self.owner_pid, "a process has a number from 1 to 2**31")
         for field, limit in (
@@ -80,6 +77,14 @@ class ManagerConfig:
             if not (math.isfinite(value) and value > 0):
                 raise ConfigError(field, value, "use a finite number of seconds above 0")
             check_length(field, value)
+
+    def _check_addresses(self) -> None:
+        split_addresses(self.lighthouse_address)
+        parse_address(self.store_address)
+        for bind in filter(None, (self.bind, self.metrics_bind)):
+            parse_address(bind, may_bind=True)
+        if self.advertise_host is not None:
+            _check_host(self.advertise_host)
 
     @property
     def lighthouses(self) -> tuple[str, ...]:

@@ -29,6 +29,7 @@ from torchft_svc.core.quorum.session_messages import (
 from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest, check_step
 from torchft_svc.errors import TorchFTError
 from torchft_svc.host.tasks import Tasks, call_later
+from torchft_svc.manager_server.counts import ManagerCounts
 from torchft_svc.manager_server.link import LighthouseLink
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import (
@@ -58,6 +59,7 @@ class ManagerDriver(GroupShell):
         link.on_outcome, link.on_change = self.receive_outcome, self.change_link
         link.beat, link.reached = self.make_beat, group.reached
         self._tasks = tasks
+        self.counts = ManagerCounts()
         self._replies: dict[int, Callable[[Answer], None]] = {}  # by caller
         self._outboxes: dict[int, Outbox] = {}  # by group rank
         self.killed = asyncio.Event()
@@ -77,6 +79,11 @@ class ManagerDriver(GroupShell):
         quorum = self.group.last_quorum
         quorum_id = {} if quorum is None else {"quorum_id": quorum.quorum_id}
         return {"step": self.group.reached(), **quorum_id}
+
+    @property
+    def num_attached(self) -> int:
+        """How many workers have an open stream."""
+        return len(self._outboxes)
 
     # -- calls -----------------------------------------------------------------------------------
 
@@ -205,8 +212,14 @@ class ManagerDriver(GroupShell):
         _log_news(news, self._link.machine.replica_id)
         super().receive_news(news, encoded)
 
+    def change_link(self, is_open: bool) -> None:
+        """Record that the connection to a lighthouse is open, or lost."""
+        self.counts.is_connected = is_open
+        super().change_link(is_open)
+
     def receive_outcome(self, round_: int, outcome: Quorum | TorchFTError) -> None:
         """The lighthouse has answered the request of ``round_``, or cannot be asked."""
+        self.counts.record_outcome(time.monotonic(), is_formed=isinstance(outcome, Quorum))
         if not isinstance(outcome, Quorum):
             log.info("error for the workers: %s", outcome)  # which log it, or raise it
         super().receive_outcome(round_, outcome)
@@ -244,9 +257,11 @@ class ManagerDriver(GroupShell):
     # -- orders ----------------------------------------------------------------------------------
 
     def _ask_lighthouse(self, request: GroupRequest, timeout_s: float) -> None:
+        self.counts.record_question(time.monotonic())
         self._link.ask(request, timeout_s)
 
     def _withdraw_request(self, round_: int) -> None:
+        self.counts.drop_question()
         self._link.withdraw(round_)
 
     def _leave_lighthouse(self, leave: Leave) -> None:

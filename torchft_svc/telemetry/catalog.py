@@ -225,3 +225,110 @@ RUN_RESTARTS = _of(
     "run",
     "cause",
 )
+
+# -- a manager -------------------------------------------------------------------------------------
+
+MANAGER_CONNECTED = _of(
+    Program.MANAGER,
+    MetricKind.GAUGE,
+    "torchft_manager_connected",
+    "1 while this manager has a connection to a lighthouse that answers.",
+    "job",
+    "group",
+)
+MANAGER_WORKERS = _of(
+    Program.MANAGER,
+    MetricKind.GAUGE,
+    "torchft_manager_workers",
+    "Workers of the group whose streams to this manager are open.",
+    "job",
+    "group",
+)
+MANAGER_STEP = _of(
+    Program.MANAGER,
+    MetricKind.GAUGE,
+    "torchft_manager_step",
+    "The step that all workers of the group have reached.",
+    "job",
+    "group",
+)
+MANAGER_QUORUMS = _of(
+    Program.MANAGER,
+    MetricKind.COUNTER,
+    "torchft_manager_quorums_total",
+    "Requests for a quorum of the group, by the outcome.",
+    "job",
+    "group",
+    "outcome",
+)
+MANAGER_QUORUM_DURATION = _of(
+    Program.MANAGER,
+    MetricKind.HISTOGRAM,
+    "torchft_manager_quorum_duration_seconds",
+    "Time from the group's request for a quorum until the lighthouse's answer.",
+    "job",
+    "group",
+)
+
+# -- a trainer -------------------------------------------------------------------------------------
+
+PHASE_SECONDS = _of(
+    Program.TRAINER,
+    MetricKind.COUNTER,
+    "torchft_phase_seconds_total",
+    "What the time of the training thread was spent on, up to the end of its last step.",
+    "job",
+    "group",
+    "rank",
+    "phase",
+)
+TRAINER_STEP = _of(
+    Program.TRAINER,
+    MetricKind.GAUGE,
+    "torchft_trainer_step",
+    "The number of updates in the weights of this worker.",
+    "job",
+    "group",
+    "rank",
+)
+TRAINER_STEPS = _of(
+    Program.TRAINER,
+    MetricKind.COUNTER,
+    "torchft_trainer_steps_total",
+    "Steps of this worker that have ended, by the outcome.",
+    "job",
+    "group",
+    "rank",
+    "outcome",
+)
+TRAINER_GROUPS = _of(
+    Program.TRAINER,
+    MetricKind.GAUGE,
+    "torchft_trainer_contributing_groups",
+    "Groups that contribute gradients to the present step.",
+    "job",
+    "group",
+    "rank",
+)
+TRAINER_HEALS = _of(
+    Program.TRAINER,
+    MetricKind.COUNTER,
+    "torchft_trainer_heals_total",
+    "States that this worker has received from another group.",
+    "job",
+    "group",
+    "rank",
+)
+TRAINER_HEAL_BYTES = _of(
+    Program.TRAINER,
+    MetricKind.COUNTER,
+    "torchft_trainer_heal_bytes_total",
+    "Bytes of the tensors in the states that this worker has received.",
+    "job",
+    "group",
+    "rank",
+)
+
+METRICS: tuple[Metric, ...] = tuple(
+    each for each in list(globals().values()) if isinstance(each, Metric)
+)

@@ -35,12 +35,16 @@ from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.core.quorum.worker.step import StepMachine
-from torchft_svc.env import Environment
+from torchft_svc.env import METRICS_PORT_VARIABLE, Environment
+from torchft_svc.errors import ConfigError
 from torchft_svc.host.address import advertised_host, parse_address, split_addresses
 from torchft_svc.host.progress_file import ProgressFile, open_progress
+from torchft_svc.host.uninterruptible import nothing
 from torchft_svc.settings import GroupPlace, ServiceOptions
 
 if TYPE_CHECKING:
+    from prometheus_client import CollectorRegistry
+
     from torchft_svc.coordination import ManagerClient
 
 log = logging.getLogger(__name__)
@@ -59,6 +63,7 @@ class CallerParts:
     step: StepMachine
     handles_term: bool
     store: tuple[str | None, int | None]  # host and port
+    metrics_registry: CollectorRegistry | None
 
 
 @dataclass(slots=True)
@@ -74,6 +79,7 @@ class Runtime:
     lighthouse_address: str
     term_signal: TermSignal | None
     recorder: FlightRecorder | None
+    hide_metrics: Callable[[], None]
     closed: bool = False
 
     def close(self, wait: bool) -> None:
@@ -91,6 +97,7 @@ class Runtime:
             lambda: self.timer.close(_JOIN_S),
             self.deps.watchdog.close,
             self.deps.pg.shutdown,
+            self.hide_metrics,
             self._finish_records,
             self.services.close,
             self._drop_store,
@@ -144,12 +151,8 @@ def start_runtime(
             pg.record_to(recorder)
         services = starting.wait()
         undo.callback(services.close)
-        client = connect(
-            services.manager_address,
-            timedelta(seconds=timeouts.connect_s),
-            services.locator,
-            security=options.security,
-        )
+        manager = services.manager_address, timedelta(seconds=timeouts.connect_s), services.locator
+        client = connect(*manager, security=options.security)
         undo.callback(client.close)
         end = functools.partial(_end, pg, recorder)
         kill = functools.partial(end, client.stands_still)
@@ -157,6 +160,8 @@ def start_runtime(
         position.worker = worker
         services.resume_with(worker.membership_to_resume)
         client.attach(rules.place.group_rank, _listeners(worker, kill), worker.time_use.tally)
+        hide_metrics = _show_metrics(rules.place, options, environment, given, worker)
+        undo.callback(hide_metrics)
         runtime = Runtime(
             deps=Dependencies(
                 client=client,
@@ -176,6 +181,7 @@ def start_runtime(
             if given.handles_term
             else None,
             recorder=recorder,
+            hide_metrics=hide_metrics,
         )
         undo.pop_all()
     if progress.step is None:  # it was not restarted
@@ -198,6 +204,29 @@ def _term_signal(
         return grace_s if until is None else max(0.001, until - time.monotonic())
 
     return TermSignal(worker.drain, inform, left_s)
+
+
+def _show_metrics(
+    place: GroupPlace,
+    options: ServiceOptions,
+    environment: Environment,
+    given: CallerParts,
+    worker: SharedRound,
+) -> Callable[[], None]:
+    """Show the metrics of this worker, if the program or the environment asks for it; returns how
+    to end that."""
+    port = environment.metrics_port
+    if port is None and given.metrics_registry is None:
+        return nothing
+    try:
+        from torchft_svc.client.runtime.metrics import TrainerSource, show_trainer
+    except ImportError as error:
+        field = "metrics_registry" if port is None else METRICS_PORT_VARIABLE
+        raise ConfigError(field, port, f"{error}: install torchft-svc[metrics]") from None
+    if port:
+        port += environment.local_rank or 0  # each worker of a machine needs its own
+    labels = (options.job_id, options.replica_name, str(place.group_rank))
+    return show_trainer(TrainerSource(labels, worker), given.metrics_registry, port)
 
 
 def _listeners(worker: SharedRound, kill: Callable[[str], None]) -> coordination.Listeners:

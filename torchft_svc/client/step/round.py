@@ -492,6 +492,8 @@ class RoundRunner:
         took_s = time.monotonic() - began_at
         self.state = state
         self.healed_bytes = size_of(state)
+        self._worker.num_heals += 1
+        self._worker.healed_bytes += self.healed_bytes
         self.healed_from = f"{source}: {readable_size(self.healed_bytes)} in {took_s:.2f} s"
         with self._worker.changing() as round_:
             return round_.state_fetched()

@@ -28,7 +28,8 @@ class SharedRound:
 
     ``on_phase`` is called with a report of each new phase, except the wait for a quorum. It must
     not block. Attributes of ``round`` may be read without a lock; all else needs `changing`.
-    ``time_use``: what the training thread's time is spent on.
+    ``time_use``: what the training thread's time is spent on; ``num_heals``, ``healed_bytes``: the
+    states that this worker has received.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class SharedRound:
         self.on_phase: Callable[[PhaseReport], None] = lambda *_: None
         self.round: Round = Round(rules, step)
         self.time_use = TimeUse()
+        self.num_heals = self.healed_bytes = 0
         self._pg = pg
         self._clock = clock
         self._lock = threading.RLock()
