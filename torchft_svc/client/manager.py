@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import threading
 import weakref
@@ -272,6 +273,26 @@ class Manager:
             ValueError: an average of integers, or an operation that does not exist.
         """
         return self._sums.allreduce(tensor, should_quantize, reduce_op)
+
+    @uncompiled
+    def mean(self, value: float | torch.Tensor, weight: float = 1.0) -> float:
+        """Return the mean of ``value`` over the groups that contribute in this step.
+
+        Each counts by its ``weight``, such as its number of samples: then the mean does not jump
+        when groups come and go. All groups call it at the same place, and get the same number: in a
+        step, or after its vote. It waits for the other groups, so call it where you log.
+
+        NaN after an error of the step, after a discarded step, or if all weights are 0. In a group
+        of several workers the ``value`` is that of the group; compute that first.
+        """
+        sums = self._sums.sum_numbers([value * weight, weight])
+        return math.nan if sums is None or sums[1] == 0.0 else sums[0] / sums[1]
+
+    @uncompiled
+    def sum(self, value: float | torch.Tensor) -> float:
+        """Return the sum of ``value`` over the groups that contribute; see `mean`."""
+        sums = self._sums.sum_numbers([value])
+        return math.nan if sums is None else sums[0]
 
     @uncompiled
     def allreduce_grad(self, grad: torch.Tensor) -> torch.futures.Future[torch.Tensor]:

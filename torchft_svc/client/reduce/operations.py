@@ -59,10 +59,12 @@ class Kind(enum.IntEnum):
     FIRST_BUCKET = 3  # torch's wrapper, before it changes the order of gradients in its buckets
     BUCKET = 4  # torch's wrapper, after that
     STATES = 5  # the comparison of the groups' states
+    NUMBERS = 6  # the program, with `Manager.mean` or `Manager.sum`
 
 
 _LAUNCHED_BY = {
     Kind.AVERAGE: "Manager.allreduce",
+    Kind.NUMBERS: "Manager.mean or Manager.sum",
     Kind.GRADIENTS: "gradients",
     Kind.FIRST_BUCKET: "a bucket of torch's DistributedDataParallel in its first backward pass",
     Kind.BUCKET: "a bucket of torch's DistributedDataParallel after its first backward pass",

@@ -294,6 +294,28 @@ class StepSums:
             part=None if self._part is None else self._part[1],
         )
 
+    def sum_numbers(self, numbers: Sequence[float | torch.Tensor]) -> list[float] | None:
+        """The sums of ``numbers`` over the groups that contribute; None: a group did not get them.
+
+        That is so after an error of the step, and after a step that was discarded.
+        """
+        state = self._state
+        if state.error is not None or (self.is_between_steps() and state.failures):
+            return None
+        row = torch.empty(len(numbers), dtype=torch.float64, device=self._device())
+        for place, number in zip(row, numbers, strict=True):
+            place.copy_(number) if isinstance(number, torch.Tensor) else place.fill_(number)
+        self.allreduce(row, False, ReduceOp.SUM, Kind.NUMBERS).wait()
+        if self._state.error is not None or self._deps.pg.errored() is not None:
+            return None
+        summed: list[float] = row.tolist()
+        return summed
+
+    def _device(self) -> torch.device:
+        """The device on which this worker sums."""
+        known = self.parameters() or self._deps.registry.updated_parameters()
+        return known[0].device if known else torch.device("cpu")
+
     def is_between_steps(self) -> bool:
         """Whether a step is over, and the next one has not begun."""
         state = self._state
