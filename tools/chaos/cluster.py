@@ -19,6 +19,7 @@ from typing import Any
 from tools.chaos.faults import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
 from tools.chaos.fleet import Fleet, Worker
 from tools.chaos.fork_server import worker_server
+from tools.chaos.samples import PROGRAM
 from tools.demo.orphans import MARK, die_with_parent
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.host.fork_server import ForkServer
@@ -125,7 +126,7 @@ class Cluster:
             lighthouse.start(wait=True)
             self.lighthouses.append(lighthouse)
         for job, groups in self.jobs.items():
-            settings: dict[str, Any] = {"job": job, "seed": self.seed}
+            settings: dict[str, Any] = {"job": job, "seed": self.seed, "program": PROGRAM}
             self.fleets[job] = fleet = Fleet(self.fork_server, self.folder, "", settings)
             self._stack.callback(fleet.end)
             for group in groups:

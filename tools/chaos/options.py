@@ -66,6 +66,11 @@ class WorkerOptions:
         return self.folder / f"{self.life}.commands"
 
     @property
+    def weights(self) -> Path:
+        """The file in which a worker that finishes writes the model's weights."""
+        return self.folder / f"{self.life}.weights"
+
+    @property
     def store_port(self) -> Path:
         """The file in which the first worker of a group writes the port of their store."""
         return self.folder / f"{self.group_life}.port"

@@ -11,6 +11,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from tools.demo.events import Committed, Event, SamplesRead
+
+# What the workers of a run read: the length of the data set, and the global batch size.
+PROGRAM = {"samples": 400, "batch": 12}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPart:
@@ -53,20 +58,29 @@ class SampleLedger:
         return len(self._quorums)
 
     def faults(self) -> list[str]:
-        """What was lost or used twice, in words; none if every sample was used once."""
+        """What was lost or used twice, in words; none if every sample was used once.
+
+        The ledger may begin at any step. Epochs are complete if all of their steps are in it.
+        """
         found: list[str] = []
         used: dict[int, Counter[int]] = defaultdict(Counter)
         steps = sorted(self._quorums)
-        if steps != list(range(len(steps))):
-            found.append(f"commits are missing: {sorted({*range(len(steps))} - {*steps})}")
+        if steps != list(range(steps[0], steps[-1] + 1) if steps else ()):
+            found.append(f"commits are missing between {steps[0]} and {steps[-1]}")
         for step in steps:
-            parts = self._parts.get((step, self._quorums[step]), {})
-            found += self._faults_of_step(step, list(parts.values()))
-            for part in parts.values():
-                used[part.epoch].update(part.indices)
-        for number, epoch in enumerate(sorted(used)):
-            found += self._faults_of_epoch(epoch, used[epoch], is_over=number < len(used) - 1)
+            parts = list(self._parts.get((step, self._quorums[step]), {}).values())
+            found += self._faults_of_step(step, parts)
+            for part in parts:
+                used[step // self._steps_of_epoch].update(part.indices)
+        whole = Counter(step // self._steps_of_epoch for step in steps)
+        for epoch, counts in used.items():
+            is_whole = whole[epoch] == self._steps_of_epoch
+            found += self._faults_of_epoch(epoch, counts, is_whole=is_whole)
         return found
+
+    @property
+    def _steps_of_epoch(self) -> int:
+        return -(-self.num_samples // self.batch)
 
     def _faults_of_step(self, step: int, parts: Sequence[ReadPart]) -> Iterable[str]:
         if not parts:
@@ -76,18 +90,38 @@ class SampleLedger:
         missing = {*range(size)} - {part.rank for part in parts}
         if missing:
             yield f"step {step}: ranks {sorted(missing)} of {size} have read nothing"
-        if len({part.epoch for part in parts}) > 1:
-            yield f"step {step}: in epochs {sorted({part.epoch for part in parts})}"
+        epoch, number = divmod(step, self._steps_of_epoch)
+        if any(part.epoch != epoch for part in parts):
+            yield f"step {step}: in epochs {sorted({part.epoch for part in parts})}, not {epoch}"
         num = sum(len(part.indices) for part in parts)
-        whole, rest = divmod(self.num_samples, self.batch)
-        is_last = rest and step % (whole + 1) == whole
-        wanted = rest if is_last else self.batch
+        wanted = min(self.batch, self.num_samples - number * self.batch)
         if num != wanted:
             yield f"step {step}: {num} samples instead of {wanted}"
 
-    def _faults_of_epoch(self, epoch: int, used: Counter[int], *, is_over: bool) -> Iterable[str]:
+    def _faults_of_epoch(self, epoch: int, used: Counter[int], *, is_whole: bool) -> Iterable[str]:
         twice = sorted(index for index, num in used.items() if num > 1)
         if twice:
             yield f"epoch {epoch}: used more than once: {twice[:10]}"
-        if is_over and (lost := sorted({*range(self.num_samples)} - {*used})):
+        if is_whole and (lost := sorted({*range(self.num_samples)} - {*used})):
             yield f"epoch {epoch}: never used: {lost[:10]}"
+
+
+def ledger_of(events: Sequence[Event], num_samples: int, batch: int) -> SampleLedger:
+    """What the workers of a job have used, by the events of all of them."""
+    num_workers = 1 + max((event.worker for event in events), default=0)
+    ledger = SampleLedger(num_samples, batch)
+    for event in events:
+        if isinstance(event, SamplesRead) and event.rank is not None:
+            ledger.add_read(
+                ReadPart(
+                    step=event.step,
+                    quorum_id=event.quorum_id,
+                    rank=event.rank * num_workers + event.worker,
+                    size=event.num_participants * num_workers,
+                    epoch=event.epoch,
+                    indices=tuple(event.indices),
+                )
+            )
+        elif isinstance(event, Committed):
+            ledger.add_commit(event.step - 1, event.quorum_id)
+    return ledger

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed import TCPStore
 
 from tools.chaos.options import WorkerOptions
+from tools.chaos.reading import WIDTH, CountedReader, batches_of
 from tools.demo.events import (
     Committed,
     Discarded,
@@ -36,7 +37,6 @@ from torchft_svc.client import (
 )
 
 # Weights that nothing but healing could make equal, and gradients that differ between groups.
-_WIDTH = 16
 _STORE_WAIT_S = 20.0
 _DEFAULT_TIMEOUT_S = 20.0
 _LOOK_S = 0.005
@@ -115,9 +115,11 @@ class State:
     """A small model with Adam and some ballast; ``loaded`` is called after a heal."""
 
     def __init__(self, options: WorkerOptions, loaded: Callable[[], None]) -> None:
-        torch.manual_seed(1000 * options.seed + 100 * options.group + options.incarnation)
-        self.model = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.Tanh(), nn.Linear(_WIDTH, 1))
-        self.adam = torch.optim.Adam(self.model.parameters(), lr=1e-3)
+        own = 100 * options.group + options.incarnation
+        self.model, self.adam = make_model(1000 * options.seed + own)
+        if batches_of(options) is not None:  # exact enough to be compared with another run
+            self.model, self.adam = make_model(1000 * options.seed)
+            self.model.double()
         self._ballast = torch.zeros(options.ballast, dtype=torch.uint8)
         self._loaded = loaded
 
@@ -137,6 +139,13 @@ class State:
         return fingerprint(self.model.state_dict(), self.adam.state_dict())
 
 
+def make_model(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model with weights by ``seed``, and its optimizer."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
+    return model, torch.optim.Adam(model.parameters(), lr=1e-3)
+
+
 def run(options: WorkerOptions) -> None:
     """Train until ``options.steps`` updates are committed, or this process is ended."""
     logging.basicConfig(format="%(asctime)s %(name)s %(message)s", level=logging.INFO)
@@ -148,16 +157,19 @@ def run(options: WorkerOptions) -> None:
         optimizer = OptimizerWrapper(manager, state.adam)
         model = DistributedDataParallel(manager, state.model)
         log.write(Joined)
+        data = None if batches_of(options) is None else CountedReader(options, manager, log)
         while (step := manager.current_step()) < options.steps:
             _obey(commands)
             log.write(PhaseBegan, step=step, phase="forward")
+            inputs = _inputs(options, step) if data is None else data.read_step()
             optimizer.zero_grad()
-            loss = model(_inputs(options, step)).square().mean()
+            loss = model(inputs).square().mean()
             time.sleep(options.step_s)
             _hang(commands, "hang_inside")
             loss.backward()
             _finish(manager, optimizer, state, log, loss.item())
         log.write(Finished, step=manager.current_step())
+        torch.save(state.model.state_dict(), options.weights)
 
 
 def warm_up() -> None:
@@ -218,7 +230,7 @@ def group_store(options: WorkerOptions) -> int:
 def _inputs(options: WorkerOptions, step: int) -> torch.Tensor:
     """A function of the step and the group: a discarded step draws the same again."""
     dice = torch.Generator().manual_seed(100 * step + options.group)
-    return torch.randn(4, _WIDTH, generator=dice)
+    return torch.randn(4, WIDTH, generator=dice)
 
 
 def _obey(commands: Commands) -> None:

@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from tools.chaos.director import Incident
 from tools.chaos.faults import Kind
+from tools.chaos.samples import PROGRAM, ledger_of
 from tools.demo.events import (
     Committed,
     Discarded,
@@ -267,6 +268,17 @@ def _peer_was_killed(event: Exited, killed: Iterable[Life]) -> bool:
     return any((group, incarnation) == event.life for group, incarnation, _ in killed)
 
 
+def judge_samples(run: Run) -> Verdict:
+    """Each sample of an epoch is in one committed step (rule D1)."""
+    faults, num_steps = [], 0
+    for job, events in _histories(run):
+        ledger = ledger_of(events, PROGRAM["samples"], PROGRAM["batch"])
+        faults += [f"job {job}: {fault}" for fault in ledger.faults()]
+        num_steps += ledger.num_steps
+    promise = "every sample of an epoch was in one committed step"
+    return Verdict.of(promise, faults, f"{num_steps} steps")
+
+
 def judge_leftovers(run: Run) -> Verdict:
     return Verdict.of("no process was left over", list(run.leftovers), "none found")
 
@@ -278,6 +290,7 @@ _RULES = (
     judge_identity,
     judge_progress,
     judge_discards,
+    judge_samples,
     judge_exits,
     judge_leftovers,
 )

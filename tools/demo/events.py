@@ -56,6 +56,22 @@ class PhaseBegan(Event):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class SamplesRead(Event):
+    """The worker has read its samples of the update after ``step``, and votes on that next.
+
+    ``rank`` of ``num_participants`` is that of its group among those that contribute (None: it does
+    not); ``indices`` are those in the data set of epoch ``epoch``.
+    """
+
+    step: int
+    quorum_id: int
+    rank: int | None
+    num_participants: int
+    epoch: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Committed(Event):
     """Update number ``step`` was applied; ``digest`` covers parameters and optimizer state then.
 
@@ -124,7 +140,7 @@ class Exited(Event):
 _KINDS: dict[str, type[Event]] = {
     kind.__name__: kind
     for kind in (
-        *(Started, Joined, PhaseBegan, Committed, Discarded),
+        *(Started, Joined, PhaseBegan, SamplesRead, Committed, Discarded),
         *(Healed, Finished, Killed, SumFailed, Exited),
     )
 }

@@ -70,7 +70,7 @@ class ReadingTrainer:
             load_state_dict=lambda state: (
                 net.load_state_dict(state["model"]),
                 sgd.load_state_dict(state["optimizer"]),
-            ),  # type: ignore[arg-type, return-value]
+            ),  # type: ignore[arg-type]
             lighthouse_addr=flags.lighthouse,
             replica_id=str(flags.group),
         )
@@ -100,7 +100,7 @@ class ReadingTrainer:
         for _ in range(num_steps):
             images, labels = self._next_batch(kind)
             self._optimizer.zero_grad()
-            functional.cross_entropy(self._model(images), labels).backward()
+            torch.autograd.backward(functional.cross_entropy(self._model(images), labels))
             self._optimizer.step()
             now = time.perf_counter()
             times.append(1000 * (now - begun_at))
