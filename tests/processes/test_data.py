@@ -60,7 +60,7 @@ def reference(num_steps: int) -> tuple[list[float], torch.Tensor]:
 def committed_losses(fleet: Fleet) -> dict[int, float]:
     """The loss of each committed step: the mean over the samples of all groups."""
     sizes = {
-        (event.step, event.quorum_id, event.group): len(event.indices)
+        (event.step, event.quorum_id, event.group): len(event.indices.split())
         for event in fleet.events
         if isinstance(event, SamplesRead) and event.rank is not None
     }
@@ -149,6 +149,7 @@ def test_a_lighthouse_that_is_away_costs_no_sample(make_fleet: Callable[..., Fle
         for group in range(3):
             fleet.start(group)
         fleet.all_meet({0, 1, 2})
+        fleet.await_event(Committed, _AFTER_S, wanted=lambda event: event.step > 5)  # in a term
         away_at = time.monotonic()
         lighthouse.kill()
         fleet.await_commits({0, 1, 2}, _AFTER_S, since=away_at)

@@ -71,6 +71,6 @@ class CountedReader:
             rank=rank,
             num_participants=size,
             epoch=self.loader.position.epoch,
-            indices=indices.tolist() if self.loader.weight else [],
+            indices=" ".join(map(str, indices.tolist() if self.loader.weight else ())),
         )
         return features  # type: ignore[no-any-return]

@@ -119,7 +119,7 @@ def ledger_of(events: Sequence[Event], num_samples: int, batch: int) -> SampleLe
                     rank=event.rank * num_workers + event.worker,
                     size=event.num_participants * num_workers,
                     epoch=event.epoch,
-                    indices=tuple(event.indices),
+                    indices=tuple(map(int, event.indices.split())),
                 )
             )
         elif isinstance(event, Committed):

@@ -60,7 +60,7 @@ class SamplesRead(Event):
     """The worker has read its samples of the update after ``step``, and votes on that next.
 
     ``rank`` of ``num_participants`` is that of its group among those that contribute (None: it does
-    not); ``indices`` are those in the data set of epoch ``epoch``.
+    not); ``indices`` are those in the data set, with spaces between, in epoch ``epoch``.
     """
 
     step: int
@@ -68,7 +68,7 @@ class SamplesRead(Event):
     rank: int | None
     num_participants: int
     epoch: int
-    indices: tuple[int, ...]
+    indices: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
