@@ -93,7 +93,7 @@ def kill_one(fleet: Fleet, dice: random.Random) -> None:
 
 
 def test_every_sample_counts_once_whatever_is_killed(make_fleet: Callable[..., Fleet]) -> None:
-    """In float64 the weights and the losses are those of a run without a failure."""
+    """The losses, in float64, are those of a plain loop without a failure."""
     dice = random.Random(SEED)
     with lighthouse_process("--min-replicas=1") as lighthouse:
         fleet = make_fleet(lighthouse.address, **counted())
