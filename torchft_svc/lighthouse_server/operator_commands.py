@@ -1,7 +1,8 @@
-"""What an operator may ask: `status`, `drain`, `kill`, `accept-loss` and `doctor`."""
+"""What an operator may ask: `status`, `drain`, `kill`, `accept-loss`, `top`, ..."""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeVar
@@ -13,6 +14,7 @@ from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_NAME_LENGTH
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.doctor.command import doctor
+from torchft_svc.env import value_of
 from torchft_svc.errors import RequestRefused
 from torchft_svc.lighthouse_server.table import status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
@@ -153,6 +155,60 @@ def _repeat(show_status: Callable[[], object]) -> NoReturn:
     "--job-id",
     type=_JOB,
     envvar="TORCHFT_JOB_ID",
+    default="",
+    show_default="all",
+    help="The training run; for a launched one, its --rdzv-id.",
+)
+@option(
+    "--every",
+    type=click.FloatRange(min=0.1, max=3600),
+    default=WATCH_S,
+    metavar="SECONDS",
+    show_default=True,
+    help="How often the lighthouse is asked.",
+)
+@click.option("--once", is_flag=True, help="Print one frame and end, also without a terminal.")
+@security_options
+def top(lighthouse: str, job_id: str, every: float, once: bool, security: Security) -> None:
+    """Show jobs and their groups live in a terminal, what needs somebody first.
+
+    q or Ctrl-C ends it. A lighthouse that does not answer is asked again, and its last answer stays
+    on the screen. Exit status: 0; with --once 4 if there is no such job or run, 1 if no lighthouse
+    answers; 2 without a terminal.
+    """
+    if not once and not _is_terminal():
+        raise click.UsageError(
+            "top needs a terminal that can be redrawn: use --once, or `lighthouse status`"
+        )
+    try:  # only here: a lighthouse that starts needs none of this
+        from torchft_svc.lighthouse_server.top.terminal import show_live, show_once
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "rich":
+            raise
+        reason = "lighthouse top needs rich: pip install 'torchft-svc[top]'"
+        raise click.ClickException(reason) from None
+    from torchft_svc.lighthouse_server.top.feed import Answer, StatusFeed
+
+    def ask_all() -> Answer:
+        jobs, runs = _jobs_and_runs(lighthouse, security, job_id)
+        return Answer(jobs=tuple(jobs), runs=tuple(runs))
+
+    if once:
+        show_once(ask_all(), lighthouse)
+    else:
+        show_live(lambda wake: StatusFeed(ask_all, every, wake), lighthouse)
+
+
+def _is_terminal() -> bool:
+    return sys.stdout.isatty() and value_of("TERM", "dumb") not in ("", "dumb")
+
+
+@click.command()
+@_lighthouse
+@option(
+    "--job-id",
+    type=_JOB,
+    envvar="TORCHFT_JOB_ID",
     default=DEFAULT_JOB,
     show_default=True,
     help="The training run; for --node, the --rdzv-id of the launched run.",
@@ -219,4 +275,4 @@ def accept_loss(lighthouse: str, job_id: str, security: Security) -> None:
     click.echo(f"job {job_id} continues without its committed step {answer.committed_step}")
 
 
-OPERATOR_COMMANDS = (status, drain, kill, accept_loss, doctor)
+OPERATOR_COMMANDS = (status, drain, kill, accept_loss, top, doctor)

@@ -1,0 +1,1 @@
+"""`lighthouse top`: the jobs of a lighthouse, live in a terminal."""
