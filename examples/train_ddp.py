@@ -10,6 +10,7 @@ checkpoint matter. One group per launcher works too: ``torchrun --nproc-per-node
 
 import argparse
 import os
+import socket
 import sysconfig
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def main() -> None:
             print(f"step {step} loss {loss.item():.3f} groups {groups}", flush=True)
         if options.checkpoint and step % options.save_every == 0 and part == 0:
             # Write another file and rename it, so that a kill never leaves a partial checkpoint.
-            beside = options.checkpoint.with_suffix(f".{os.getpid()}")
+            # In containers the process ids of all groups may be the same.
+            beside = options.checkpoint.with_suffix(f".{socket.gethostname()}-{os.getpid()}")
             torch.save({"training": state_dict(), "manager": manager.state_dict()}, beside)
             beside.replace(options.checkpoint)
     manager.shutdown()

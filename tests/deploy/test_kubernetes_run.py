@@ -3,6 +3,7 @@ leader is replaced."""
 
 from __future__ import annotations
 
+import copy
 import signal
 import urllib.request
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from support.cluster_hosts import Cluster, cluster
 from support.etcd_server import ETCD, needs_etcd
-from support.pods import Pod, build, find, lighthouse_pods, trainer_pods, verdict_on
+from support.pods import Document, Pod, build, find, lighthouse_pods, trainer_pods, verdict_on
 from support.programs import Program
 from support.running import eventually
 
@@ -100,9 +101,9 @@ def test_a_training_of_the_base_loses_a_trainer(base: Cluster) -> None:
         text = "\n".join(status.lines)
         assert "job training: quorum" in text
         assert all(f"group-{index}" in text for index in range(3)), text
-        page = f"http://{base.address('lighthouse')}:29580/readyz"
+        page = f"http://{base.address('lighthouse')}:29580/metrics"
         with urllib.request.urlopen(page, timeout=CALL_S) as answer:
-            assert answer.status == 200
+            assert b"torchft_committed_step{" in answer.read()
 
         drained = programs[2]
         drained.signal(signal.SIGTERM)
@@ -113,9 +114,22 @@ def test_a_training_of_the_base_loses_a_trainer(base: Cluster) -> None:
         assert not [line for each in programs[:2] for line in each.lines if "discarded" in line]
 
 
+def with_groups_of_two(documents: list[Document]) -> list[Document]:
+    """Two groups of two pods each, changed as docs/clusters.md says."""
+    changed = copy.deepcopy(documents)
+    (job,) = find(changed, "JobSet")["spec"]["replicatedJobs"]
+    job["replicas"] = 2
+    spec = job["template"]["spec"]
+    spec["parallelism"] = spec["completions"] = 2
+    (container,) = spec["template"]["spec"]["containers"]
+    (world_size,) = [each for each in container["env"] if each["name"] == "WORLD_SIZE"]
+    world_size["value"] = "2"
+    return changed
+
+
 @pytest.fixture
 def elected(tmp_path: Path) -> Iterator[Cluster]:
-    documents = build("overlays/etcd")
+    documents = with_groups_of_two(build("overlays/etcd"))
     names = {
         pod.hostname: [f"{pod.hostname}.each-lighthouse"] for pod in lighthouse_pods(documents)
     }
@@ -126,9 +140,10 @@ def elected(tmp_path: Path) -> Iterator[Cluster]:
 
 @needs_etcd
 def test_a_training_with_elected_lighthouses_loses_the_leader(elected: Cluster) -> None:
-    documents = build("overlays/etcd")
+    documents = with_groups_of_two(build("overlays/etcd"))
     lighthouses = lighthouse_pods(documents)
-    pods = list(trainer_pods(documents))[:2]
+    pods = list(trainer_pods(documents))
+    assert [pod.environment()["RANK"] for pod in pods] == ["0", "1", "0", "1"]
     with ExitStack() as stack:
         etcd = [str(ETCD), "--listen-client-urls=http://0.0.0.0:2379", "--data-dir=/tmp/etcd"]
         etcd += ["--advertise-client-urls=http://etcd:2379"]
@@ -152,7 +167,14 @@ def test_a_training_with_elected_lighthouses_loses_the_leader(elected: Cluster) 
         running.pop(first).signal(signal.SIGKILL)
         wait_for_groups(programs, 2)  # these steps ask nobody
         eventually(lambda: len(leaders()) == 1, START_S, "another one is elected")
-        programs[1].signal(signal.SIGKILL)
-        programs[1] = stack.enter_context(elected.start(pods[1]))
-        programs[1].wait_for("healed to step", START_S)
+
+        # One of its pods has failed: so has the Job, which ends the other one and starts again.
+        victim, other = programs[2:]
+        victim.signal(signal.SIGKILL)
+        other.signal(signal.SIGTERM)
+        victim.wait()
+        assert other.wait() != 0
+        programs[2:] = [stack.enter_context(elected.start(pod)) for pod in pods[2:]]
+        for program in programs[2:]:
+            program.wait_for("healed to step", START_S)
         wait_for_groups(programs, 2)
