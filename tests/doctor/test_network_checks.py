@@ -15,7 +15,13 @@ from support.running import line_to, refusing, start_manager
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.doctor import network
 from torchft_svc.doctor.findings import Level
-from torchft_svc.doctor.network import ReportedHost, check_backends, check_peers, check_reported
+from torchft_svc.doctor.network import (
+    ReportedHost,
+    check_backends,
+    check_peers,
+    check_reported,
+    check_services,
+)
 from torchft_svc.env import Environment
 from torchft_svc.host.interfaces import Interface, list_interfaces
 
@@ -203,3 +209,39 @@ def test_the_others_are_reached_from_another_card_than_the_one_that_is_reported(
         (found,) = check_peers(server_job(line), "a", reported)  # type: ignore[arg-type]
     assert found.level is Level.WARNING
     assert found.found == (f"this machine reaches them from {address}, but reports {reported.host}")
+
+
+def services(reported_host: str, **variables: str) -> list[network.Diagnosis]:
+    reported = ReportedHost(host=reported_host, source="a test")
+    return list(check_services(Environment(variables), reported))
+
+
+def test_the_group_s_own_store_and_manager() -> None:
+    here = str(outside().addresses[0])
+    with refusing() as taken:
+        port = taken.rpartition(":")[2]
+        cases: list[tuple[dict[str, str], str, Level, str]] = [
+            ({"MASTER_ADDR": "localhost"}, "store", Level.PROBLEM, "MASTER_PORT is not set"),
+            (
+                {"MASTER_ADDR": "a.invalid", "MASTER_PORT": port},
+                "store",
+                Level.PROBLEM,
+                "resolved",
+            ),
+            ({"TORCHFT_CHECKPOINT_HOST": "127.0.0.1"}, "store", Level.PROBLEM, "cannot connect"),
+            ({"TORCHFT_MANAGER_PORT": port}, "ports", Level.PROBLEM, "Address already in use"),
+            ({"TORCHFT_MANAGER_ADDR": taken}, "manager", Level.PROBLEM, "Connection refused"),
+            ({"TORCHFT_MANAGER_ADDR": "here"}, "manager", Level.PROBLEM, "has no port"),
+        ]
+        for variables, check, level, sentence in cases:
+            found = only(services(here, **variables), check)
+            assert found.level is level, variables
+            assert sentence in found.found, variables
+        agent = {"MASTER_ADDR": here, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": "1"}
+        not_yet = only(services(here, **agent), "store")
+        assert not_yet.level is Level.WARNING
+        assert "Connection refused" in not_yet.found
+    assert services(here) == []
+    assert only(
+        services("127.0.0.1", MASTER_ADDR="localhost", MASTER_PORT=port), "ports"
+    ).level is (Level.OK)

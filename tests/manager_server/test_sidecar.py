@@ -34,6 +34,8 @@ from support.running import (
 from tools.chaos.bounds import NEWS_S
 from torchft_svc.coordination import ManagerClient
 from torchft_svc.errors import ConfigError, DeadlineExceeded, Unreachable
+from torchft_svc.host.address import parse_address
+from torchft_svc.host.interfaces import list_interfaces
 from torchft_svc.manager_server.child import ManagerProcess
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.supervisor import ManagerSupervisor
@@ -219,6 +221,18 @@ def test_the_command_runs_as_a_sidecar_with_both_spellings_and_the_environment(
             default = line.quorum("a:1", timeout_s=20).result()
             assert members(default) == ["a:1"], "the manager's group is in a job of its own"
             line.leave("a:1")
+
+
+def test_the_command_reports_the_address_of_the_chosen_interface(lighthouse: Process) -> None:
+    outside = [each for each in list_interfaces() if each.addresses and not each.is_loopback]
+    if not outside:
+        pytest.skip("this machine has no interface but the loopback one")
+    chosen = {"TORCHFT_INTERFACE": outside[0].name}
+    with manager_process(lighthouse.address, "--bind=:0", **chosen) as manager:
+        assert parse_address(manager.address).host == str(outside[0].addresses[0])
+    flags = ("--bind=:0", "--advertise-host=trainer.example")
+    with manager_process(lighthouse.address, *flags, **chosen) as manager:
+        assert manager.address == f"trainer.example:{manager.port}"
 
 
 @pytest.mark.parametrize("address", [{}, {"TORCHFT_LIGHTHOUSE": ""}], ids=["alone", "beside"])

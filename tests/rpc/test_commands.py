@@ -102,6 +102,12 @@ def test_a_mistake_on_the_managers_command_line(flags: list[str], sentence: str)
     assert "Traceback" not in result.output
 
 
+def test_an_interface_that_is_not_there_is_a_usage_error() -> None:
+    result = CliRunner(env={"TORCHFT_INTERFACE": "ib7"}).invoke(manager, NEEDED)
+    assert result.exit_code == 2, result.output
+    assert "TORCHFT_INTERFACE='ib7' cannot work: this machine has no such" in result.output
+
+
 @pytest.mark.parametrize("main", [lighthouse, manager])
 def test_underscores_work_and_the_help_shows_dashes(main: click.Command) -> None:
     shown = CliRunner().invoke(main, ["--help"]).output

@@ -82,6 +82,7 @@ class Examination:
         assert reported is not None
         checks = [
             Check("reported host", lambda: network.check_reported(reported, settings.addresses)),
+            Check("services", lambda: network.check_services(settings.environment, reported)),
             Check("backends", lambda: network.check_backends(settings.environment, reported)),
         ]
         security = settings.security

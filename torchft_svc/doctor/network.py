@@ -171,6 +171,91 @@ def _own_handshake(server: ssl.SSLContext, client: ssl.SSLContext, host: str) ->
     return ssl.cert_time_to_seconds(not_after)
 
 
+def check_services(environment: Environment, reported: ReportedHost) -> Iterator[Diagnosis]:
+    """Check the hosts and ports of the group's own store, manager and checkpoint server."""
+    store, port = environment.master_address, environment.master_port
+    if store is not None:
+        yield from _check_store(environment, store, port, reported)
+    if environment.checkpoint_host is not None:
+        yield from _check_name("TORCHFT_CHECKPOINT_HOST", environment.checkpoint_host, reported)
+    manager = environment.manager_address
+    if manager is not None:
+        try:
+            where = parse_address(manager)
+            Running("manager", _local_end, where).wait(_CONNECT_S)
+        except (AddressError, OSError) as error:
+            yield found_problem(
+                "manager",
+                f"TORCHFT_MANAGER_ADDR={manager}: {_why(error)}",
+                "start torchft-manager there, or remove it: rank 0 starts one itself",
+            )
+        else:
+            yield found_ok("manager", f"TORCHFT_MANAGER_ADDR={manager} is reached")
+    elif environment.manager_port and environment.group_rank in (None, 0):
+        yield from _check_free("TORCHFT_MANAGER_PORT", environment.manager_port)
+
+
+def _check_store(
+    environment: Environment, host: str, port: int | None, reported: ReportedHost
+) -> Iterator[Diagnosis]:
+    if port is None:
+        yield found_problem(
+            "store", f"MASTER_ADDR={host}, but MASTER_PORT is not set", "set both, or neither"
+        )
+        return
+    yield from _check_name("MASTER_ADDR", host, reported)
+    if environment.uses_agent_store or environment.group_rank:
+        try:
+            Running("store", _local_end, HostPort(host, port)).wait(_CONNECT_S)
+        except OSError as error:
+            yield found_warning(
+                "store",
+                f"MASTER_ADDR={host}, MASTER_PORT={port}: {_why(error)}",
+                "fine before the launcher or rank 0 has started; otherwise correct it",
+            )
+    else:
+        yield from _check_free("MASTER_PORT", port)
+
+
+def _check_name(variable: str, host: str, reported: ReportedHost) -> Iterator[Diagnosis]:
+    """Check that other groups can use a host that replaces the one which is reported."""
+    try:
+        found = Running(host, socket.getaddrinfo, host, None).wait(_CONNECT_S)
+    except OSError as error:
+        yield found_problem("store", f"{variable}={host}: {_why(error)}", "correct the name")
+        return
+    address = str(found[0][4][0])
+    if _is_loopback(address) and not _is_loopback(reported.host):
+        yield found_problem(
+            "store",
+            f"{variable}={host} is {address}: groups on other machines cannot connect",
+            f"set it to a name of this machine, such as {reported.host}",
+        )
+
+
+def _check_free(variable: str, port: int) -> Iterator[Diagnosis]:
+    try:
+        socket.create_server(("", port)).close()
+    except OSError as error:
+        yield found_problem(
+            "ports",
+            f"{variable}={port} cannot be used: {_why(error)}",
+            "end what uses it, or choose another port",
+        )
+    else:
+        yield found_ok("ports", f"{variable}={port} is free")
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_CONNECT_S:g} s"
+    if isinstance(error, socket.gaierror):
+        return "its host name cannot be resolved"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return str(error)
+
+
 def check_peers(
     job: JobStatus | None, group: str | None, reported: ReportedHost
 ) -> Iterator[Diagnosis]:
@@ -194,7 +279,7 @@ def check_peers(
         try:
             local_ends.add(thread.wait(deadline - time.monotonic()))
         except OSError as error:
-            failures.append(f"{address}: {error.strerror or 'no answer'}")
+            failures.append(f"{address}: {_why(error)}")
     if failures:
         level = found_problem if len(failures) == len(addresses) else found_warning
         yield level(
