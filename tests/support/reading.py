@@ -48,16 +48,20 @@ class ReadingGroup:
         self.manager = make_manager(
             address, name, state_dict=self.state, load_state_dict=self.load, **kept
         )
-        data = Numbers(options.pop("size", SIZE))
-        sampler = ElasticSampler(data, seed=options.pop("order_seed", 5))
-        torchs = DataLoader(data, sampler=sampler, num_workers=options.pop("num_workers", 0))
-        options.setdefault("global_batch_size", BATCH)
-        self.loader = ElasticDataLoader(self.manager, torchs, **options)
+        self.loader = self.make_loader(options)
         self.optimizer = Optimizer(self.manager, self.inner)
         self.parallel = DistributedDataParallel(self.manager, self.model)
         self.batches: Iterator[Any] = iter(())
         self.num_discarded = 0
         self.losses: list[float] = []
+
+    def make_loader(self, options: dict[str, Any]) -> Any:
+        """The loader, of a data set with indices."""
+        data = Numbers(options.pop("size", SIZE))
+        sampler = ElasticSampler(data, seed=options.pop("order_seed", 5))
+        torchs = DataLoader(data, sampler=sampler, num_workers=options.pop("num_workers", 0))
+        options.setdefault("global_batch_size", BATCH)
+        return ElasticDataLoader(self.manager, torchs, **options)
 
     def state(self) -> dict[str, Any]:
         return {"model": self.model.state_dict(), "optimizer": self.inner.state_dict()}

@@ -8,7 +8,12 @@ if TYPE_CHECKING:
     from torchft_svc.client.checkpointing.http.transport import HTTPTransport
     from torchft_svc.client.checkpointing.pg import PGTransport
     from torchft_svc.client.checkpointing.transport import CheckpointTransport
-    from torchft_svc.client.data import DistributedSampler, ElasticDataLoader, ElasticSampler
+    from torchft_svc.client.data import (
+        DistributedSampler,
+        ElasticDataLoader,
+        ElasticSampler,
+        ElasticStream,
+    )
     from torchft_svc.client.ddp import DistributedDataParallel
     from torchft_svc.client.device_mesh import ft_init_device_mesh
     from torchft_svc.client.fault_tolerance_manager import FaultToleranceManager
@@ -37,6 +42,7 @@ __all__ = [
     "DistributedSampler",
     "ElasticDataLoader",
     "ElasticSampler",
+    "ElasticStream",
     "ErrorSwallowingProcessGroupWrapper",
     "FaultToleranceManager",
     "HTTPTransport",
@@ -67,6 +73,7 @@ __getattr__, __dir__ = lazy_names(
         "DistributedSampler": ".data",
         "ElasticDataLoader": ".data",
         "ElasticSampler": ".data",
+        "ElasticStream": ".data",
         "ErrorSwallowingProcessGroupWrapper": ".process_groups.wrappers",
         "FaultToleranceManager": ".fault_tolerance_manager",
         "HTTPTransport": ".checkpointing.http.transport",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import random
 import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.reading import BATCH, SIZE, Numbers, ReadingGroup, reading_groups
@@ -376,3 +378,83 @@ def test_batches_that_are_kept_over_a_change_are_found(monkeypatch: pytest.Monke
 def ahead_with(piece: Any, ahead: Any) -> Any:
     yield piece
     yield from ahead()
+
+
+# -- numbers that belong to the step and to the sample ---------------------------------------------
+
+
+class Noisy(Numbers):
+    """Samples with random numbers of all three kinds."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, torch.rand(()).item(), random.random(), float(np.random.random())
+
+
+def noise(address: str, name: str, num_workers: int, first: int) -> dict[int, tuple[float, ...]]:
+    """The random numbers of the samples of a step at ``first``; those of the program stay."""
+    with make_manager(address, name) as manager:
+        torchs = DataLoader(Noisy(), shuffle=True, num_workers=num_workers)
+        loader = ElasticDataLoader(manager, torchs, global_batch_size=10, seed_samples=True)
+        loader._position.move_to(EpochPosition(1, first))
+        torch.manual_seed(4)
+        batch = next(iter(loader))
+        drawn = torch.rand(())
+        torch.manual_seed(4)
+        assert drawn == torch.rand(())
+        loader.close()
+    index, *numbers = [each.tolist() for each in batch]
+    return dict(zip(index, zip(*numbers, strict=True), strict=True))
+
+
+@pytest.mark.processes
+def test_random_numbers_belong_to_the_sample() -> None:
+    with lighthouse() as address:
+        here, there, in_worker = (
+            noise(address, "a", 0, 0),
+            noise(address, "b", 0, 5),
+            noise(address, "c", 2, 5),
+        )
+    assert there == in_worker
+    both = here.keys() & there.keys()
+    assert len(both) == 5
+    assert all(here[each] == there[each] for each in both)
+    assert len({*here.values(), *there.values()}) == 15
+
+
+def test_several_loaders_are_weighted_by_their_samples() -> None:
+    """Two losses in a step, of loaders with 12 and 5 samples for 2 groups."""
+
+    def train(group: ReadingGroup) -> torch.Tensor:
+        torchs = DataLoader(Numbers(), sampler=ElasticSampler(Numbers(), seed=9))
+        other = ElasticDataLoader(group.manager, torchs, global_batch_size=5, name="other")
+        for _ in range(4):
+            losses = []
+            for loader in (group.loader, other):
+                features, targets, _ = next(iter(loader))
+                error = (group.parallel(features) - targets).square().mean()
+                losses.append(error * loader.weight)
+            group.optimizer.zero_grad()
+            torch.autograd.backward(sum(losses))
+            assert group.optimizer.step()
+        assert other.position == EpochPosition(0, 20)
+        return group.weights()
+
+    with lighthouse() as address, ReadingGroup(address, "a") as alone:
+        expected = train(alone)
+    with lighthouse(2) as address, reading_groups(address, "ab") as groups:
+        for weights in together(*(lambda group=group: train(group) for group in groups)):
+            assert_close(weights, expected)
+
+
+def test_an_average_in_a_step_is_weighted_by_samples() -> None:
+    def average(group: ReadingGroup) -> tuple[float, float]:
+        _, _, indices = group.next_batch()
+        mean = indices.double().mean()
+        group.manager.allreduce(mean).wait()
+        group.manager.report_error(RuntimeError("on purpose"))
+        step = group.loader.indices_of(group.loader.share_of(EpochPosition(), _ALONE).pieces[0])
+        return mean.item(), sum(step) / len(step)
+
+    with lighthouse(2) as address, reading_groups(address, "ab", global_batch_size=7) as groups:
+        for found, expected in together(*(lambda group=group: average(group) for group in groups)):
+            assert found == pytest.approx(expected, rel=1e-12)

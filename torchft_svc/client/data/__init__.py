@@ -8,8 +8,15 @@ if TYPE_CHECKING:
     from torchft_svc.client.data.loader import ElasticDataLoader
     from torchft_svc.client.data.plan import EpochPosition
     from torchft_svc.client.data.sampler import DistributedSampler, ElasticSampler
+    from torchft_svc.client.data.stream import ElasticStream
 
-__all__ = ["DistributedSampler", "ElasticDataLoader", "ElasticSampler", "EpochPosition"]
+__all__ = [
+    "DistributedSampler",
+    "ElasticDataLoader",
+    "ElasticSampler",
+    "ElasticStream",
+    "EpochPosition",
+]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -17,6 +24,7 @@ __getattr__, __dir__ = lazy_names(
         "DistributedSampler": ".sampler",
         "ElasticDataLoader": ".loader",
         "ElasticSampler": ".sampler",
+        "ElasticStream": ".stream",
         "EpochPosition": ".plan",
     },
 )

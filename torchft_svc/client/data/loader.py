@@ -11,7 +11,15 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from torchft_svc.client.data.loop import DataLoop
 from torchft_svc.client.data.order import Order
-from torchft_svc.client.data.plan import EpochPosition, Last, Piece, StepRules, Turn, WorkerShare
+from torchft_svc.client.data.plan import (
+    EpochPosition,
+    Last,
+    Piece,
+    StepRules,
+    Turn,
+    WorkerShare,
+    shard_of,
+)
 from torchft_svc.client.data.position import DataDescription, JobPosition
 from torchft_svc.client.data.reading import PieceReader
 from torchft_svc.client.data.sampler import DrawnSampler, ElasticSampler, sampler_of
@@ -90,7 +98,7 @@ class ElasticDataLoader(DataLoop):
             global_batch_size=global_batch_size,
             microbatch_size=microbatch_size,
             last=("drop" if loader.drop_last else "short") if last is None else last,
-            **shard_of(manager, in_group),
+            **shard_of(manager.place_in_group(), in_group),
         )
         self._rules = rules
         self._sampler = sampler
@@ -158,14 +166,6 @@ class _MapSource:
 
     def close(self) -> None:
         self.reader.close()
-
-
-def shard_of(manager: Manager, in_group: str) -> dict[str, int]:
-    """Which part of its group's samples this worker reads."""
-    if in_group not in ("shard", "same"):
-        raise ConfigError("in_group", in_group, "use shard or same")
-    rank, size = manager.place_in_group()
-    return {"num_shards": size, "shard": rank} if in_group == "shard" else {}
 
 
 def _check_loader(loader: Any) -> None:

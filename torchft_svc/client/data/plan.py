@@ -175,3 +175,15 @@ class StepRules:
         )
         shards = "" if self.num_shards == 1 else f" over {self.num_shards} workers"
         return f"{self.global_batch_size} in a step{micro}{shards}, last step {self.last}"
+
+
+def shard_of(place_in_group: tuple[int, int], in_group: str) -> dict[str, int]:
+    """Which part of its group's samples a worker reads, for `StepRules`.
+
+    ``place_in_group``: its group rank, and the number of workers; ``in_group``: whether these
+    ``"shard"`` the samples among them, or all read the ``"same"``.
+    """
+    if in_group not in ("shard", "same"):
+        raise ConfigError("in_group", in_group, "use shard or same")
+    rank, size = place_in_group
+    return {"num_shards": size, "shard": rank} if in_group == "shard" else {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torchft_svc.client.data.plan import EpochPosition
 from torchft_svc.errors import ConfigError
@@ -30,6 +30,16 @@ class DataDescription:
         return f"{self.data}, {self.rules}"
 
 
+class Companion(Protocol):
+    """What heals beside a position: where a stream is."""
+
+    def save_place(self) -> Any:
+        """The state from which the present step can be read; for any thread."""
+
+    def move_place(self, state: Any) -> None:
+        """Go on from the state of another group, or of a checkpoint."""
+
+
 class _Place(NamedTuple):
     """``position`` is that of the data after ``step`` commits.
 
@@ -50,6 +60,7 @@ class JobPosition:
     Args:
         following: the position after the step that begins at the given one.
         committed_step: the manager's number of committed steps.
+        companion: what is saved and loaded with the position.
     """
 
     def __init__(
@@ -57,8 +68,9 @@ class JobPosition:
         description: DataDescription,
         following: Callable[[EpochPosition], EpochPosition],
         committed_step: Callable[[], int],
+        companion: Companion | None = None,
     ) -> None:
-        self._description = description
+        self._description, self._companion = description, companion
         self._following = following
         self._committed_step = committed_step
         # One value, because a background thread reads it.
@@ -101,6 +113,7 @@ class JobPosition:
             "epoch": position.epoch,
             "first": position.first,
             "data": self._description.data,
+            **({} if self._companion is None else {"place": self._companion.save_place()}),
         }
 
     def heal(self, state: Any) -> None:
@@ -111,7 +124,7 @@ class JobPosition:
         """
         place = self._checked(state)
         self._place = place._replace(is_used=self._place.is_used)
-        self._count_move()
+        self._count_move(state)
 
     def load(self, state: Any) -> None:
         """Continue where a checkpoint was written.
@@ -121,9 +134,11 @@ class JobPosition:
         """
         place = self._checked(state)
         self._place = place._replace(step=self._committed_step())
-        self._count_move()
+        self._count_move(state)
 
-    def _count_move(self) -> None:
+    def _count_move(self, state: dict[str, Any]) -> None:
+        if self._companion is not None:
+            self._companion.move_place(state["place"])
         self.num_moves += 1
         self.moved_to = self._place.position.epoch
 
