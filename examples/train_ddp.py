@@ -17,10 +17,18 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
 
-from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
+from torchft_svc.client import (
+    DistributedDataParallel,
+    ElasticDataLoader,
+    ElasticSampler,
+    Manager,
+    OptimizerWrapper,
+)
 
-CONTEXT, BATCH, WIDTH, VOCABULARY = 16, 64, 64, 128
+CONTEXT, GLOBAL_BATCH, WIDTH, VOCABULARY = 16, 128, 64, 128
+NUM_EPOCHS = 1000
 
 
 def read_text() -> Tensor:
@@ -29,12 +37,17 @@ def read_text() -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).long().clamp(max=VOCABULARY - 1)
 
 
-def draw_batch(text: Tensor, step: int, part: int) -> tuple[Tensor, Tensor]:
-    """Contexts (BATCH, CONTEXT) and next characters (BATCH,): a function of step and group only,
-    so a discarded step draws the same data again, and nothing of it must be saved."""
-    generator = torch.Generator().manual_seed(step * 1_000 + part)
-    starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
-    return text[starts + torch.arange(CONTEXT)], text[starts[:, 0] + CONTEXT]
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """Contexts of shape (CONTEXT,) and the characters that follow them."""
+
+    def __init__(self, text: Tensor) -> None:
+        self.text = text
+
+    def __len__(self) -> int:
+        return len(self.text) - CONTEXT
+
+    def __getitem__(self, start: int) -> tuple[Tensor, Tensor]:
+        return self.text[start : start + CONTEXT], self.text[start + CONTEXT]
 
 
 def main() -> None:
@@ -47,7 +60,7 @@ def main() -> None:
     if options.ready_file:
         options.ready_file.unlink(missing_ok=True)  # that of a former run
 
-    text = read_text()
+    windows = Windows(read_text())
     net = nn.Sequential(
         nn.Embedding(VOCABULARY, WIDTH),
         nn.Flatten(),
@@ -65,21 +78,25 @@ def main() -> None:
         adam.load_state_dict(state["optimizer"])
 
     manager = Manager(state_dict=state_dict, load_state_dict=load_state_dict)
+    # A step has the same samples, however many groups there are; none is lost or used twice.
+    torchs = DataLoader(windows, sampler=ElasticSampler(windows))
+    loader = ElasticDataLoader(manager, torchs, global_batch_size=GLOBAL_BATCH)
     if options.checkpoint and options.checkpoint.exists():
         saved = torch.load(options.checkpoint, weights_only=True)
         load_state_dict(saved["training"])
         manager.load_state_dict(saved["manager"])
+        loader.load_state_dict(saved["data"])
         print(f"resumed at step {manager.current_step()}", flush=True)
     optimizer = OptimizerWrapper(manager, adam)
     model = DistributedDataParallel(manager, net)
 
+    batches = (batch for _ in loader.epochs(NUM_EPOCHS) for batch in loader)
     while (step := manager.current_step()) < options.steps:
-        optimizer.zero_grad()  # requests the quorum of this step
-        part = manager.participating_rank() or 0  # None while this group heals
-        contexts, targets = draw_batch(text, step, part)
+        contexts, targets = next(batches)  # begins the step: requests its quorum
+        optimizer.zero_grad()
         loss = functional.cross_entropy(model(contexts), targets)
         loss.backward()  # averages the gradients over the participating groups
-        optimizer.step()  # commits, or changes nothing
+        optimizer.step()  # commits, or changes nothing: then the same samples come again
 
         if options.ready_file and manager.current_step() > step:
             options.ready_file.touch()
@@ -87,11 +104,13 @@ def main() -> None:
         if step % 20 == 0:
             groups = manager.num_participants()
             print(f"step {step} loss {loss.item():.3f} groups {groups}", flush=True)
-        if options.checkpoint and step % options.save_every == 0 and part == 0:
+        is_first = manager.participating_rank() == 0
+        if options.checkpoint and step % options.save_every == 0 and is_first:
             # Write another file and rename it, so that a kill never leaves a partial checkpoint.
             # In containers the process ids of all groups may be the same.
             beside = options.checkpoint.with_suffix(f".{socket.gethostname()}-{os.getpid()}")
-            torch.save({"training": state_dict(), "manager": manager.state_dict()}, beside)
+            saved = {"manager": manager.state_dict(), "data": loader.state_dict()}
+            torch.save({"training": state_dict(), **saved}, beside)
             beside.replace(options.checkpoint)
     manager.shutdown()
 
