@@ -227,7 +227,8 @@ class StateRegistry:
                 return copy.copy(value)
             return value
 
-        state: dict[str, Any] = map_nodes(self.collect(counters, timeout_s), copied)
+        with self.gate.reading(timeout_s):  # the copies, too, are of one moment
+            state: dict[str, Any] = map_nodes(self.collect(counters, timeout_s), copied)
         return state
 
     def collect_early(self, timeout_s: float) -> EarlyTensors:

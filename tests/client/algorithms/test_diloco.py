@@ -1,0 +1,367 @@
+"""Tests of DiLoCo with whole groups: its numbers, what a refusal restores, who may join."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from support.training import DEADLINE_S, bits, lighthouse, make_manager, together
+from torch import nn
+
+from torchft_svc.client import Optimizer
+from torchft_svc.client.algorithms import DiLoCo
+from torchft_svc.client.algorithms.agreed_weights import plan_parts
+from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
+from torchft_svc.errors import ConfigError, RequestRefused
+
+# Values of both fragments before each inner step, and at the last synchronization before the inner
+# steps 0, 3, 6, 9 and 12: two fragments of one weight that start at 1, gradients of 2, inner
+# updates `p -= g`, outer ones `p -= 2 g`, six inner steps for a round of both fragments.
+EXPECTED = {
+    (0, 0.0): (
+        [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59],
+        [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53],
+        [1, -11, -11, -35, -35],
+        [1, 1, -23, -23, -47],
+    ),
+    (0, 0.5): (
+        [
+            1,
+            -1,
+            -3,
+            -8,
+            *(-10, -12, -14, -16, -18, -24.5, -26.5, -28.5, -30.5, -32.5, -34.5, -40.25),
+        ],
+        [1, -1, -3, -5, -7, -9, -17, -19, -21, -23, -25, -27, -32, -34, -36, -38],
+        [1, -11, -11, -29, -29],
+        [1, 1, -23, -23, -35],
+    ),
+    (0, 1.0): (
+        [1 - 2 * step for step in range(16)],
+        [1 - 2 * step for step in range(16)],
+        [1, -11, -11, -23, -23],
+        [1, 1, -23, -23, -23],
+    ),
+    (1, 0.0): (
+        [1, -1, -3, -7, -9, -11, -13, -15, -17, -27, -29, -31, -33, -35, -37, -47],
+        [1, -1, -3, -5, -7, -9, -19, -21, -23, -25, -27, -29, -39, -41, -43, -45],
+        [1, -7, -7, -27, -27],
+        [1, 1, -19, -19, -39],
+    ),
+    (1, 0.5): (
+        [
+            1,
+            -1,
+            -3,
+            -6,
+            *(-8, -10, -12, -14, -16, -21.5, -23.5, -25.5, -27.5, -29.5, -31.5, -35.75),
+        ],
+        [1, -1, -3, -5, -7, -9, -15, -17, -19, -21, -23, -25, -29, -31, -33, -35],
+        [1, -7, -7, -25, -25],
+        [1, 1, -19, -19, -31],
+    ),
+    (1, 1.0): (
+        [1 - 2 * step for step in range(16)],
+        [1 - 2 * step for step in range(16)],
+        [1, -7, -7, -23, -23],
+        [1, 1, -19, -19, -23],
+    ),
+}
+# Of one fragment, three inner steps a round.
+ONE = {
+    (0, 0.0): [1, -1, -3, -11, -13, -15, -23],
+    (0, 0.5): [1, -1, -3, -8, -10, -12, -15.5],
+    (0, 1.0): [1, -1, -3, -5, -7, -9, -11],
+    (1, 0.0): [1, -1, -3, -7, -9, -11, -15],
+}
+
+
+class OneWeight(nn.Module):
+    """A fragment of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+
+class FailingGloo(ProcessGroupGloo):
+    """gloo, whose sums fail while ``fails`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(timedelta(seconds=20))
+        self.fails = False
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        if self.fails:
+            raise RuntimeError("this sum fails on purpose")
+        return super().allreduce(tensors, opts)
+
+
+class Group:
+    """A replica group that trains ``num`` fragments of one weight each."""
+
+    def __init__(
+        self, address: str, name: str, num: int = 2, *, extra_steps: int = 2, **options: Any
+    ) -> None:
+        self.parts = nn.ModuleList(OneWeight() for _ in range(num))
+        self.inner = torch.optim.SGD(self.parts.parameters(), lr=1.0)
+        self.outer = [torch.optim.SGD(each.parameters(), lr=2.0) for each in self.parts]
+        self.pg = FailingGloo()
+        self.manager = make_manager(
+            address,
+            name,
+            pg=self.pg,
+            use_async_quorum=False,
+            state_dict=lambda: {"model": self.parts.state_dict(), "inner": self.inner.state_dict()},
+            load_state_dict=self.load,
+        )
+        self._extra_steps = extra_steps
+        self._options = {"sync_every": 3 * num, **options}
+        self.locals: list[list[float]] = []
+        self.globals: list[list[float]] = []
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.parts.load_state_dict(state["model"])
+        self.inner.load_state_dict(state["inner"])
+
+    def agreed(self) -> list[float]:
+        return [each.values[0].item() for each in self.algorithm._agreed]
+
+    @contextlib.contextmanager
+    def training(self) -> Iterator[DiLoCo]:
+        for _ in range(self._extra_steps):
+            self.manager.start_quorum()
+            self.manager.allreduce(torch.ones(1)).wait()
+            assert self.manager.should_commit()
+        self.algorithm = DiLoCo(
+            self.manager, list(self.parts), self.inner, self.outer, **self._options
+        )
+        with self.algorithm:
+            yield self.algorithm
+
+    def inner_step(self) -> None:
+        for part in self.parts:
+            part.weight.grad = torch.full((1,), 2.0)
+        self.inner.step()
+
+    def train(self, num_steps: int, before: Callable[[int], None] = lambda _: None) -> None:
+        with self.training():
+            for step in range(num_steps):
+                before(step)
+                self.locals.append([each.weight.item() for each in self.parts])
+                if step % 3 == 0:
+                    self.globals.append(self.agreed())
+                self.inner_step()
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with lighthouse(min_replicas=2) as address:
+        yield address
+
+
+@contextlib.contextmanager
+def groups(address: str, names: str, *args: Any, **options: Any) -> Iterator[list[Group]]:
+    made = together(*(lambda name=name: Group(address, name, *args, **options) for name in names))
+    try:
+        yield made
+    finally:
+        for each in made:
+            each.manager.shutdown()
+
+
+def columns(rows: list[list[float]]) -> list[list[float]]:
+    return [list(column) for column in zip(*rows, strict=True)]
+
+
+@pytest.mark.parametrize(("delay", "alpha"), EXPECTED)
+def test_the_numbers_of_two_fragments(address: str, delay: int, alpha: float) -> None:
+    options = {"fragment_sync_delay": delay, "fragment_update_alpha": alpha}
+    with groups(address, "ab", **options) as (a, b):
+        together(lambda: a.train(16), lambda: b.train(16))
+        first, second, first_agreed, second_agreed = EXPECTED[delay, alpha]
+        for group in (a, b):
+            assert columns(group.locals) == [first, second]
+            found = columns(group.globals)
+            assert [each[:5] for each in found] == [first_agreed, second_agreed]
+
+
+@pytest.mark.parametrize(("delay", "alpha"), ONE)
+def test_the_numbers_of_one_fragment(address: str, delay: int, alpha: float) -> None:
+    options = {"fragment_sync_delay": delay, "fragment_update_alpha": alpha}
+    with groups(address, "ab", 1, **options) as (a, b):
+        together(lambda: a.train(7), lambda: b.train(7))
+        assert columns(a.locals) == columns(b.locals) == [ONE[delay, alpha]]
+
+
+def test_a_sum_that_fails_once_restores_the_fragment_which_comes_again(address: str) -> None:
+    with groups(address, "ab") as (a, b):
+
+        def fail_third(group: Group) -> Callable[[int], None]:
+            def before(step: int) -> None:
+                group.pg.fails = 6 <= step < 9
+
+            return before
+
+        together(lambda: a.train(13, fail_third(a)), lambda: b.train(13, fail_third(b)))
+        for group in (a, b):
+            first, second = columns(group.locals)
+            assert first == [1, -1, -3, -11, -13, -15, -17, -19, -21, -11, -13, -15, -23]
+            assert second == [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -35]
+            assert group.manager.current_step() == 2 + 3
+
+
+def test_a_group_that_joins_is_in_phase(address: str) -> None:
+    last_step = 40
+    with groups(address, "ab") as (a, b), groups(address, "c", extra_steps=0) as (c,):
+        has_begun = threading.Event()
+
+        def train(group: Group) -> None:
+            with group.training():
+                while group.manager.current_step() < last_step:
+                    group.inner_step()
+                    if group.manager.current_step() == 6:
+                        has_begun.set()
+
+        def join() -> None:
+            assert has_begun.wait(DEADLINE_S)
+            train(c)
+
+        together(lambda: train(a), lambda: train(b), join)
+        quorum = c.manager.last_quorum()
+        assert quorum is not None
+        assert quorum.replica_world_size == 3, "it was in before the others ended"
+        states = [[bits(each.state_dict()) for each in g.algorithm._fragments] for g in (a, b, c)]
+        assert states[0] == states[1] == states[2]
+        assert {g.algorithm.inner_steps for g in (a, b, c)} == {0}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"outer": 1}, "outer_optimizer.*one for each of the 2 fragments"),
+        ({"sync_every": 1}, "sync_every.*multiple of the number of fragments"),
+        ({"sync_every": 7}, "sync_every.*multiple of the number of fragments"),
+        ({"fragment_sync_delay": 3}, "fragment_sync_delay.*an interval, which has 3"),
+        ({"fragment_update_alpha": 1.5}, "fragment_update_alpha.*from 0 to 1"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb.*above 0"),
+        ({"wrapped": True}, "optimizer.*plain torch optimizer"),
+        ({"twice": True}, "weight.*belongs to fragment 0"),
+    ],
+)
+def test_wrong_arguments(address: str, change: dict[str, Any], words: str) -> None:
+    with groups(address, "a") as (group,):
+        num_outer = change.pop("outer", 2)
+        inner: Any = group.inner
+        if change.pop("wrapped", False):
+            inner = Optimizer(group.manager, group.inner)
+        parts = list(group.parts)
+        if change.pop("twice", False):
+            parts[1] = parts[0]
+        with pytest.raises(ConfigError, match=words):
+            DiLoCo(
+                group.manager,
+                parts,
+                inner,
+                group.outer[:num_outer],
+                **{"sync_every": 6, **change},
+            )
+
+
+def test_a_manager_with_an_asynchronous_quorum_is_refused(address: str) -> None:
+    with make_manager(address, "a") as manager:
+        part = OneWeight()
+        inner, outer = (torch.optim.SGD(part.parameters(), lr=1.0) for _ in range(2))
+        with pytest.raises(ConfigError, match=r"use_async_quorum.*has to be False"):
+            DiLoCo(manager, [part], inner, outer, sync_every=3)
+
+
+def test_groups_with_other_settings_are_refused(address: str) -> None:
+    with groups(address, "ab", extra_steps=0) as (a, b):
+        b._options["fragment_update_alpha"] = 0.5
+        with pytest.raises(RequestRefused, match=r"alpha 0\b.*alpha 0\.5|alpha 0\.5.*alpha 0\b"):
+            together(lambda: a.train(4), lambda: b.train(4))
+
+
+def test_one_outer_optimizer_updates_only_the_fragment_whose_turn_it_is(address: str) -> None:
+    with groups(address, "ab") as (a, b):
+        for group in (a, b):
+            group.outer = torch.optim.SGD(group.parts.parameters(), lr=2.0)  # type: ignore[assignment]
+        together(lambda: a.train(16), lambda: b.train(16))
+        assert columns(a.locals) == list(EXPECTED[0, 0.0][:2])
+
+
+def test_an_inner_optimizer_that_does_not_heal_is_reported(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with groups(address, "ab", extra_steps=0) as (a, b):
+        for group in (a, b):
+            group.inner = torch.optim.SGD(group.parts.parameters(), lr=1.0, momentum=0.1)
+            group.manager._registry._pieces.clear()
+            group.manager.register_state_dict_fn(
+                "model", group.parts.load_state_dict, group.parts.state_dict
+            )
+        with caplog.at_level(logging.WARNING, "torchft_svc"):
+            together(lambda: a.train(4), lambda: b.train(4))
+        assert caplog.text.count("values of SGD are not in the state") == 2
+
+
+def test_no_tensor_is_lost_between_buckets() -> None:
+    """Sizes 6, 6, 6 with room for 10: each has a part of its own; none is left out."""
+    megabyte = 1024 * 1024 // 4
+    tensors = [torch.empty(6 * megabyte, device="meta") for _ in range(3)]
+    assert plan_parts(tensors, 10.0) == [[0], [1], [2]]
+    mixed = [torch.empty(2), torch.empty(2, dtype=torch.float64), torch.empty(3)]
+    assert plan_parts(mixed, 10.0) == [[0, 2], [1]]
+    assert plan_parts(mixed, None) == [[0], [1], [2]]
+
+
+def test_all_groups_are_bitwise_equal_after_each_synchronization(address: str) -> None:
+    """Real training, each group with data of its own; Nesterov momentum outside, AdamW inside."""
+    seen: dict[str, list[Any]] = {}
+
+    def train(name: str, seed: int) -> list[float]:
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        parts = [model[0], model[2]]
+        inner = torch.optim.AdamW(model.parameters(), lr=0.02)
+        outer = [
+            torch.optim.SGD(each.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+            for each in parts
+        ]
+        data = torch.Generator().manual_seed(seed)
+        losses = []
+
+        def load(state: dict[str, Any]) -> None:
+            model.load_state_dict(state["model"])
+            inner.load_state_dict(state["inner"])
+
+        manager = make_manager(
+            address,
+            name,
+            use_async_quorum=False,
+            state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
+            load_state_dict=load,
+        )
+        with manager, DiLoCo(manager, parts, inner, outer, sync_every=8) as algorithm:
+            for _ in range(80):
+                inputs = torch.randn(16, 8, generator=data)
+                loss = (model(inputs) - inputs.sum(1, keepdim=True)).square().mean()
+                inner.zero_grad()
+                loss.backward()
+                inner.step()
+                losses.append(loss.item())
+                if not algorithm.inner_steps:
+                    states = [each.state_dict() for each in algorithm._fragments]
+                    seen.setdefault(name, []).append(bits(states))
+        return losses
+
+    losses, _ = together(lambda: train("a", 1), lambda: train("b", 2))
+    assert len(seen["a"]) == 20
+    assert seen["a"] == seen["b"]
+    assert sum(losses[-8:]) < sum(losses[:8]) / 3

@@ -1,0 +1,203 @@
+"""The weights of the last synchronization, and the sums of what was learned since."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchft_svc.client.gradients.buckets import describe_tensors, plain_name
+from torchft_svc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchft_svc.client.manager import Manager
+
+DEFAULT_BUCKET_MB = 25.0
+_MEGABYTE = 1024 * 1024
+
+
+class AgreedWeights:
+    """The parameters of ``model``, and their ``values`` at the last synchronization.
+
+    For a sharded model (FSDP2, tensor parallelism) both are this worker's shards.
+    """
+
+    def __init__(self, model: nn.Module, device: torch.device, pin_memory: bool) -> None:
+        named = [
+            (plain_name(name), parameter)
+            for name, parameter in model.named_parameters()
+            if parameter.is_floating_point() or parameter.is_complex()
+        ]
+        if not named:
+            reason = "it has no parameters that could be averaged"
+            raise ConfigError("model", type(model).__name__, reason)
+        self._model = model
+        self.names = [name for name, _ in named]
+        self.parameters: list[nn.Parameter] = [parameter for _, parameter in named]
+        self.values = [
+            _allocate(local_tensor(each), device, pin_memory) for each in self.parameters
+        ]
+        self.store()
+        self.layout = describe_tensors([self.local_tensors()], [self.names])
+
+    def local_tensors(self) -> list[torch.Tensor]:
+        """This worker's parts of the parameters, detached; they share the parameters' memory."""
+        return [local_tensor(each) for each in self.parameters]
+
+    @torch.no_grad()
+    def store(self) -> None:
+        """Keep the present weights as those of the last synchronization."""
+        for value, tensor in zip(self.values, self.local_tensors(), strict=True):
+            value.copy_(tensor)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Set the parameters to the weights of the last synchronization."""
+        for value, tensor in zip(self.values, self.local_tensors(), strict=True):
+            tensor.copy_(value)
+
+    def copy_to(self, index: int, out: torch.Tensor) -> None:
+        """Write the present weights of parameter ``index`` to ``out``."""
+        out.copy_(local_tensor(self.parameters[index]))
+
+    @torch.no_grad()
+    def subtract(self, index: int, out: torch.Tensor) -> None:
+        """Write to ``out`` what parameter ``index`` has lost since the last synchronization.
+
+        That is the pseudo-gradient of DiLoCo: the weights then, minus those now.
+        """
+        out.copy_(self.values[index])
+        out.sub_(local_tensor(self.parameters[index]))
+
+    def replaced(self) -> list[str]:
+        """Names of parameters in whose place the model has others now."""
+        present = set(map(id, self._model.parameters()))
+        return [
+            name
+            for name, parameter in zip(self.names, self.parameters, strict=True)
+            if id(parameter) not in present
+        ]
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights of the last synchronization by name."""
+        return dict(zip(self.names, self.values, strict=True))
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Copy ``state``, which another group has returned from `state_dict`.
+
+        Raises:
+            ConfigError: it has other names.
+        """
+        if list(state) != self.names:
+            raise ConfigError("original_parameters", list(state)[:3], "another model's names")
+        for name, value in zip(self.names, self.values, strict=True):
+            value.copy_(state[name])
+
+
+class BucketedAverage:
+    """Averages tensors over the groups that contribute, several in one collective.
+
+    ``like``: tensors with the shapes, dtypes and devices of what is averaged. ``capacity_mb``: the
+    size of a bucket in MiB (None: a collective for each tensor). One average at a time is under
+    way; its memory is as large as ``like``, and is allocated when it begins.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        like: Sequence[torch.Tensor],
+        capacity_mb: float | None,
+        *,
+        should_quantize: bool = False,
+    ) -> None:
+        if capacity_mb is not None and not capacity_mb > 0:
+            raise ConfigError("bucket_cap_mb", capacity_mb, "a bucket needs a size above 0")
+        self._manager = manager
+        self._like = list(like)
+        self._should_quantize = should_quantize
+        self._plan = plan_parts(self._like, capacity_mb)
+        self._works: list[dist.Work] = []
+        self._views: dict[int, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def launch(self, fill: Callable[[int, torch.Tensor], None]) -> None:
+        """Begin to average; ``fill`` writes the tensor with a number into a view of its shape."""
+        self._works, self._views = [], {}
+        for part in self._plan:
+            numel = sum(self._like[index].numel() for index in part)
+            first = self._like[part[0]]
+            memory = torch.empty(numel, dtype=first.dtype, device=first.device)
+            offset = 0
+            for index in part:
+                like = self._like[index]
+                view = memory[offset : offset + like.numel()].view(like.shape)
+                fill(index, view)
+                self._views[index] = view
+                offset += like.numel()
+            work = self._manager.allreduce(memory, should_quantize=self._should_quantize)
+            self._works.append(work)
+
+    def wait(self) -> None:
+        """Wait until all collectives have ended; an error is one of the manager's step."""
+        for work in self._works:
+            work.wait()
+        self._works = []
+
+    def pop_averages(self) -> list[torch.Tensor]:
+        """Return the averages in the order of ``like``; their memory is the caller's."""
+        views, self._views = self._views, {}
+        return [views[index] for index in range(len(self._like))]
+
+
+def plan_parts(tensors: Sequence[torch.Tensor], capacity_mb: float | None) -> list[list[int]]:
+    """Which tensors, by their numbers, are averaged together: each is in exactly one part.
+
+    A part has one dtype and one device, and holds more than the capacity only if it is one tensor.
+    """
+    if capacity_mb is None:
+        return [[index] for index in range(len(tensors))]
+    capacity = int(capacity_mb * _MEGABYTE)
+    parts: list[list[int]] = []
+    present: dict[tuple[torch.device, torch.dtype], tuple[list[int], int]] = {}
+    for index, tensor in enumerate(tensors):
+        kind = tensor.device, tensor.dtype
+        part, size = present.get(kind, ([], 0))
+        num_bytes = tensor.numel() * tensor.element_size()
+        if not part or size + num_bytes > capacity:
+            part, size = [], 0
+            parts.append(part)
+        part.append(index)
+        present[kind] = part, size + num_bytes
+    return parts
+
+
+def local_tensor(parameter: torch.Tensor) -> torch.Tensor:
+    """This worker's part of a parameter, detached; a DTensor's own shard."""
+    tensor: torch.Tensor = getattr(parameter, "_local_tensor", parameter)
+    return tensor.detach()
+
+
+def like_parameter(local: torch.Tensor, parameter: nn.Parameter) -> torch.Tensor:
+    """The gradient of ``parameter`` whose part of this worker is ``local``."""
+    if not hasattr(parameter, "_local_tensor"):
+        return local
+    from torch.distributed.tensor import DTensor
+
+    assert isinstance(parameter, DTensor)
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _allocate(tensor: torch.Tensor, device: torch.device, pin_memory: bool) -> torch.Tensor:
+    pinned = pin_memory and device.type == "cpu" and tensor.device.type == "cuda"
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=pinned)

@@ -1,0 +1,233 @@
+"""The base of algorithms whose groups train alone between synchronizations."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from torchft_svc.client.algorithms.agreed_weights import AgreedWeights
+from torchft_svc.client.optim import Optimizer
+from torchft_svc.client.reduce.reduction import CurrentParameter
+from torchft_svc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchft_svc.client.manager import Manager
+
+log = logging.getLogger(__name__)
+
+# How often a synchronization is repeated at once, each time because another group was lost in it.
+MAX_ATTEMPTS = 5
+
+_NOT_HEALED = (
+    "the %s not in the state that groups heal by: a group that joins would go on with its own; "
+    "return them from the manager's state_dict function"
+)
+
+
+class PeriodicSync(abc.ABC):
+    """Counts the updates of ``optimizer``, and calls `_end_inner_step` after each of them.
+
+    A context manager around the training loop, on the thread that trains. An update inside of it is
+    an *inner step*: this group applies it alone, and asks nobody. `Manager.current_step` counts
+    synchronizations, not inner steps. A recipe derives from this class: it decides in
+    `_end_inner_step` when to synchronize, and calls `_commit_sync` between the sums of a step and
+    its update.
+
+    The groups of a job synchronize together, so they make as many inner steps. One that makes fewer
+    a second lets the others wait in their next synchronization: for at most the lighthouse's join
+    timeout before they go on without it, or the manager's ``timeout`` if it is in their quorum.
+
+    Args:
+        manager: has the model and ``optimizer`` in its state functions.
+        models: disjoint modules whose parameters are synchronized.
+        optimizer: applies the inner steps; a plain one, no `torchft_svc.Optimizer`.
+        sync_every: inner steps from one synchronization to the next.
+        settings: what else has to be equal in all groups, for the error of one that differs.
+        backup_device: where the weights of the last synchronization are kept (default: the CPU).
+        pin_memory: whether they are in pinned memory if they are on the CPU, and the model is not.
+
+    Raises:
+        ConfigError: an argument is invalid, or the manager serves another such algorithm.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        models: Sequence[nn.Module],
+        optimizer: torch.optim.Optimizer,
+        sync_every: int,
+        *,
+        settings: str = "",
+        backup_device: torch.device | str | None = None,
+        pin_memory: bool = True,
+    ) -> None:
+        if isinstance(optimizer, Optimizer) or not isinstance(optimizer, torch.optim.Optimizer):
+            reason = "inner steps ask nobody: give the plain torch optimizer, without a wrapper"
+            raise ConfigError("optimizer", type(optimizer).__name__, reason)
+        if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
+            raise ConfigError("sync_every", sync_every, "a number of inner steps, 1 or more")
+        device = torch.device("cpu" if backup_device is None else backup_device)
+        self._manager = manager
+        self._optimizer = optimizer
+        self._sync_every = sync_every
+        self._agreed = [AgreedWeights(model, device, pin_memory) for model in models]
+        _check_disjoint(self._agreed)
+        self._count = 0
+        self._hooks: list[RemovableHandle] = []
+        self._has_checked_state = False
+        name = type(self).__name__
+        parts = ", ".join(each.layout for each in self._agreed)
+        described = "".join(f", {each}" for each in (settings,) if each)
+        self._synced = _SyncedWeights(
+            f"{name} every {sync_every} inner steps{described}: {parts}", self._agreed
+        )
+        manager.register_reducer(self._synced)
+
+    @property
+    def inner_steps(self) -> int:
+        """The number of inner steps since the last synchronization."""
+        return self._count
+
+    def __enter__(self) -> PeriodicSync:
+        if self._hooks:
+            raise ConfigError(type(self).__name__, "entered twice", "leave the block first")
+        ref = weakref.ref(self)  # the optimizer must not keep this alive
+
+        def before(*_: Any) -> None:
+            if (this := ref()) is not None:
+                this._manager.disallow_state_dict_read()
+
+        def after(*_: Any) -> None:
+            if (this := ref()) is not None:
+                this._manager.allow_state_dict_read()
+                this._count += 1
+                this._end_inner_step()
+
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(before),
+            self._optimizer.register_step_post_hook(after),
+        ]
+        return self
+
+    def __exit__(
+        self,
+        _: type[BaseException] | None,
+        __: BaseException | None,
+        ___: TracebackType | None,
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    @abc.abstractmethod
+    def _end_inner_step(self) -> None:
+        """Do what follows an inner step; runs inside of the optimizer's ``step``, at its end."""
+
+    def _begin_sync(self) -> None:
+        """Begin a step of the manager: a quorum."""
+        self._manager.start_quorum()
+        if not self._has_checked_state:
+            self._has_checked_state = True
+            self._check_state()
+
+    def _commit_sync(self, apply: Callable[[], None], restore: Callable[[], None]) -> bool:
+        """Vote, and call ``apply`` on yes, ``restore`` on no; returns whether to try again at once.
+
+        It is worth while if another group was lost in this step: then nothing was restored, and
+        the groups that are left have lost nothing.
+        """
+        manager = self._manager
+        with manager.commit() as committed:
+            if committed:
+                apply()
+        if committed:
+            return False
+        if manager._worker.who_is_lost():
+            return True
+        self._restore(restore)
+        return False
+
+    def _restore(self, restore: Callable[[], None]) -> None:
+        self._manager.disallow_state_dict_read()
+        try:
+            restore()
+        finally:
+            self._manager.allow_state_dict_read()
+        log.warning(
+            "synchronization %d was refused: the weights are those of the last one",
+            self._manager.current_step(),
+        )
+
+    def _check_state(self) -> None:
+        """Warn of what a group that joins would lack."""
+        registry = self._manager._registry
+        parameters = [each for agreed in self._agreed for each in agreed.parameters]
+        if not registry.holds_any(parameters):
+            log.warning(_NOT_HEALED, "parameters of the model are")
+        moments = [
+            value
+            for state in self._optimizer.state.values()
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+        if moments and not registry.holds_any(moments):
+            log.warning(_NOT_HEALED, f"values of {type(self._optimizer).__name__} are")
+
+
+class _SyncedWeights:
+    """What the groups synchronize, for the comparison with other groups; see `Reducing`."""
+
+    def __init__(self, layout: str, agreed: Sequence[AgreedWeights]) -> None:
+        self.layout = layout
+        self.has_averaged = False
+        self.parameters: Sequence[nn.Parameter] = ()
+        self._agreed = agreed
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [name for each in self._agreed for name in each.names]
+
+    def walk_parameters(self) -> list[CurrentParameter]:
+        """See `Walking`; the weights of the last synchronization, which all groups share."""
+        return [
+            CurrentParameter(name, value, is_wrapped=True)
+            for each in self._agreed
+            for name, value in zip(each.names, each.values, strict=True)
+        ]
+
+    def replaced(self) -> list[str]:
+        """See `Reducing.replaced`."""
+        return [name for each in self._agreed for name in each.replaced()]
+
+    def unsummed(self) -> list[tuple[str, nn.Parameter]]:
+        """See `Reducing.unsummed`; gradients are not summed."""
+        return []
+
+    def average_of(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """See `Reducing.average_of`."""
+        return None
+
+    def begin_step(self) -> None:
+        """See `Reducing.begin_step`."""
+
+    def settle_step(self) -> Exception | None:
+        """See `Reducing.settle_step`."""
+        return None
+
+
+def _check_disjoint(agreed: Sequence[AgreedWeights]) -> None:
+    owners: dict[int, int] = {}
+    for number, each in enumerate(agreed):
+        for name, parameter in zip(each.names, each.parameters, strict=True):
+            other = owners.setdefault(id(parameter), number)
+            if other != number:
+                reason = f"it belongs to fragment {other}, too: each parameter is in one fragment"
+                raise ConfigError(name, f"in fragment {number}", reason)
