@@ -52,6 +52,12 @@ def program_of(page: Path, block: Block) -> str | None:
     return None
 
 
+_TORCH = """\
+import torch
+from torch import nn
+from torchft_svc import Manager
+from torchft_svc.client.algorithms import """
+
 _MODEL = """\
 import copy
 
@@ -116,6 +122,14 @@ PROGRAMS = {
         blocks=('saved = {"model": ..., "manager"',),
         before=_DATA + "loader = ElasticDataLoader(manager, loader, global_batch_size=128)\n",
         after="assert loader.state_dict() == saved['data']\nmanager.shutdown()\n",
+    ),
+    "local sgd": PageProgram(page="docs/slow-links.md", blocks=(f"{_TORCH}LocalSGD",)),
+    "diloco": PageProgram(page="docs/slow-links.md", blocks=(f"{_TORCH}DiLoCo",)),
+    "time for a drain": PageProgram(
+        page="docs/operations.md",
+        blocks=("until = manager.draining_until()",),
+        before=_MODEL + _MANAGER + "import time\n",
+        after="assert until is None\nmanager.shutdown()\n",
     ),
     "several optimizers": PageProgram(
         page="docs/training-loops.md",
