@@ -12,6 +12,7 @@ from torchft_svc.host.address import HostPort, parse_address, reachable_host
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.election import Election
 from torchft_svc.lighthouse_server.etcd import Etcd
+from torchft_svc.lighthouse_server.event_log import EventLog
 from torchft_svc.lighthouse_server.http.settings import HttpSettings
 from torchft_svc.lighthouse_server.leadership import Leadership
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
@@ -39,18 +40,25 @@ async def run_lighthouse(
     election: Election | None = None,
     settle_in_s: float = SETTLE_IN_S,
     http: HttpSettings | None = None,
+    event_log: str | None = None,
 ) -> AsyncIterator[Listening]:
     """Serve until the block is left; gives the addresses that were bound. ``settle_in_s``: see the
     `RendezvousRules` of launched runs. ``http``: of the dashboard (None: it is off).
+    ``event_log``: the file to which incidents are written (None: none).
 
     Raises:
         AddressError: nothing can be bound there.
+        ConfigError: the event log cannot be written.
     """
     leadership = None if election is None else Leadership(Etcd(election.etcd), election.lease_ttl_s)
     readiness: Readiness = ALWAYS_READY if leadership is None else leadership
     driver = LighthouseDriver(config, readiness.check, settle_in_s)
     async with contextlib.AsyncExitStack() as stack:
         stack.callback(driver.close)
+        if event_log is not None:
+            records = EventLog(event_log)
+            stack.callback(records.close)
+            driver.on_incident = records.write
         bound = await stack.enter_async_context(
             serve(
                 lambda _: lighthouse_service(driver, readiness),

@@ -189,11 +189,21 @@ def _election_options(main: Callable[..., None]) -> Callable[..., None]:
 )
 @option(
     "--http-host",
+    type=Text(),
     multiple=True,
     metavar="NAME",
     show_default="none",
     help="A name under which browsers reach the dashboard, beside the addresses and the name of "
     "this machine; *.example for all below one. May be given several times.",
+)
+@option(
+    "--event-log",
+    type=Text(),
+    metavar="FILE",
+    default=None,
+    show_default="off",
+    help="File to which what happens to jobs is appended as JSON lines; it is rotated at 10 MB, "
+    "and 4 old ones are kept.",
 )
 @option("--quorum-tick-ms", type=int, default=None, hidden=True)
 @log_level_option
@@ -208,6 +218,7 @@ def main(
     election: Election | None,
     http_bind: HostPort | None,
     http_host: tuple[str, ...],
+    event_log: str | None,
     **settings: Any,
 ) -> None:
     """Decide for every step which replica groups train together."""
@@ -219,7 +230,9 @@ def main(
         if quorum_tick_ms is not None:
             note = "note: --quorum-tick-ms is ignored: quorums form without polling"
             print(note, file=sys.stderr, flush=True)
-        async with run_lighthouse(config, bind, security, election, http=http) as listening:
+        async with run_lighthouse(
+            config, bind, security, election, http=http, event_log=event_log
+        ) as listening:
             print(f"lighthouse listening on {listening.grpc}", flush=True)
             print(_dashboard_line(listening, security), flush=True)
             await stop.wait()

@@ -31,6 +31,7 @@ from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.counts import Counts
 from torchft_svc.lighthouse_server.rendezvous_driver import RendezvousDriver
 from torchft_svc.lighthouse_server.reports import Reports
+from torchft_svc.lighthouse_server.run_reports import RunRecord
 from torchft_svc.lighthouse_server.stream_driver import StreamDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import answers, quorum_answer
@@ -73,6 +74,9 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
             self.heavy_writes,
             self.counts,
         )
+        self.runs.on_change = self._record_run_change
+        #: Called with each record that is new, or has changed.
+        self.on_incident: Callable[[Incident], None] = lambda incident: None
 
     # -- what clients and operators ask ----------------------------------------------------------
 
@@ -171,6 +175,15 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
 
     def _execute_orders(self, orders: Orders) -> None:
         execute(orders, self)
+        for incident in self._core.pop_incidents():
+            self.on_incident(incident)
+
+    def _record_run_change(self, change: RunRecord) -> None:
+        now = time.monotonic()
+        self._core.record_run_change(
+            change.run, change.cause, change.nodes, now, is_over=change.is_over
+        )
+        self._execute_orders(())
 
     def send(self, order: Send) -> None:
         """Send news over the streams of an order."""

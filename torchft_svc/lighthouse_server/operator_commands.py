@@ -10,16 +10,21 @@ from typing import Any, NoReturn, TypeVar
 import click
 
 from torchft_svc.core.launch.launched_run import RunStatus
-from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_NAME_LENGTH
+from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_INT64, MAX_NAME_LENGTH
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.doctor.command import doctor
 from torchft_svc.env import value_of
 from torchft_svc.errors import RequestRefused
-from torchft_svc.lighthouse_server.table import status_json, status_text
+from torchft_svc.lighthouse_server.table import (
+    incidents_json,
+    incidents_text,
+    status_json,
+    status_text,
+)
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.cli import Addresses, Text, in_ms, option, security_options, within_option
-from torchft_svc.rpc.codec_status import runs_from_wire, status_from_wire
+from torchft_svc.rpc.codec_status import incidents_from_wire, runs_from_wire, status_from_wire
 from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import Security
 
@@ -275,4 +280,35 @@ def accept_loss(lighthouse: str, job_id: str, security: Security) -> None:
     click.echo(f"job {job_id} continues without its committed step {answer.committed_step}")
 
 
-OPERATOR_COMMANDS = (status, drain, kill, accept_loss, top, doctor)
+@click.command()
+@_lighthouse
+@_job_id
+@option(
+    "--after",
+    type=click.IntRange(0, MAX_INT64),
+    default=0,
+    metavar="NUMBER",
+    show_default="all",
+    help="Show only records with higher numbers.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Show everything, as JSON.")
+@security_options
+def incidents(lighthouse: str, job_id: str, after: int, as_json: bool, security: Security) -> None:
+    """Show what has happened to a job, what it has cost, and how much of the time ended in
+    committed steps.
+
+    Exit status: 4 if nothing is known of the job, 1 if no lighthouse answers.
+    """
+    request = pb.LighthouseIncidentsRequest(after=after)
+    answer = pb.LighthouseIncidentsResponse
+    try:
+        found = ask("lighthouse", lighthouse, security, job_id, request, answer)
+    except click.ClickException as error:
+        _jobs_and_runs(lighthouse, security, "")  # raises what is wrong, if that is not the job
+        raise _NoSuchJob(error.message) from None
+    records, goodput = incidents_from_wire(found)
+    show = incidents_json if as_json else incidents_text
+    click.echo(show(job_id, records, goodput))
+
+
+OPERATOR_COMMANDS = (status, incidents, drain, kill, accept_loss, top, doctor)

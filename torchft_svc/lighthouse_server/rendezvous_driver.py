@@ -14,7 +14,11 @@ from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.core.streams import EndStream
 from torchft_svc.errors import TorchFTError
 from torchft_svc.lighthouse_server.counts import Counts
-from torchft_svc.lighthouse_server.run_reports import write_run_report
+from torchft_svc.lighthouse_server.run_reports import (
+    RunRecord,
+    describe_change,
+    write_run_report,
+)
 from torchft_svc.lighthouse_server.stream_driver import StreamDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec_rendezvous import (
@@ -27,7 +31,9 @@ from torchft_svc.rpc.outbox import Unread, first_message
 
 
 class RendezvousDriver(StreamDriver[Rendezvous]):
-    """The launched runs of a lighthouse."""
+    """The launched runs of a lighthouse; ``on_change`` is called for each change of one."""
+
+    on_change: Callable[[RunRecord], None] = staticmethod(lambda change: None)
 
     def __init__(
         self,
@@ -87,4 +93,7 @@ class RendezvousDriver(StreamDriver[Rendezvous]):
                 self.end_stream(order)
             else:
                 write_run_report(order)
+                change = describe_change(order)
+                if change is not None:
+                    self.on_change(change)
                 self._counts.record_run_report(order)

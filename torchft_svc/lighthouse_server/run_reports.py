@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import dataclass
 
 from torchft_svc.core.launch.launched_run import (
     Report,
@@ -48,6 +49,33 @@ def write_run_report(report: Report) -> None:
         log.warning(
             "this process did not run for %.1f s, for which no node is blamed", report.for_s
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RunRecord:
+    """A record of a launched run's change; not ``is_over``: the next world is part of it."""
+
+    run: str
+    cause: str
+    nodes: tuple[str, ...] = ()
+    is_over: bool = True
+
+
+def describe_change(report: Report) -> RunRecord | None:
+    """The change that a report is about (None: it is no change by itself)."""
+    if isinstance(report, ReportWorld):
+        named = _named("joined", report.joined) + _named("lost", report.lost)
+        num, cause = len(report.world.nodes), report.cause.value
+        cause = f"world of round {report.world.round} with {num} nodes: {cause}{named}"
+        return RunRecord(report.run, cause, (*report.joined, *report.lost))
+    if isinstance(report, ReportRunPaused):
+        return RunRecord(report.run, f"no world: {report.reason}", is_over=False)
+    if isinstance(report, ReportRunClosed):
+        how = "failed" if report.failed else "finished"
+        return RunRecord(report.run, f"the run has {how}: {report.reason}")
+    if isinstance(report, ReportRunMoved):
+        return RunRecord(report.run, f"the run moves to the earlier lighthouse {report.address}")
+    return None
 
 
 def _named(what: str, node_ids: tuple[str, ...]) -> str:

@@ -19,7 +19,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.about import about_lighthouse, about_to_wire
 from torchft_svc.rpc.calls import remaining_s
 from torchft_svc.rpc.codec import JOB_KEY, drain_from_wire, member_from_wire
-from torchft_svc.rpc.codec_status import status_to_wire
+from torchft_svc.rpc.codec_status import incidents_to_wire, status_to_wire
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.status import Handler
@@ -97,7 +97,22 @@ def _operator_calls(driver: LighthouseDriver) -> dict[str, Handler]:
         committed_step = driver.accept_loss(_job(context))
         return pb.AcceptLossResponse(committed_step=committed_step).SerializeToString()
 
-    return {"Kill": kill, "Drain": drain, "AcceptLoss": accept_loss, "Status": status}
+    async def incidents(request: pb.LighthouseIncidentsRequest, context: Context) -> bytes:
+        job = _job(context)
+        found = driver.incidents(job, max(0, request.after))
+        try:
+            goodput = driver.goodput(job)
+        except RequestRefused:  # it is a launched run, or was forgotten
+            goodput = None
+        return incidents_to_wire(found, goodput).SerializeToString()
+
+    return {
+        "Kill": kill,
+        "Drain": drain,
+        "AcceptLoss": accept_loss,
+        "Status": status,
+        "Incidents": incidents,
+    }
 
 
 def _status(driver: LighthouseDriver, name: str) -> tuple[list[JobStatus], list[RunStatus]]:

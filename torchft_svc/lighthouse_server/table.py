@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterable, Iterator, Sequence
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
-from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
+from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus, name_some
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.host.log_format import escaped
 
@@ -35,6 +37,69 @@ def status_json(jobs: Iterable[JobStatus], runs: Iterable[RunStatus] = ()) -> st
     return json.dumps(shown, indent=2, default=_phase_name)
 
 
+def incidents_text(job: str, incidents: Sequence[Incident], goodput: Goodput | None) -> str:
+    """The goodput of a job, and a table of its records, the newest last."""
+    lines = [f"job {job}: {len(incidents)} incidents"]
+    if goodput is not None:
+        lines.append(f"  {goodput_line(goodput)}")
+    if incidents:
+        lines += _table([_INCIDENT_HEAD, *map(_incident_row, incidents)])
+        lines.append(
+            "  seconds; * is still under way. COMMIT: until the first committed step after it"
+        )
+    return "\n".join(lines)
+
+
+def incidents_json(job: str, incidents: Iterable[Incident], goodput: Goodput | None) -> str:
+    """An object with the records of a job, and its goodput."""
+    shown = {
+        "job": job,
+        "incidents": [each.as_dict() for each in incidents],
+        "goodput": None if goodput is None else goodput.as_dict(),
+    }
+    return json.dumps(shown, indent=2)
+
+
+def goodput_line(goodput: Goodput) -> str:
+    """How much of the time ended in committed steps, and what the rest was lost to."""
+    lost = sorted(goodput.lost_s.items(), key=lambda each: -each[1])
+    shown = [f"{_seconds(seconds)} s {cause}" for cause, seconds in lost if seconds >= 0.05]
+    rest = f"; lost: {', '.join(shown)}" if shown else ""
+    return f"goodput {100 * goodput.ratio:.1f} % of {goodput.wall_s:.0f} s{rest}"
+
+
+_INCIDENT_HEAD = (
+    *("AT", "KIND", "GROUPS", "STEP", "DETECTED", "DECIDED", "PAUSED", "REBUILT", "HEALED"),
+    *("COMMIT", "DISCARDED", "CAUSE"),
+)
+
+
+def _incident_row(incident: Incident) -> tuple[str, ...]:
+    healed = _seconds(incident.healed_s)
+    if incident.healed_bytes:
+        healed += f" ({incident.healed_bytes / 1e6:.3g} MB)"
+    return (
+        time.strftime("%m-%d %H:%M:%S", time.localtime(incident.at)),
+        incident.kind.value + "*" * incident.is_open,
+        name_some(map(stable_name, incident.groups)) or "-",
+        str(incident.step),
+        _seconds(incident.detected_after_s),
+        _seconds(incident.decided_after_s),
+        _seconds(incident.paused_s),
+        _seconds(incident.reconfigured_s),
+        healed,
+        _seconds(incident.first_commit_after_s),
+        str(incident.steps_discarded or "-"),
+        escaped(incident.cause),
+    )
+
+
+def _seconds(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    return f"{seconds:.2f}" if seconds < 10 else f"{seconds:.0f}"
+
+
 def _phase_name(phase: object) -> str:
     return str(getattr(phase, "value", phase))
 
@@ -44,6 +109,8 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
         # Its last quorum shows what was committed before it: the step that followed was the last.
         how, step = "finished" if job.finished else "ended unfinished", job.committed_step + 1
         yield f"job {job.job}: {how} {job.ended_s:.0f} s ago, in step {step}"
+        if job.goodput is not None:
+            yield f"  {goodput_line(job.goodput)}"
         yield from _differences(job)
         yield from _gone(job, show_all)
         return
@@ -60,6 +127,8 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
         f"  since the job began: {job.num_heals} heals, {job.num_discarded} steps discarded; "
         f"its step last rose {job.stalled_s:.0f} s ago"
     )
+    if job.goodput is not None:
+        yield f"  {goodput_line(job.goodput)}"
     yield from _differences(job)
     if job.waiting_for:
         yield f"  no quorum now: {job.waiting_for}"

@@ -664,7 +664,7 @@ class NodeStatus(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., node_rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., status: _Optional[_Union[AgentStatus, str]] = ..., reached: bool = ..., num_restarts: _Optional[int] = ..., silent_ms: _Optional[int] = ..., waits_ms: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished", "num_differences", "last_difference")
+    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished", "num_differences", "last_difference", "goodput")
     JOB_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -680,6 +680,7 @@ class JobStatus(_message.Message):
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     NUM_DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     LAST_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_FIELD_NUMBER: _ClassVar[int]
     job: str
     quorum_id: int
     committed_step: int
@@ -695,7 +696,81 @@ class JobStatus(_message.Message):
     finished: bool
     num_differences: int
     last_difference: str
-    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ..., num_differences: _Optional[int] = ..., last_difference: _Optional[str] = ...) -> None: ...
+    goodput: Goodput
+    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ..., num_differences: _Optional[int] = ..., last_difference: _Optional[str] = ..., goodput: _Optional[_Union[Goodput, _Mapping]] = ...) -> None: ...
+
+class LighthouseIncidentsRequest(_message.Message):
+    __slots__ = ("after",)
+    AFTER_FIELD_NUMBER: _ClassVar[int]
+    after: int
+    def __init__(self, after: _Optional[int] = ...) -> None: ...
+
+class LighthouseIncidentsResponse(_message.Message):
+    __slots__ = ("incidents", "goodput")
+    INCIDENTS_FIELD_NUMBER: _ClassVar[int]
+    GOODPUT_FIELD_NUMBER: _ClassVar[int]
+    incidents: _containers.RepeatedCompositeFieldContainer[Incident]
+    goodput: Goodput
+    def __init__(self, incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., goodput: _Optional[_Union[Goodput, _Mapping]] = ...) -> None: ...
+
+class Incident(_message.Message):
+    __slots__ = ("number", "job", "kind", "cause", "groups", "at", "quorum_id", "step", "is_open", "detected_after_s", "decided_after_s", "paused_s", "reconfigured_s", "healed_s", "healed_bytes", "first_commit_after_s", "steps_discarded", "samples_lost")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    IS_OPEN_FIELD_NUMBER: _ClassVar[int]
+    DETECTED_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    PAUSED_S_FIELD_NUMBER: _ClassVar[int]
+    RECONFIGURED_S_FIELD_NUMBER: _ClassVar[int]
+    HEALED_S_FIELD_NUMBER: _ClassVar[int]
+    HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    FIRST_COMMIT_AFTER_S_FIELD_NUMBER: _ClassVar[int]
+    STEPS_DISCARDED_FIELD_NUMBER: _ClassVar[int]
+    SAMPLES_LOST_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    job: str
+    kind: str
+    cause: str
+    groups: _containers.RepeatedScalarFieldContainer[str]
+    at: float
+    quorum_id: int
+    step: int
+    is_open: bool
+    detected_after_s: float
+    decided_after_s: float
+    paused_s: float
+    reconfigured_s: float
+    healed_s: float
+    healed_bytes: int
+    first_commit_after_s: float
+    steps_discarded: int
+    samples_lost: int
+    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., kind: _Optional[str] = ..., cause: _Optional[str] = ..., groups: _Optional[_Iterable[str]] = ..., at: _Optional[float] = ..., quorum_id: _Optional[int] = ..., step: _Optional[int] = ..., is_open: bool = ..., detected_after_s: _Optional[float] = ..., decided_after_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., reconfigured_s: _Optional[float] = ..., healed_s: _Optional[float] = ..., healed_bytes: _Optional[int] = ..., first_commit_after_s: _Optional[float] = ..., steps_discarded: _Optional[int] = ..., samples_lost: _Optional[int] = ...) -> None: ...
+
+class Goodput(_message.Message):
+    __slots__ = ("wall_s", "committed_s", "lost_s", "ratio")
+    class LostSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
+    WALL_S_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_S_FIELD_NUMBER: _ClassVar[int]
+    LOST_S_FIELD_NUMBER: _ClassVar[int]
+    RATIO_FIELD_NUMBER: _ClassVar[int]
+    wall_s: float
+    committed_s: float
+    lost_s: _containers.ScalarMap[str, float]
+    ratio: float
+    def __init__(self, wall_s: _Optional[float] = ..., committed_s: _Optional[float] = ..., lost_s: _Optional[_Mapping[str, float]] = ..., ratio: _Optional[float] = ...) -> None: ...
 
 class GoneGroup(_message.Message):
     __slots__ = ("replica_id", "reason", "orderly", "gone_ms")

@@ -25,9 +25,11 @@ class _GivenOption(click.Option):
     def process_value(self, ctx: click.Context, value: Any) -> Any:
         source = ctx.get_parameter_source(self.name) if self.name else None
         is_given = source is click.core.ParameterSource.COMMANDLINE
-        if is_given and isinstance(value, str) and not value.strip():
-            reason = f"{value!r} is empty: give it a value, or leave it out"
-            raise click.BadParameter(reason, ctx=ctx, param=self)
+        values = value if isinstance(value, list | tuple) else (value,)
+        for each in values if is_given else ():
+            if isinstance(each, str) and not each.strip():
+                reason = f"{each!r} is empty: give it a value, or leave it out"
+                raise click.BadParameter(reason, ctx=ctx, param=self)
         return super().process_value(ctx, value)
 
 

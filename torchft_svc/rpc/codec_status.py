@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.limits import one_line
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import PHASE
@@ -22,6 +23,10 @@ def _codec(record: type[R], message: type[M], **fields: Field) -> Codec[R, M]:
     return Codec(record, message, fields=fields, texts=_text)
 
 
+def _seconds_by_cause(lost_s: Mapping[str, float]) -> dict[str, float]:
+    return {_text(cause): seconds for cause, seconds in lost_s.items()}
+
+
 _GROUP = _codec(
     GroupStatus,
     pb.GroupStatus,
@@ -30,11 +35,23 @@ _GROUP = _codec(
     silent_s=milliseconds("silent_ms"),
 )
 _GONE = _codec(GoneGroup, pb.GoneGroup, gone_s=milliseconds("gone_ms"))
+_GOODPUT = _codec(Goodput, pb.Goodput, lost_s=Field("", dict, _seconds_by_cause))
+_INCIDENT = _codec(
+    Incident,
+    pb.Incident,
+    kind=Field("", lambda kind: kind.value, IncidentKind),
+    groups=Field("", tuple, lambda groups: tuple(map(_text, groups))),
+)
 _JOB = _codec(
     JobStatus,
     pb.JobStatus,
     groups=list_of(_GROUP),
     gone=list_of(_GONE),
+    goodput=Field(
+        "",
+        lambda goodput: None if goodput is None else _GOODPUT.to_wire(goodput),
+        _GOODPUT.from_wire,
+    ),
     stalled_s=milliseconds("stalled_ms"),
     ended_s=milliseconds("ended_ms"),
 )
@@ -66,3 +83,23 @@ def runs_from_wire(message: pb.LighthouseStatusResponse) -> list[RunStatus]:
         RequestRefused: a node has a status that no agent has.
     """
     return list(map(_RUN.from_wire, message.runs))
+
+
+def incidents_to_wire(
+    incidents: Iterable[Incident], goodput: Goodput | None
+) -> pb.LighthouseIncidentsResponse:
+    return pb.LighthouseIncidentsResponse(
+        incidents=map(_INCIDENT.to_wire, incidents),
+        goodput=None if goodput is None else _GOODPUT.to_wire(goodput),
+    )
+
+
+def incidents_from_wire(
+    message: pb.LighthouseIncidentsResponse,
+) -> tuple[list[Incident], Goodput | None]:
+    """The records, without those of kinds that this version does not know, and the goodput of the
+    job (None: it is not known); all texts are fit for a terminal."""
+    kinds = {kind.value for kind in IncidentKind}
+    known = [each for each in message.incidents if each.kind in kinds]
+    goodput = _GOODPUT.from_wire(message.goodput) if message.HasField("goodput") else None
+    return list(map(_INCIDENT.from_wire, known)), goodput

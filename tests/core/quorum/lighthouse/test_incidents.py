@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 from support.core.scenes import JOB, Scene, config, formed
 
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse.incidents import MAX_INCIDENTS, Incident, IncidentKind
+from torchft_svc.core.quorum.lighthouse.incidents import (
+    MAX_INCIDENTS,
+    Incident,
+    IncidentKind,
+    Ledgers,
+    Moment,
+)
 from torchft_svc.core.quorum.session_messages import Departure, Leave
+from torchft_svc.core.quorum.tally import EventKind, GroupEvent
+from torchft_svc.core.quorum.types import DifferenceReport
 
 
 def records(scene: Scene) -> list[Incident]:
@@ -116,3 +127,214 @@ def test_n3_the_ledger_of_a_job_is_bounded() -> None:
     numbers = [each.number for each in found]
     assert numbers == list(range(numbers[0], numbers[0] + MAX_INCIDENTS))
     assert scene.jobs.incidents(JOB, after=numbers[-3]) == found[-2:]
+
+
+# -- what groups report ----------------------------------------------------------------------------
+
+
+def event(kind: EventKind, quorum_id: int = 1, step: int = 4, **fields: Any) -> GroupEvent:
+    """An event of a source and with a number of its own."""
+    number = next(_NUMBERS)
+    return GroupEvent(
+        **{"source": f"s{number}", "number": 1, "quorum_id": quorum_id, "step": step, **fields},
+        kind=kind,
+    )
+
+
+_NUMBERS = itertools.count()
+
+
+def report(scene: Scene, replica_id: str, *events: GroupEvent) -> None:
+    scene.jobs.record_report(JOB, replica_id, None, events, scene.now)
+
+
+def discarded(cause: str, **fields: Any) -> GroupEvent:
+    return event(EventKind.DISCARDED, cause=cause, **fields)
+
+
+def test_n2_the_step_that_a_loss_costs_belongs_to_its_record() -> None:
+    """Whichever the lighthouse learns first."""
+    for loss_first in (True, False):
+        scene = formed("a:1", "b:1", "c:1", step=4)
+        if loss_first:
+            scene.leave("b:1")
+        report(scene, "a:1", discarded("the connection to another group has ended"))
+        if not loss_first:
+            scene.leave("b:1")
+        report(scene, "c:1", discarded("lost group b", lost=("b:1",)))
+        scene.ask_all("a:1", "c:1", step=4)
+        assert kinds(scene) == ["joined", "lost"]
+        assert records(scene)[1].steps_discarded == 1
+
+
+def test_n2_the_step_of_a_loss_may_be_reported_after_the_next_quorum() -> None:
+    scene = formed("a:1", "b:1", "c:1", step=4)
+    scene.leave("b:1")
+    scene.ask_all("a:1", "c:1", step=4)
+    report(scene, "a:1", discarded("lost group b", lost=("b:1",), ago_s=1.0))
+    assert kinds(scene) == ["joined", "lost"]
+    assert records(scene)[1].steps_discarded == 1
+
+
+def test_n2_a_step_that_no_loss_explains_is_blamed_on_the_group_that_is_the_cause() -> None:
+    scene = formed("a:1", "b:1", "c:1", step=4)
+    report(scene, "a:1", discarded("the connection to another group has ended"))
+    report(scene, "b:1", discarded("a bad sum", is_own=True, lasts_s=0.5))
+    assert kinds(scene) == ["joined"], "a member may be gone, which is not known yet"
+    for replica_id in ("a:1", "b:1", "c:1"):
+        scene.ask(replica_id, step=4, commit_failures=1)
+    report(scene, "c:1", discarded("the connection to another group has ended"))
+    assert kinds(scene) == ["joined", "discarded"]
+    found = records(scene)[1]
+    assert (found.cause, found.groups, found.steps_discarded) == ("a bad sum", ("b:1",), 1)
+    assert (found.quorum_id, found.step, found.is_open) == (1, 4, True)
+    report(scene, "a:1", event(EventKind.RECOVERED, 1, 5), event(EventKind.RECOVERED, 2, 5))
+    assert not records(scene)[1].is_open
+
+
+def test_n2_a_step_that_fails_again_and_again_is_one_record() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    for quorum_id in range(1, 6):
+        for replica_id in ("a:1", "b:1"):
+            report(scene, replica_id, discarded("too few contribute", quorum_id=quorum_id))
+        scene.ask("a:1", step=4, commit_failures=1)
+        scene.ask("b:1", step=4)
+    assert kinds(scene) == ["joined", "discarded"]
+    assert records(scene)[1].steps_discarded == 5
+
+
+def test_n5_an_event_that_is_repeated_counts_once() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    first = discarded("too few contribute")
+    for repeated in range(3):
+        report(scene, "a:1", first)
+        scene.ask("a:1", step=4, commit_failures=1 + repeated)
+        scene.ask("b:1", step=4)
+    assert kinds(scene) == ["joined", "discarded"]
+    assert records(scene)[1].steps_discarded == 1
+
+
+def test_n1_the_first_commit_completes_the_anatomy() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    scene.leave("b:1")
+    scene.now = 101.0
+    scene.ask("a:1", step=4)
+    scene.now = 103.0
+    recovered = {"paused_s": 1.5, "reconfigured_s": 0.25}
+    report(scene, "a:1", event(EventKind.RECOVERED, 2, 5, ago_s=0.5, **recovered))
+    lost = records(scene)[1]
+    assert (lost.paused_s, lost.reconfigured_s, lost.first_commit_after_s) == (1.5, 0.25, 2.5)
+    scene.ask("b:2")
+    scene.ask("a:1", step=5)
+    healed = {"healed_s": 0.75, "healed_bytes": 4096, "reconfigured_s": 0.5}
+    report(scene, "a:1", event(EventKind.RECOVERED, 3, 6, paused_s=0.125))
+    assert records(scene)[2].is_open, "it heals"
+    report(scene, "b:2", event(EventKind.RECOVERED, 3, 6, **healed))
+    joined = records(scene)[2]
+    assert (joined.healed_s, joined.healed_bytes, joined.paused_s) == (0.75, 4096, 0.125)
+    assert not joined.is_open
+    assert not records(scene)[1].is_open
+
+
+def test_n2_a_heal_that_fails_without_a_loss_is_a_record() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    report(scene, "b:1", event(EventKind.HEAL_FAILED, cause="it does not fit", is_own=True))
+    scene.ask("b:1", step=0, unhealed=True, commit_failures=1)
+    scene.ask("a:1", step=5)
+    found = records(scene)[-1]
+    assert (found.kind, found.groups, found.cause) == (
+        IncidentKind.HEAL_FAILED,
+        ("b:1",),
+        "it does not fit",
+    )
+
+
+def test_n2_the_step_in_which_a_difference_is_found_belongs_to_that() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    scene.jobs.record_difference(JOB, "a:1", DifferenceReport(1, 4, "they differ"), scene.now)
+    report(scene, "a:1", discarded("they differ", is_own=True))
+    scene.ask("a:1", step=4, commit_failures=1)
+    scene.ask("b:1", step=4, commit_failures=1)
+    assert kinds(scene) == ["joined", "state_differs"]
+    assert records(scene)[1].steps_discarded == 1
+
+
+def test_n2_a_manager_that_died_is_no_lost_group() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    scene.leave("b:1")
+    scene.ask("a:1", step=4)
+    scene.beat("b:2")
+    report(scene, "b:2", event(EventKind.MANAGER_DIED, 0, 0, cause="it died", ago_s=0.5))
+    scene.ask("b:2")
+    scene.ask("a:1", step=5)
+    assert kinds(scene) == ["joined", "manager_died", "joined"]
+    assert records(scene)[1].cause == "it died"
+
+
+def test_n2_a_manager_that_died_in_a_term_costs_nothing_and_is_a_record() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    report(scene, "b:1", event(EventKind.MANAGER_DIED, 0, 0, cause="it died"))
+    assert kinds(scene) == ["joined", "manager_died"]
+    assert not records(scene)[1].is_open
+
+
+def away(lasts_s: float = 3.0) -> GroupEvent:
+    return event(EventKind.LIGHTHOUSE_AWAY, 0, 0, cause="it ended", lasts_s=lasts_s)
+
+
+def test_n2_an_absence_of_the_lighthouse_is_one_record_of_all_groups() -> None:
+    scene = Scene()
+    scene.now = 100.0
+    scene.opened("a:1", quorum_id=7, max_step=4, num_groups=2)
+    report(scene, "a:1", away())
+    scene.now = 101.0
+    scene.opened("b:1", quorum_id=7, max_step=4, num_groups=2)
+    report(scene, "b:1", away(4.0))
+    (found,) = records(scene)
+    assert (found.kind, found.groups) == (IncidentKind.LIGHTHOUSE_AWAY, ("a:1", "b:1"))
+    assert (found.at, found.is_open) == (97.0, False)
+    assert found.cause == "the lighthouse could not be reached for 3.0 s: it ended"
+
+
+def test_n2_a_group_that_was_cut_off_is_lost_and_no_absence_of_the_lighthouse() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    scene.leave("b:1", "no sign of life")
+    scene.ask("a:1", step=4)
+    scene.now = 105.0
+    scene.beat("b:1")
+    report(scene, "b:1", away(5.0))
+    assert kinds(scene) == ["joined", "lost"]
+
+
+def test_n5_a_new_lighthouse_learns_of_the_losses_that_groups_know() -> None:
+    scene = Scene()
+    scene.now = 100.0
+    scene.opened("a:1", quorum_id=9, max_step=4, num_groups=2)
+    lost = {"cause": "lost group b: it died", "lost": ("b:1",), "quorum_id": 8, "ago_s": 30.0}
+    healed = {"healed_s": 0.5, "healed_bytes": 64, "quorum_id": 9, "ago_s": 20.0}
+    report(scene, "a:1", discarded(**lost))
+    scene.opened("c:1", quorum_id=9, max_step=4, num_groups=2)
+    report(scene, "c:1", discarded(**lost), event(EventKind.RECOVERED, **healed))
+    found = records(scene)
+    assert [(each.kind.value, each.groups, each.at) for each in found] == [
+        ("lost", ("b:1",), 70.0),
+        ("joined", ("c:1",), 80.0),
+    ]
+    assert found[1].healed_bytes == 64
+    assert not any(each.is_open for each in found)
+
+
+def test_a_pause_of_a_launched_run_and_the_world_that_follows_are_one_record() -> None:
+    ledgers = Ledgers(max_jobs=1)
+    run = ledgers.open_ledger("run", 0.0)
+    run.record_run_change("no world: a node is out", ("n1",), Moment(10.0), is_over=False)
+    assert [each.is_open for each in run.incidents()] == [True]
+    run.record_run_change("world of round 2", ("n1", "n2"), Moment(12.0), is_over=True)
+    (found,) = run.incidents()
+    assert (found.cause, found.groups) == (
+        "no world: a node is out; world of round 2",
+        ("n1", "n2"),
+    )
+    assert (found.decided_after_s, found.is_open) == (2.0, False)
+    ledgers.open_ledger("another", 0.0)
+    assert ledgers.find("run") is None, "the limit of jobs"

@@ -171,11 +171,18 @@ class _Entry:
     discarded: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     blamed: bool = False  # the groups are the cause, as they report themselves
     is_of_member: bool = False  # the step of its quorum cannot be committed
+    awaits_world: bool = False  # the next one of the launched run
 
     @property
     def is_open(self) -> bool:
-        awaits_commit = self.awaits_step is not None
-        return bool(self.awaits_quorum or awaits_commit or self.awaits_return or self.awaits_heal)
+        awaits_decision = self.awaits_quorum or self.awaits_world
+        awaits_groups = bool(self.awaits_return or self.awaits_heal)
+        return awaits_decision or self.awaits_step is not None or awaits_groups
+
+    @property
+    def is_of_run(self) -> bool:
+        """Whether this is about the launched run, and not about groups."""
+        return self.incident.kind is IncidentKind.RUN_CHANGED
 
     def explains(self, report: _Report) -> bool:
         """Whether this is why a step was discarded."""
@@ -503,7 +510,8 @@ class JobLedger:
                 self._change(entry, **anatomy)
             if is_about and event.quorum_id in (entry.followed_by, entry.returned_in):
                 is_known = True
-                if event.healed_s is not None:
+                is_of_return = incident.kind in (IncidentKind.LOST, IncidentKind.MANAGER_DIED)
+                if event.healed_s is not None and not is_of_return:  # that has its own record
                     healed_s = _longest(incident.healed_s, event.healed_s)
                     healed_bytes = (incident.healed_bytes or 0) + (event.healed_bytes or 0)
                     self._change(entry, healed_s=healed_s, healed_bytes=healed_bytes)
@@ -568,14 +576,29 @@ class JobLedger:
         """Record that the job goes back behind its committed step."""
         self._add(IncidentKind.LOSS_ACCEPTED, cause, (), moment)
 
-    def record_run_change(self, cause: str, nodes: Iterable[str], moment: Moment) -> None:
-        """Record a change of the launched run with the job's name."""
-        self._add(IncidentKind.RUN_CHANGED, cause, tuple(nodes), moment)
+    def record_run_change(
+        self, cause: str, nodes: tuple[str, ...], moment: Moment, *, is_over: bool
+    ) -> None:
+        """Record a change of the launched run with the job's name: a world, its end, or a pause,
+        which is not over until the next world."""
+        entry = next((each for each in self._open.values() if each.is_of_run), None)
+        if entry is None:
+            entry = self._add(IncidentKind.RUN_CHANGED, cause, nodes, moment)
+        else:
+            incident = entry.incident
+            self._change(
+                entry,
+                cause=f"{incident.cause}; {cause}"[:MAX_CAUSE_LENGTH],
+                groups=tuple(dict.fromkeys((*incident.groups, *nodes)))[:MAX_GROUPS_NAMED],
+                decided_after_s=max(0.0, moment.at - incident.at),
+            )
+        entry.awaits_world = not is_over
+        self._update(entry)
 
     def end(self, moment: Moment) -> None:
         """End all records: the last group of the job is gone."""
         self._explain_all(replace(moment, quorum_id=0))
-        for entry in list(self._open.values()):
+        for entry in [each for each in self._open.values() if not each.is_of_run]:
             entry.awaits_quorum, entry.awaits_step = False, None
             entry.awaits_return, entry.awaits_heal = set(), set()
             self._update(entry)

@@ -846,6 +846,11 @@ class Jobs:
         return job.accounts.goodput(self._unix_s(now), waits=waits, hangs=bool(job.ledger.hung))
 
     def _describe(self, job_name: str, now: float) -> JobStatus:
+        """The status of a job that is living, or remembered."""
+        goodput = self.goodput(job_name, now)
+        return replace(self._describe_groups(job_name, now), goodput=goodput)
+
+    def _describe_groups(self, job_name: str, now: float) -> JobStatus:
         if job_name in self._ended:
             ended = self._ended[job_name]
             status = JobStatus(

@@ -21,7 +21,7 @@ from typing import Protocol
 from torchft_svc.core.limits import check_name
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
 from torchft_svc.core.quorum.activity import Activity
-from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, Ledgers
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, Ledgers, Moment
 from torchft_svc.core.quorum.lighthouse.jobs import JobReport, Jobs
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.session_messages import (
@@ -575,6 +575,14 @@ class Lighthouse:
         calls = (RefuseCall(call, error) for call in before.calls)
         streams = (EndStream(stream, error) for stream in before.by_stream)
         return self._end_input(*calls, *streams)
+
+    def record_run_change(
+        self, run: str, cause: str, nodes: tuple[str, ...], now: float, *, is_over: bool = True
+    ) -> None:
+        """Record a change of a launched run; it is not over while its nodes have no next world."""
+        moment = Moment(self._unix_s(self._time(now)))
+        ledger = self._ledgers.open_ledger(run, moment.at)
+        ledger.record_run_change(cause, nodes, moment, is_over=is_over)
 
     def tick(self, now: float) -> Orders:
         """Draw conclusions from the time; call it at `next_deadline`, or more often."""

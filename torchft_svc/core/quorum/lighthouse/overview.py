@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torchft_svc.core.quorum.activity import HangWatch, Phase
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, Membership
 from torchft_svc.core.quorum.lighthouse.quorum import Formed, Waiting, Why
 from torchft_svc.core.quorum.types import DifferenceReport, Member, Quorum
@@ -131,6 +132,7 @@ class JobStatus:
     to differ, ``last_difference`` what the last one found (empty: none did). ``stalled_s``: since a
     quorum showed a higher step than all before it, or since the job began. ``gone``: the groups
     that ended last, the newest first.
+    ``goodput``: how much of its time ended in committed steps (None: not known).
     ``ended_s``: since the last group of the job was gone (None: it has living groups);
     ``finished``: all groups of its last quorum had ended on purpose by then.
     """
@@ -150,6 +152,7 @@ class JobStatus:
     gone: tuple[GoneGroup, ...] = ()
     ended_s: float | None = None
     finished: bool = False
+    goodput: Goodput | None = field(default=None, compare=False)
 
 
 class History:
