@@ -35,14 +35,14 @@ class TrainerFlags:
 
     seed: int
     model_size: str
-    batch_size: int
+    global_batch_size: int
 
     def command(self, group: int, incarnation: int, events: Path) -> list[str]:
         return [
             *("-m", "tools.demo.train"),
             *("--group", str(group), "--incarnation", str(incarnation), "--events", str(events)),
             *("--seed", str(self.seed), "--model-size", self.model_size),
-            *("--batch-size", str(self.batch_size), "--steps", str(10**9)),
+            *("--global-batch-size", str(self.global_batch_size), "--steps", str(10**9)),
         ]
 
 
@@ -87,7 +87,8 @@ def num_kills(groups: int, kills: int | None, interval_s: float, seconds: float 
     "--model-size", type=click.Choice(["tiny", "small", "medium"]), default="small",
     show_default=True,
 )  # fmt: skip
-@click.option("--batch-size", type=click.IntRange(1, 1024), default=8, show_default=True)
+@click.option("--batch-size", type=click.IntRange(1, 1024), default=8, show_default=True,
+              help="Samples of a step for each group; fewer groups share them.")  # fmt: skip
 @click.option(
     "--max-stall", type=click.FloatRange(min=0.01), default=1.5, show_default=True,
     help="Seconds within which survivors must commit without the dead: the step that breaks off, a "
@@ -121,7 +122,7 @@ def main(
         seed=seed,
         max_stall_s=max_stall,
     )
-    flags = TrainerFlags(seed=seed, model_size=model_size, batch_size=batch_size)
+    flags = TrainerFlags(seed=seed, model_size=model_size, global_batch_size=batch_size * groups)
     folder = _prepare_folder(workdir, report)
     console = make_console()
     with Cluster(folder, flags.command) as cluster:

@@ -1,8 +1,4 @@
-"""Decides what the demo reads: the Python standard library's sources, as characters.
-
-A batch is a pure function of (seed, step, group). There is no position in the data that a crash
-could lose: a discarded step draws the same batch again, and no two steps share one.
-"""
+"""Decides what the demo reads: the Python standard library's sources, as characters."""
 
 from __future__ import annotations
 
@@ -12,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 # Newline, the 95 printable ASCII characters, and one token for everything else.
 VOCABULARY = 97
@@ -40,14 +37,23 @@ class Corpus:
         characters = np.frombuffer(bytes(text[:max_bytes]), dtype=np.uint8)
         self.tokens: Tensor = torch.from_numpy(_token_of_byte()[characters])
 
-    def batch(
-        self, *, seed: int, step: int, group: int, size: int, context: int
-    ) -> tuple[Tensor, Tensor]:
-        """Inputs and next-character targets, both int64 of shape (size, context)."""
-        draw = np.random.default_rng((seed, step, group))
-        starts = draw.integers(0, len(self.tokens) - context, size=size)
-        places = torch.from_numpy(starts)[:, None] + torch.arange(context)
-        return self.tokens[places], self.tokens[places + 1]
+
+class Windows(Dataset[tuple[Tensor, Tensor]]):
+    """The parts of ``corpus``, one after the other, of ``context`` characters each.
+
+    A sample is the characters, and those that follow each: both int64 of shape (context,).
+    """
+
+    def __init__(self, corpus: Corpus, context: int) -> None:
+        self._tokens, self._context = corpus.tokens, context
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        begin = index * self._context
+        end = begin + self._context
+        return self._tokens[begin:end], self._tokens[begin + 1 : end + 1]
 
 
 def _token_of_byte() -> np.ndarray[tuple[int], np.dtype[np.int64]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +16,19 @@ from pathlib import Path
 import click
 import torch
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from tools.demo.events import Committed, Discarded, EventLog, Finished, Joined, PhaseBegan
 from tools.demo.fingerprint import fingerprint
 from tools.demo.model import MODEL_SIZES, CharTransformer
-from tools.demo.text import VOCABULARY, Corpus
-from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
+from tools.demo.text import VOCABULARY, Corpus, Windows
+from torchft_svc.client import (
+    DistributedDataParallel,
+    ElasticDataLoader,
+    ElasticSampler,
+    Manager,
+    OptimizerWrapper,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,7 +40,7 @@ class TrainOptions:
     steps: int
     seed: int
     model_size: str
-    batch_size: int
+    global_batch_size: int
     learning_rate: float
 
 
@@ -41,7 +49,7 @@ def train(options: TrainOptions, log: EventLog, stop: threading.Event) -> None:
     # Every start begins with other weights: only healing can make this group equal to the others.
     torch.manual_seed(options.seed + 1000 * options.group + options.incarnation)
     size = MODEL_SIZES[options.model_size]
-    corpus = Corpus()
+    windows = Windows(Corpus(), size.context)
     model = CharTransformer(size, VOCABULARY)
     adamw = torch.optim.AdamW(model.parameters(), lr=options.learning_rate)
 
@@ -59,18 +67,16 @@ def train(options: TrainOptions, log: EventLog, stop: threading.Event) -> None:
     )
     optimizer = OptimizerWrapper(manager, adamw)  # (3)
     parallel_model = DistributedDataParallel(manager, model)  # (4)
+    # (5) A step uses the next samples, divided among the groups that are there. If it is discarded,
+    # they come again; a group that joins goes on where the others are.
+    torchs = DataLoader(windows, sampler=ElasticSampler(windows, seed=options.seed))
+    loader = ElasticDataLoader(manager, torchs, global_batch_size=options.global_batch_size)
+    batches = (batch for _ in loader.epochs(sys.maxsize) for batch in loader)
     log.write(Joined)
 
     while (step := manager.current_step()) < options.steps and not stop.is_set():
         log.write(PhaseBegan, step=step, phase="forward")
-        # (5) The batch depends on the committed step only: a discarded step draws the same again.
-        inputs, targets = corpus.batch(
-            seed=options.seed,
-            step=step,
-            group=options.group,
-            size=options.batch_size,
-            context=size.context,
-        )
+        inputs, targets = next(batches)
         optimizer.zero_grad()
         logits = parallel_model(inputs)
         loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
@@ -106,7 +112,7 @@ def train(options: TrainOptions, log: EventLog, stop: threading.Event) -> None:
 @click.option("--steps", type=click.IntRange(1), default=1000, show_default=True)
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--model-size", type=click.Choice(sorted(MODEL_SIZES)), default="small")
-@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--global-batch-size", type=click.IntRange(1), default=24, show_default=True)
 @click.option("--learning-rate", type=float, default=2e-3, show_default=True)
 @click.option("--events", type=click.Path(path_type=Path), default=Path(os.devnull))
 def main(events: Path, **options: object) -> None:

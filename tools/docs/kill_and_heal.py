@@ -69,7 +69,7 @@ def record_run(folder: Path) -> Run:
         seed=3,
         max_stall_s=5.0,
     )
-    flags = TrainerFlags(seed=0, model_size="tiny", batch_size=8)
+    flags = TrainerFlags(seed=0, model_size="tiny", global_batch_size=8 * _GROUPS)
     with Cluster(folder, flags.command) as cluster:
         return Director(script, cluster, make_screen(Console(stderr=True))).run()
 

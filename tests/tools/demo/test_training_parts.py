@@ -10,7 +10,7 @@ from torch import nn
 
 from tools.demo.fingerprint import fingerprint
 from tools.demo.model import MODEL_SIZES, CharTransformer
-from tools.demo.text import VOCABULARY, Corpus
+from tools.demo.text import VOCABULARY, Corpus, Windows
 
 
 class TestText:
@@ -27,19 +27,14 @@ class TestText:
         assert int(tokens.max()) < VOCABULARY
 
     def test_targets_are_the_next_characters(self, tmp_path: Path) -> None:
-        inputs, targets = self.corpus(tmp_path).batch(seed=0, step=0, group=0, size=3, context=16)
-        assert inputs.shape == targets.shape == (3, 16)
-        assert torch.equal(inputs[:, 1:], targets[:, :-1])
-
-    def test_a_batch_depends_on_seed_step_and_group_only(self, tmp_path: Path) -> None:
         corpus = self.corpus(tmp_path)
-
-        def inputs(seed: int, step: int, group: int) -> torch.Tensor:
-            return corpus.batch(seed=seed, step=step, group=group, size=4, context=8)[0]
-
-        assert torch.equal(inputs(1, 2, 3), inputs(1, 2, 3))
-        for other in ((0, 2, 3), (1, 1, 3), (1, 2, 2)):
-            assert not torch.equal(inputs(1, 2, 3), inputs(*other))
+        windows = Windows(corpus, 16)
+        assert len(windows) == 10  # of 169 characters
+        for index in range(len(windows)):
+            inputs, targets = windows[index]
+            assert inputs.shape == targets.shape == (16,)
+            assert torch.equal(inputs, corpus.tokens[16 * index : 16 * index + 16])
+            assert torch.equal(targets, corpus.tokens[16 * index + 1 : 16 * index + 17])
 
     def test_an_empty_folder_is_refused(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match="no Python sources"):
