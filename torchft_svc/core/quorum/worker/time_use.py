@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
+from itertools import pairwise
 
 from torchft_svc.core.quorum.tally import Tally
 
@@ -143,10 +144,10 @@ class TimeUse:
 
     def _overlaps(self, since: float, now: float) -> dict[RoundWork, float]:
         """How long the round did what between these instants."""
-        changes = list(self._changes)
-        ends = [at for at, _ in changes[1:]] + [now]
+        # The last one ends now; of a round that has not begun to run, there is none.
+        changes = [*self._changes, (now, None)]
         found: dict[RoundWork, float] = {}
-        for (began_at, work), ended_at in zip(changes, ends, strict=True):
+        for (began_at, work), (ended_at, _) in pairwise(changes):
             seconds = min(ended_at, now) - max(began_at, since)
             if work is not None and seconds > 0:
                 found[work] = found.get(work, 0.0) + seconds

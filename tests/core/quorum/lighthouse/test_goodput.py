@@ -1,0 +1,204 @@
+"""Tests of a job's accounts: the parts sum to the wall time, whatever is reported when."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from support.core.scenes import JOB, config, formed
+
+from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.lighthouse.goodput import CAUSES, TimeAccounts
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput
+from torchft_svc.core.quorum.tally import Tally
+from torchft_svc.errors import RequestRefused
+
+
+def check_sums(goodput: Goodput, wall_s: float | None = None) -> None:
+    parts = [goodput.committed_s, *goodput.lost_s.values()]
+    assert all(each >= 0 for each in parts)
+    assert math.isclose(sum(parts), goodput.wall_s, rel_tol=1e-9, abs_tol=1e-6)
+    assert 0 <= goodput.ratio <= 1
+    assert set(goodput.lost_s) == set(CAUSES)
+    if wall_s is not None:
+        assert math.isclose(goodput.wall_s, wall_s, rel_tol=1e-9, abs_tol=1e-6)
+
+
+def lost(goodput: Goodput) -> dict[str, float]:
+    return {cause: seconds for cause, seconds in goodput.lost_s.items() if seconds}
+
+
+def test_n6_before_the_first_quorum_all_time_is_startup() -> None:
+    accounts = TimeAccounts(100.0)
+    assert accounts.goodput(104.0) == Goodput(
+        wall_s=4.0, lost_s={**dict.fromkeys(CAUSES, 0.0), "startup": 4.0}
+    )
+    accounts.record_quorum({"a"}, 104.0)
+    accounts.record_tally("a", Tally(committed_s=6.0, waiting_s=4.0, num_committed=3), 110.0)
+    goodput = accounts.goodput(110.0)
+    check_sums(goodput, 10.0)
+    assert lost(goodput)["startup"] == 4.0
+
+
+def test_n6_what_the_reference_reports_is_added() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a", "b"}, 0.0)
+    accounts.record_tally("a", Tally(committed_s=4.0, num_committed=4), 4.0)
+    accounts.record_tally("b", Tally(committed_s=1.0, healing_s=3.0, num_committed=1), 4.0)
+    then = Tally(4.0, 1.0, 2.0, 0.5, 0.0, 0.0, 4, 1)
+    accounts.record_tally("a", then, 7.5)
+    goodput = accounts.goodput(7.5)
+    check_sums(goodput, 7.5)
+    assert goodput.committed_s == 4.0
+    assert lost(goodput) == {"discarded": 1.0, "waiting": 2.0, "reconfiguring": 0.5}
+
+
+def test_n6_another_reference_follows_and_no_time_counts_twice() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a", "b"}, 0.0)
+    for replica_id in ("a", "b"):
+        accounts.record_tally(replica_id, Tally(committed_s=4.0, num_committed=4), 4.0)
+    accounts.record_tally("a", Tally(committed_s=6.0, num_committed=6), 6.0)
+    accounts.forget_group("a")
+    accounts.record_tally("b", Tally(committed_s=8.0, num_committed=8), 8.0)
+    goodput = accounts.goodput(8.0)
+    check_sums(goodput, 8.0)
+    assert goodput.committed_s == 8.0
+
+
+def test_n6_a_group_that_heals_is_no_reference() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    accounts.record_tally("b", Tally(healing_s=2.0), 2.0)
+    accounts.record_tally("a", Tally(committed_s=4.0, num_committed=4), 4.0)
+    assert lost(accounts.goodput(4.0)) == {}
+
+
+def test_n6_what_is_lost_to_a_hang_is_blamed_on_it() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    accounts.record_tally("a", Tally(committed_s=4.0, num_committed=4), 4.0)
+    accounts.blame("hang")
+    assert lost(accounts.goodput(10.0, hangs=True)) == {"hang": 6.0}
+    accounts.record_quorum({"a"}, 10.0)
+    after = Tally(4.0, 5.0, 1.0, num_committed=4, num_discarded=1)
+    accounts.record_tally("a", after, 10.0)
+    assert lost(accounts.goodput(10.0)) == {"hang": 6.0}
+    accounts.record_tally("a", Tally(4.0, 5.5, 1.0, num_committed=4, num_discarded=2), 10.5)
+    assert lost(accounts.goodput(10.5)) == {"hang": 6.0, "discarded": 0.5}
+
+
+def test_n6_of_the_wait_the_time_without_a_lighthouse_has_its_own_cause() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    accounts.record_tally("a", Tally(committed_s=4.0, num_committed=4), 4.0)
+    accounts.record_tally("a", Tally(4.0, 0.0, 3.0, away_s=2.0, num_committed=4), 7.0)
+    assert lost(accounts.goodput(7.0)) == {"waiting": 1.0, "lighthouse_away": 2.0}
+
+
+def test_n6_a_step_under_way_counts_as_committed_but_not_for_long() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    accounts.record_tally("a", Tally(committed_s=8.0, num_committed=4), 8.0)
+    assert accounts.goodput(11.0).ratio == 1.0
+    goodput = accounts.goodput(18.0)
+    check_sums(goodput, 18.0)
+    assert (goodput.committed_s, lost(goodput)) == (12.0, {"other": 6.0})
+
+
+def test_n5_a_new_lighthouse_begins_with_the_oldest_group() -> None:
+    accounts = TimeAccounts(100.0)
+    accounts.record_tally("young", Tally(committed_s=5.0, num_committed=5), 101.0)
+    accounts.record_tally("old", Tally(30.0, 2.0, 8.0, num_committed=30), 101.0)
+    goodput = accounts.goodput(101.0)
+    check_sums(goodput, 40.0)
+    assert (goodput.committed_s, lost(goodput)) == (30.0, {"discarded": 2.0, "waiting": 8.0})
+
+
+def test_the_time_of_a_job_that_has_ended_stands_still() -> None:
+    scene = formed("a:1", step=4)
+    scene.now = 104.0
+    tally = Tally(committed_s=4.0, num_committed=4)
+    scene.jobs.record_report(JOB, "a:1", tally, (), scene.now)
+    scene.leave("a:1")
+    before = scene.jobs.goodput(JOB, scene.now)
+    check_sums(before, 4.0)
+    assert scene.jobs.goodput(JOB, 200.0) == before
+    scene.now = 114.0
+    scene.beat("a:2")
+    assert lost(scene.jobs.goodput(JOB, scene.now))["waiting"] == 10.0
+
+
+def test_groups_that_report_nothing_leave_the_time_unknown() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    scene.now = 130.0
+    goodput = scene.jobs.goodput(JOB, scene.now)
+    check_sums(goodput, 30.0)
+    assert lost(goodput) == {"other": 30.0}
+    scene.ask("a:1", step=5)
+    assert "waiting" in lost(scene.jobs.goodput(JOB, scene.now))
+
+
+def test_a_hang_is_shown_while_it_lasts() -> None:
+    scene = formed("a:1", "b:1", step=4, settings=config(hang_timeout_s=5.0))
+    scene.report("a:1", Phase.TRAINING, step=4)
+    scene.until(130.0)
+    assert lost(scene.jobs.goodput(JOB, scene.now)) == {"hang": 30.0}
+
+
+GROUPS = st.sampled_from("abc")
+SECONDS = st.floats(0.0, 50.0)
+TALLIES = st.builds(
+    Tally,
+    committed_s=SECONDS,
+    discarded_s=SECONDS,
+    waiting_s=SECONDS,
+    reconfiguring_s=SECONDS,
+    healing_s=SECONDS,
+    away_s=SECONDS,
+    num_committed=st.integers(0, 9),
+)
+INPUTS = st.one_of(
+    st.tuples(st.just("tally"), GROUPS, TALLIES, st.floats(0.0, 5.0)),
+    st.tuples(st.just("quorum"), st.sets(GROUPS, min_size=1)),
+    st.tuples(st.just("gone"), GROUPS),
+    st.tuples(st.just("blame")),
+    st.tuples(st.just("end")),
+    st.tuples(st.just("again")),
+)
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 20.0), INPUTS), max_size=30))
+def test_n6_the_parts_always_sum_to_the_wall_time(
+    inputs: list[tuple[float, tuple[object, ...]]],
+) -> None:
+    accounts, now, has_ended = TimeAccounts(1000.0), 1000.0, False
+    for pause_s, (what, *given_) in inputs:
+        now += pause_s
+        fed: list[object] = given_
+        if what == "tally" and not has_ended:
+            replica_id, tally, ago_s = fed
+            accounts.record_tally(replica_id, tally, now - ago_s)  # type: ignore[arg-type,operator]
+        elif what == "quorum" and not has_ended:
+            accounts.record_quorum(fed[0], now)  # type: ignore[arg-type]
+        elif what == "gone":
+            accounts.forget_group(fed[0])  # type: ignore[arg-type]
+        elif what == "blame":
+            accounts.blame("hang")
+        elif what == "end":
+            accounts.end(now)
+            has_ended = True
+        elif what == "again":
+            accounts.begin_again(now)
+            has_ended = False
+        for waits, hangs in ((False, False), (True, False), (False, True)):
+            check_sums(accounts.goodput(now, waits=waits, hangs=hangs))
+
+
+@pytest.mark.parametrize("field", ["committed_s", "waiting_s", "away_s", "ago_s"])
+@pytest.mark.parametrize("value", [-1.0, math.nan, math.inf])
+def test_a_tally_out_of_bounds_is_refused(field: str, value: float) -> None:
+    with pytest.raises(RequestRefused, match=field):
+        Tally(**{field: value}).check()

@@ -1,0 +1,106 @@
+"""Tests of what a worker's time is spent on: each second counts once."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from torchft_svc.core.quorum.tally import Tally
+from torchft_svc.core.quorum.worker.time_use import Recovery, RoundWork, TimeUse
+
+
+def tally(use: TimeUse, now: float) -> Tally:
+    found = use.tally(now)
+    assert found is not None
+    return found
+
+
+def test_committed_and_discarded_steps() -> None:
+    use = TimeUse()
+    use.begin_step(10.0)
+    assert use.tally(11.0) is None, "no step is over"
+    assert use.end_committed(12.0, 7) == Recovery(None, 0.0, None)
+    use.begin_step(12.5)
+    assert use.end_committed(14.0, 7) is None, "the same quorum"
+    assert use.end_discarded(15.0) == 1.0
+    assert tally(use, 15.5) == Tally(
+        committed_s=4.0, discarded_s=1.0, num_committed=2, num_discarded=1, ago_s=0.5
+    )
+
+
+def test_what_the_program_stood_still_for_is_what_the_round_did_meanwhile() -> None:
+    use = TimeUse()
+    use.begin_step(0.0)
+    use.begin_round()
+    use.change_work(RoundWork.WAITING, 0.0)
+    use.change_work(RoundWork.RECONFIGURING, 2.0)
+    use.change_work(RoundWork.HEALING, 2.5)
+    use.change_work(None, 4.0)
+    use.stood_still(1.0, 4.25)  # the forward pass had gone on for a second
+    recovery = use.end_committed(6.0, 7)
+    assert recovery == Recovery(None, 0.5, 1.5)
+    found = tally(use, 6.0)
+    assert (found.waiting_s, found.reconfiguring_s, found.healing_s) == (1.25, 0.5, 1.5)
+    assert found.committed_s == 2.75
+    assert found.total_s == 6.0
+
+
+def test_a_step_that_is_summed_again_has_waited_beyond_a_usual_step() -> None:
+    use = TimeUse()
+    use.begin_step(0.0)
+    for now in (1.0, 2.0, 3.0):
+        use.end_committed(now, 7)
+    use.sum_again(9.0)
+    recovery = use.end_committed(9.5, 8)
+    assert recovery == Recovery(paused_s=5.5, reconfigured_s=0.0, healed_s=None)
+    assert (tally(use, 9.5).committed_s, tally(use, 9.5).waiting_s) == (4.5, 5.0)
+
+
+def test_a_pause_counts_from_the_last_commit() -> None:
+    use = TimeUse()
+    use.begin_step(0.0)
+    use.end_committed(1.0, 7)
+    use.end_committed(2.0, 7)
+    use.end_discarded(5.0)
+    recovery = use.end_committed(6.0, 8)
+    assert recovery is not None
+    assert recovery.paused_s == pytest.approx(3.0)
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.floats(0.0, 5.0),
+            st.sampled_from(["wait", "work", "again", "commit", "discard", "round"]),
+            st.sampled_from([*RoundWork, None]),
+            st.floats(0.0, 1.0),
+        ),
+        max_size=40,
+    )
+)
+def test_n6_each_second_counts_once(
+    inputs: list[tuple[float, str, RoundWork | None, float]],
+) -> None:
+    use, now, still_until, ended_at = TimeUse(), 100.0, 100.0, None
+    use.begin_step(now)
+    for pause_s, what, work, share in inputs:
+        now += pause_s
+        if what == "wait":
+            since = still_until + (now - still_until) * share
+            use.stood_still(since, now)
+            still_until = now
+        elif what == "work":
+            use.change_work(work, now)
+        elif what == "round":
+            use.change_work(None, now)
+            use.begin_round()
+        elif what == "again":
+            use.sum_again(now)
+        else:
+            use.end_committed(now, 7) if what == "commit" else use.end_discarded(now)
+            still_until = ended_at = now
+    if ended_at is not None:
+        found = tally(use, now)
+        assert found.total_s == pytest.approx(ended_at - 100.0, abs=1e-6)
+        assert found.ago_s == pytest.approx(now - ended_at, abs=1e-6)
