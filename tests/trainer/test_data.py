@@ -245,7 +245,7 @@ def test_data_that_cannot_work_is_refused() -> None:
         batch_source(Counted(3), None, 0)
     with pytest.raises(ConfigError, match="iterable"):
         batch_source(3, None, 0)
-    with pytest.raises(ConfigError, match="no sample"):
+    with pytest.raises(ConfigError, match="0 samples"):
         batch_source(Counted(0), 2, 0).has_more(0, 0)
     spent = iter([[1]])
     assert next(spent) == [1]

@@ -8,7 +8,7 @@ is divided as evenly as possible; if it is fewer samples than workers, some use 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -19,13 +19,12 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
 )
 from torch.utils.data.distributed import DistributedSampler
 
+from torchft_svc.client.data.order import Order, StraightOrder
 from torchft_svc.client.data.plan import Turn
-from torchft_svc.client.data.sampler import draw_order, on_host
+from torchft_svc.client.data.sampler import ElasticSampler, on_host, sampler_of
 from torchft_svc.client.data.seeds import ORDER, SAMPLES, RandomStream, mix, seed_everything
 from torchft_svc.errors import ConfigError
 
@@ -61,7 +60,7 @@ def batch_source(
             or type(data.batch_sampler) is not BatchSampler
         ):
             return IteratedData(data, seed, trains)
-        return IndexedData(data, _order_of(data), seed, trains)
+        return IndexedData(data, _order_of(data, seed), seed, trains)
     if isinstance(data, IterableDataset):
         if batch_size is not None:
             return IteratedData(DataLoader(data, batch_size=batch_size), seed, trains)
@@ -71,7 +70,7 @@ def batch_source(
             reason = "a Dataset needs one: batch_size, or batch_size in the config"
             raise ConfigError("batch_size", batch_size, reason)
         loader: DataLoader[Any] = DataLoader(data, batch_size=batch_size)
-        order = Permuted(len(loader.dataset)) if shuffles else range(len(loader.dataset))  # type: ignore[arg-type]
+        order = ElasticSampler(len(data), shuffle=shuffles, seed=seed)  # type: ignore[arg-type]
         return IndexedData(loader, order, seed, trains)
     if isinstance(data, Iterable):
         return IteratedData(data, seed, trains)
@@ -79,41 +78,18 @@ def batch_source(
     raise ConfigError("data", type(data).__name__, reason)
 
 
-@dataclass(frozen=True, slots=True)
-class Permuted:
-    """All of ``size`` samples in another order in each pass."""
+class OrderSource(Protocol):
+    """What gives each pass its order."""
 
-    size: int
-
-    def of(self, seed: int) -> list[int]:
-        generator = torch.Generator("cpu").manual_seed(seed)
-        order = torch.randperm(self.size, generator=generator, device="cpu")
-        return list(order.tolist())
+    def order(self, epoch: int) -> Order:
+        """The order of all samples in pass ``epoch``."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """The indices that a sampler of the user draws."""
-
-    sampler: Any
-
-    def of(self, seed: int) -> list[int]:
-        return draw_order(self.sampler, seed)
-
-
-Order = Permuted | Sampled | Sequence[int]
-
-
-def _order_of(loader: DataLoader[Any]) -> Order:
-    size = len(loader.dataset)  # type: ignore[arg-type]
-    sampler = loader.sampler
-    if isinstance(sampler, DistributedSampler):
-        return Permuted(size) if sampler.shuffle else range(size)
-    if isinstance(sampler, SequentialSampler):
-        return range(size)
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == size:
-        return Permuted(size)
-    return Sampled(sampler)
+def _order_of(loader: DataLoader[Any], seed: int) -> OrderSource:
+    size, sampler = len(loader.dataset), loader.sampler  # type: ignore[arg-type]
+    if isinstance(sampler, DistributedSampler):  # the workers of this world divide the data
+        return ElasticSampler(size, shuffle=sampler.shuffle, seed=seed)
+    return sampler_of(loader, seed)
 
 
 # -- data with indices ---------------------------------------------------------------------------
@@ -145,23 +121,25 @@ class IndexedData:
     started again when the turn changes, or the position.
     """
 
-    def __init__(self, loader: DataLoader[Any], order: Order, seed: int, trains: bool) -> None:
+    def __init__(
+        self, loader: DataLoader[Any], order: OrderSource, seed: int, trains: bool
+    ) -> None:
         assert loader.batch_size is not None
         self._trains = trains
         self._loader, self._order, self._seed = loader, order, seed
         self._batch_size = loader.batch_size
         self._epoch = -1
-        self._indices: Sequence[int] = ()
+        self._samples: Order = StraightOrder(0)
         self._batches: Iterator[Any] | None = None
         self._expected: tuple[int, int, Turn] | None = None
 
     def has_more(self, epoch: int, num_samples: int) -> bool:
         self._begin_pass(epoch)
-        return len(self._indices) > num_samples
+        return len(self._samples) > num_samples
 
     def draw(self, epoch: int, num_samples: int, turn: Turn) -> tuple[Any, int] | None:
         self._begin_pass(epoch)
-        end = cut_for(turn, num_samples, len(self._indices), self._batch_size).end
+        end = cut_for(turn, num_samples, len(self._samples), self._batch_size).end
         num_taken = end - num_samples
         if not self._trains and turn.rank >= num_taken:
             return None
@@ -180,10 +158,8 @@ class IndexedData:
     def _begin_pass(self, epoch: int) -> None:
         if self._epoch == epoch:
             return
-        order = self._order
-        seed = mix(self._seed, ORDER, epoch)
-        self._indices = order.of(seed) if isinstance(order, Permuted | Sampled) else order
-        if not len(self._indices):
+        self._samples = self._order.order(epoch)
+        if not len(self._samples):
             raise ConfigError("data", type(self._loader.dataset).__name__, "it has no sample")
         self._epoch, self._batches = epoch, None
 
@@ -192,7 +168,7 @@ class IndexedData:
         seed = mix(self._seed, SAMPLES, epoch)
         return DataLoader(
             _SeededDataset(loader.dataset, seed),
-            batch_sampler=_Cuts(self._indices, num_samples, turn, self._batch_size),
+            batch_sampler=_Cuts(self._samples, num_samples, turn, self._batch_size),
             generator=torch.Generator("cpu").manual_seed(seed),
             num_workers=loader.num_workers,
             collate_fn=loader.collate_fn,
@@ -208,16 +184,16 @@ class IndexedData:
 class _Cuts:
     """The batches of one worker until the end of a pass: where each begins, and its indices."""
 
-    indices: Sequence[int]
+    samples: Order
     first: int
     turn: Turn
     batch_size: int
 
     def __iter__(self) -> Iterator[list[int]]:
-        first, size = self.first, len(self.indices)
+        first, size = self.first, len(self.samples)
         while first < size:
             cut = cut_for(self.turn, first, size, self.batch_size)
-            yield [cut.first, *self.indices[cut.first : cut.first + cut.count]]
+            yield [cut.first, *self.samples.indices(cut.first, cut.first + cut.count)]
             first = cut.end
 
 

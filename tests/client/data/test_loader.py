@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import re
+import time
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from support.bounds import again_if_late
 from support.reading import BATCH, SIZE, Numbers, ReadingGroup, reading_groups
 from support.training import lighthouse, make_manager, together
 from torch.utils.data import (
@@ -135,6 +139,21 @@ def test_a_group_joins_and_another_leaves(options: dict[str, Any]) -> None:
         assert ledger.faults() == []
         expected = run_alone(until)
         assert_close(first.weights(), expected)
+
+
+def test_discards_change_no_bit_where_the_same_groups_train() -> None:
+    def run(fails: set[int]) -> torch.Tensor:
+        def train(group: ReadingGroup) -> None:
+            num = 0
+            while group.manager.current_step() < STEPS_OF_EPOCH:
+                num += 1
+                group.step(fails=num in fails)
+
+        with lighthouse(3) as address, reading_groups(address, "abc") as groups:
+            together(*(lambda group=group: train(group) for group in groups))
+            return groups[1].weights()
+
+    assert torch.equal(run(set()), run({2, 3}))
 
 
 def test_a_joiner_goes_on_in_the_epoch_of_the_others() -> None:
@@ -381,6 +400,33 @@ def ahead_with(piece: Any, ahead: Any) -> Any:
 
 
 # -- numbers that belong to the step and to the sample ---------------------------------------------
+
+
+class Many(Numbers):
+    """A data set whose indices would take 400 MB as a list."""
+
+    def __init__(self) -> None:
+        super().__init__(50_000_000)
+
+
+@again_if_late
+def test_an_epoch_over_fifty_million_samples_starts_at_once(manager: Manager) -> None:
+    with contextlib.closing(_over_many(manager)) as loader:
+        share = loader.share_of(EpochPosition(), _ALONE)
+        tracemalloc.start()
+        begun_at = time.monotonic()
+        batch = loader._map.read(0, EpochPosition(), _ALONE, share)
+        took_s = time.monotonic() - begun_at
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert len(batch[2]) == 64
+        assert took_s < 0.1
+        assert peak < 50_000_000
+
+
+def _over_many(manager: Manager) -> ElasticDataLoader:
+    torchs = DataLoader(Many(), sampler=ElasticSampler(Many()))
+    return ElasticDataLoader(manager, torchs, global_batch_size=64, name=f"many {time.monotonic()}")
 
 
 class Noisy(Numbers):

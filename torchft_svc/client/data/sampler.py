@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sized
 from typing import Any
 
@@ -79,8 +80,13 @@ class DrawnSampler:
 
     def __init__(self, sampler: Any, seed: int) -> None:
         self._sampler, self.seed = sampler, seed
-        self.size = len(sampler)
         self.reader: object = None
+
+    @functools.cached_property
+    def size(self) -> int:
+        """How many samples it draws in an epoch."""
+        has_length = hasattr(self._sampler, "__len__")
+        return len(self._sampler) if has_length else len(self.order(0))
 
     def order(self, epoch: int) -> Order:
         """The order of all samples in ``epoch``."""
