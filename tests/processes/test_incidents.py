@@ -4,13 +4,13 @@ an observer measures."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from support.bounds import Late
 from support.running import Process, command, eventually, lighthouse_process, steady_address
@@ -196,9 +196,14 @@ def _discard(ledger: Ledger, fleet: Fleet, workers: list[Worker]) -> None:
 
 def _kill_manager(ledger: Ledger, fleet: Fleet, workers: list[Worker]) -> None:
     ledger.mark()
-    # The one that serves, and the one that waits to follow.
-    for pid in eventually(lambda: len(found := workers[1].manager_pids()) > 1 and found, LONG_S):
-        os.kill(pid, signal.SIGKILL)
+    managers = [
+        child
+        for child in psutil.Process(workers[1].pid).children()
+        if any("manager_server" in word for word in child.cmdline())
+    ]
+    assert managers
+    for each in managers:  # the one that serves, and maybe one that waits to follow
+        each.kill()
     fleet.all_meet(GROUPS)
     # A group whose next manager is late is lost, and comes back.
     found = ledger.await_kinds("manager_died", or_else=("manager_died", "joined"))

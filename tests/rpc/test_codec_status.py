@@ -7,9 +7,16 @@ import pytest
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.launch.world import AgentStatus
 from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec_status import runs_from_wire, status_from_wire, status_to_wire
+from torchft_svc.rpc.codec_status import (
+    incidents_from_wire,
+    incidents_to_wire,
+    runs_from_wire,
+    status_from_wire,
+    status_to_wire,
+)
 
 
 @pytest.mark.parametrize("ended_s", [None, 0.0, 2.5])
@@ -62,3 +69,46 @@ def test_a_runs_status_passes_over_the_wire(
     encoded = status_to_wire([], [run]).SerializeToString()
     message = pb.LighthouseStatusResponse.FromString(encoded)
     assert (status_from_wire(message), runs_from_wire(message)) == ([], [run])
+
+
+INCIDENT = Incident(
+    number=7,
+    job="job",
+    kind=IncidentKind.MANAGER_DIED,
+    cause="its manager died",
+    groups=("a:1", "b:1"),
+    at=1_795_000_000.25,
+    quorum_id=9,
+    step=4,
+    is_open=True,
+    detected_after_s=0.0,
+    paused_s=0.125,
+    healed_bytes=1 << 40,
+    steps_discarded=2,
+)
+GOODPUT = Goodput(wall_s=10.0, committed_s=7.5, lost_s={"waiting": 2.5}, ratio=0.75)
+
+
+@pytest.mark.parametrize("goodput", [None, GOODPUT])
+def test_a_ledger_passes_over_the_wire(goodput: Goodput | None) -> None:
+    encoded = incidents_to_wire([INCIDENT], goodput).SerializeToString()
+    message = pb.LighthouseIncidentsResponse.FromString(encoded)
+    message.incidents.add(kind="of a newer version")
+    assert incidents_from_wire(message) == ([INCIDENT], goodput)
+
+
+def test_the_texts_of_a_ledger_are_fit_for_a_terminal() -> None:
+    message = incidents_to_wire([INCIDENT], GOODPUT)
+    message.incidents[0].cause = "\x1b[31m"
+    message.incidents[0].groups[0] = "a\n:1"
+    message.goodput.lost_s["\x1b"] = 1.0
+    (read,), goodput = incidents_from_wire(message)
+    assert (read.cause, read.groups) == ("?[31m", ("a?:1", "b:1"))
+    assert goodput is not None
+    assert set(goodput.lost_s) == {"waiting", "?"}
+
+
+def test_the_goodput_is_a_part_of_the_status() -> None:
+    encoded = status_to_wire([JobStatus(job="job", goodput=GOODPUT)]).SerializeToString()
+    (read,) = status_from_wire(pb.LighthouseStatusResponse.FromString(encoded))
+    assert read.goodput == GOODPUT

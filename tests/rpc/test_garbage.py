@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import socket
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from support.running import (
 from torchft_svc.core.limits import MAX_DURATION_MS, MAX_REASON_LENGTH
 from torchft_svc.core.quorum.activity import HANGING_PHASES
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
+from torchft_svc.core.quorum.tally import MAX_EVENTS_SENT, MAX_LOST_NAMED
 from torchft_svc.core.quorum.types import MAX_DIFFERENCES
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
@@ -375,3 +377,30 @@ def test_reported_differences_are_limited() -> None:
         with pytest.raises(RequestRefused):
             difference_from_wire(wrong)
     assert difference_from_wire(difference_to_wire(beat.differences[0])) == beat.differences[0]
+
+
+def test_reported_events_are_limited() -> None:
+    def made(**fields: Any) -> pb.GroupEvent:
+        return pb.GroupEvent(**{"kind": pb.GroupEvent.DISCARDED, "source": "w", **fields})
+
+    beat = beat_from_wire(pb.SessionBeat(events=[made(number=number) for number in range(100)]))
+    assert [each.number for each in beat.events] == list(range(100 - MAX_EVENTS_SENT, 100))
+    shown = beat_from_wire(pb.SessionBeat(events=[made(cause="\x1b[31m", lost=["a"] * 99)]))
+    assert shown.events[0].cause == "?[31m"
+    assert len(shown.events[0].lost) == MAX_LOST_NAMED
+    assert not beat_from_wire(pb.SessionBeat(events=[pb.GroupEvent(source="w")])).events
+    for wrong in (
+        made(source=""),
+        made(number=-1),
+        made(step=-1),
+        made(quorum_id=-1),
+        made(ago_s=-1.0),
+        made(lasts_s=math.nan),
+        made(paused_s=math.inf),
+        made(healed_bytes=-1),
+        made(lost=["\x1b[31m"]),
+    ):
+        with pytest.raises(RequestRefused):
+            beat_from_wire(pb.SessionBeat(events=[wrong]))
+    with pytest.raises(RequestRefused, match="waiting_s is nan"):
+        beat_from_wire(pb.SessionBeat(tally=pb.Tally(waiting_s=math.nan)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import tempfile
+import time
 import uuid
 from itertools import islice
 from pathlib import Path
@@ -14,6 +15,7 @@ import click
 from tools.chaos.cluster import Cluster
 from tools.chaos.director import Director, RunFailed
 from tools.chaos.faults import draw_faults
+from tools.chaos.records import read_records
 from tools.chaos.verdicts import Run, judge
 from tools.demo.orphans import end_leftovers
 
@@ -111,6 +113,8 @@ def perform(
     return Run(
         seen=director.history,
         incidents=director.incidents,
+        records=read_records(cluster.event_logs, time.time() - time.monotonic()),
+        goodputs=director.goodputs,
         leftovers=end_leftovers(mark, _LEFTOVER_GRACE_S),
         interrupted=interrupted,
         failure=failure,

@@ -19,6 +19,7 @@ from typing import Any
 from tools.chaos.faults import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
 from tools.chaos.fleet import Fleet, Worker
 from tools.chaos.fork_server import worker_server
+from tools.chaos.goodputs import read_goodput
 from tools.chaos.samples import PROGRAM
 from tools.demo.orphans import MARK, die_with_parent
 from torchft_svc.coordination import LighthouseClient
@@ -101,6 +102,7 @@ class Cluster:
     num_lighthouses: int = 1
     fork_server: ForkServer = field(init=False)
     lighthouses: list[Lighthouse] = field(default_factory=list)
+    event_logs: list[Path] = field(default_factory=list)
     fleets: dict[str, Fleet] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)  # groups that are not restarted
     _proxies: dict[int, list[Proxy]] = field(default_factory=dict)
@@ -121,7 +123,10 @@ class Cluster:
     def _open(self) -> None:
         self.fork_server = self._stack.enter_context(worker_server())
         for number in range(1, self.num_lighthouses + 1):
-            lighthouse = Lighthouse(self.folder, f"lighthouse-{number}", *_FLAGS)
+            name = f"lighthouse-{number}"
+            events = self.folder / f"{name}.jsonl"
+            self.event_logs.append(events)
+            lighthouse = Lighthouse(self.folder, name, *_FLAGS, f"--event-log={events}")
             self._stack.callback(lighthouse.kill)
             lighthouse.start(wait=True)
             self.lighthouses.append(lighthouse)
@@ -189,6 +194,11 @@ class Cluster:
         addresses = ",".join(lighthouse.address for lighthouse in self.lighthouses)
         with LighthouseClient(addresses, _OPERATOR_WAITS, job_id=job) as operator:
             operator.accept_loss(_OPERATOR_WAITS)
+
+    def goodput(self, job: str) -> dict[str, Any] | None:
+        """How much of the job's time ended in committed steps, as its lighthouse knows."""
+        found = (read_goodput(lighthouse.address, job) for lighthouse in self.lighthouses)
+        return next((each for each in found if each is not None), None)
 
     def cut(self, group: int) -> None:
         for proxy in self._proxies[group]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from tools.chaos.actions import inject
 from tools.chaos.bounds import LIGHTHOUSE_BACK_S, allowance_s
@@ -74,6 +75,8 @@ class Director:
     say: Callable[[float, str], None]
     incidents: list[Incident] = field(default_factory=list)
     history: list[tuple[str, Event]] = field(default_factory=list)
+    #: By job: when it was read, before all end, and what it was.
+    goodputs: dict[str, tuple[float, dict[str, Any]]] = field(default_factory=dict)
     _track: Track = field(default_factory=Track)
     _later: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
     _began_at: float = 0.0
@@ -92,6 +95,10 @@ class Director:
             if time.monotonic() - self._began_at >= self.seconds:
                 break
             self._one(fault)
+        for job in self.cluster.jobs:
+            goodput = self.cluster.goodput(job)
+            if goodput is not None:
+                self.goodputs[job] = time.monotonic(), goodput
         self._winding_down = True
         self.cluster.drain()
         self._wait(self.cluster.is_empty, "SIGTERM for all", LEAVE_S)

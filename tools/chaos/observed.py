@@ -30,10 +30,10 @@ class Observed:
 def observe(commits: Iterable[Committed], since: float, until: float) -> Observed:
     """The time between commits, where the quorum stays the same; where it does not, something has
     disturbed the step, and no more than a usual step of this time was of use."""
-    first: dict[int, Committed] = {}  # of each step, the group that was first
+    first: dict[tuple[int, int], Committed] = {}  # of each step, the group that was first
     for commit in sorted(commits, key=lambda each: each.at):
-        if commit.at <= until:
-            first.setdefault(commit.step, commit)
+        if since <= commit.at <= until:
+            first.setdefault((commit.quorum_id, commit.step), commit)
     usual: deque[float] = deque(maxlen=NUM_USUAL)
     committed_s, last = 0.0, None
     for commit in sorted(first.values(), key=lambda each: each.at):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from tools.chaos.director import Incident
 from tools.chaos.faults import Kind
+from tools.chaos.observed import observe
+from tools.chaos.records import Record, compare_records
 from tools.chaos.samples import PROGRAM, ledger_of
 from tools.demo.events import (
     Committed,
@@ -24,6 +26,8 @@ from tools.demo.events import (
 from tools.demo.promises import Verdict
 
 E = TypeVar("E", bound=Event)
+# The share of the time by which a lighthouse and an observer may differ.
+GOODPUT_WITHIN = 0.02
 Seen = Sequence[tuple[str, Event]]  # the job that it happened in, and the event
 Life = tuple[int, int, int]  # group, incarnation, group rank
 
@@ -39,6 +43,8 @@ class Run:
     seen: Seen
     incidents: Sequence[Incident]
     leftovers: Sequence[str] = ()
+    records: Sequence[Record] = ()
+    goodputs: Mapping[str, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
     interrupted: bool = False
     failure: str = ""
 
@@ -279,6 +285,29 @@ def judge_samples(run: Run) -> Verdict:
     return Verdict.of(promise, faults, f"{num_steps} steps")
 
 
+def judge_records(run: Run) -> Verdict:
+    """Each fault is one record with its cause (rules N1, N2)."""
+    faults = list(compare_records(run.records, run.incidents, run.jobs()))
+    kinds = Counter(record.kind for record in run.records)
+    proof = ", ".join(f"{num} {kind}" for kind, num in kinds.most_common())
+    return Verdict.of("each fault is one record with its cause", faults, proof)
+
+
+def judge_goodput(run: Run) -> Verdict:
+    """A job's goodput is what its commits show (rule N6)."""
+    faults, proofs = [], []
+    for job, (read_at, goodput) in run.goodputs.items():
+        wall_s, committed_s = goodput["wall_s"], goodput["committed_s"]
+        seen = observe(run.events(Committed, job), read_at - wall_s, read_at)
+        lost = {cause: round(s, 1) for cause, s in goodput["lost_s"].items() if s >= 0.1}
+        shown = f"job {job}: {committed_s:.1f} s of {wall_s:.1f} s, seen {seen.committed_s:.1f} s"
+        shown += f", lost {lost}"
+        proofs.append(shown)
+        if abs(committed_s - seen.committed_s) > GOODPUT_WITHIN * wall_s:
+            faults.append(shown)
+    return Verdict.of("the goodput is what an observer sees", faults, "; ".join(proofs))
+
+
 def judge_leftovers(run: Run) -> Verdict:
     return Verdict.of("no process was left over", list(run.leftovers), "none found")
 
@@ -292,5 +321,7 @@ _RULES = (
     judge_discards,
     judge_samples,
     judge_exits,
+    judge_records,
+    judge_goodput,
     judge_leftovers,
 )

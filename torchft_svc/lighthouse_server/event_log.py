@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -76,7 +77,8 @@ class _RotatedFile(io.TextIOBase):
         return len(text)
 
     def close(self) -> None:
-        self._handler.close()
+        with contextlib.suppress(OSError):  # what waits for room on the disk is lost
+            self._handler.close()
 
 
 class _Handler(RotatingFileHandler):

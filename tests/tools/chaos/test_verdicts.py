@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tools.chaos.director import Incident
 from tools.chaos.faults import Fault, Kind
+from tools.chaos.records import Record, read_records
 from tools.chaos.verdicts import (
     Run,
     judge_bounds,
     judge_discards,
     judge_end,
     judge_exits,
+    judge_goodput,
     judge_identity,
     judge_ids,
     judge_leftovers,
     judge_progress,
+    judge_records,
 )
 from tools.demo.events import (
     Committed,
@@ -230,3 +236,76 @@ def test_a_run_without_an_end_or_without_faults_fails() -> None:
 
 def test_leftovers_are_named() -> None:
     assert judge_leftovers(run(leftovers=["12: python"])).detail == "12: python"
+
+
+# -- records and goodput ---------------------------------------------------------------------------
+
+
+def record(kind: str, group: int, at: float, cause: str = "") -> Record:
+    return Record("one", kind, cause, frozenset({group}), at)
+
+
+def after_a_kill(*records: Record, kind: Kind = Kind.WORKER_KILLED, length_s: float = 0.0) -> Run:
+    fault = Fault(kind=kind, group=0, worker=0, length_s=length_s, pause_s=0.0)
+    incident = Incident(1, fault, "one", 10.0, 1.0)
+    return Run(seen=[("one", commit(0, 1, 1.0))], incidents=[incident], records=records)
+
+
+@pytest.mark.parametrize(
+    ("run", "fault"),
+    [
+        (after_a_kill(), "has no record"),
+        (after_a_kill(record("lost", 1, 10.1)), "has no record, there are .*lost"),
+        (after_a_kill(record("lost", 0, 5.0)), "has no record"),
+        (after_a_kill(record("lost", 0, 10.1), record("discarded", 0, 10.2)), "has 2 records"),
+        (after_a_kill(record("drained", 0, 10.1)), "a record of another kind"),
+        (
+            after_a_kill(kind=Kind.STEP_HANGS, length_s=5.0),
+            "has no record",
+        ),
+    ],
+)
+def test_each_fault_needs_one_record_with_its_cause(run: Run, fault: str) -> None:
+    verdict = judge_records(run)
+    assert verdict.outcome is Outcome.FAIL
+    assert re.search(fault, verdict.detail)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        after_a_kill(record("lost", 0, 10.1), record("joined", 0, 11.0)),
+        after_a_kill(kind=Kind.STEP_HANGS, length_s=1.0),
+        after_a_kill(record("evicted", 0, 11.5), kind=Kind.STEP_HANGS, length_s=5.0),
+        after_a_kill(kind=Kind.SUM_FAILS),
+    ],
+)
+def test_a_fault_that_nobody_has_to_notice_needs_no_record(run: Run) -> None:
+    assert judge_records(run).outcome is Outcome.PASS
+
+
+def test_the_goodput_is_compared_with_the_commits() -> None:
+    commits = [("one", commit(0, step, 100.0 + step)) for step in range(41)]
+    commits += [("one", commit(0, step, 110.0 + step, quorum_id=2)) for step in range(41, 81)]
+    wall = {"wall_s": 90.0}  # 10 s were lost between two quorums
+    for committed_s, outcome in ((80.0, Outcome.PASS), (89.0, Outcome.FAIL)):
+        goodput = {**wall, "committed_s": committed_s, "lost_s": {"waiting": 1.0}}
+        run = Run(seen=commits, incidents=[], goodputs={"one": (190.0, goodput)})
+        assert judge_goodput(run).outcome is outcome
+
+
+def test_what_a_restarted_lighthouse_repeats_is_one_record(tmp_path: Path) -> None:
+    line = {"job": "one", "number": 5, "kind": "lost", "cause": "", "groups": ["group-3:x"]}
+    path = tmp_path / "1.jsonl"
+    lines = [
+        {**line, "at": 1010.0},
+        {**line, "at": 1010.5},
+        {**line, "number": 6, "kind": "drained", "at": 1020.0},
+        {**line, "number": 9, "at": 1011.0},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    found = read_records([path, tmp_path / "2.jsonl"], wall_offset_s=1000.0)
+    assert [(each.kind, each.groups, each.at) for each in found] == [
+        ("lost", frozenset({3}), 10.5),
+        ("drained", frozenset({3}), 20.0),
+    ]

@@ -338,3 +338,37 @@ def test_a_pause_of_a_launched_run_and_the_world_that_follows_are_one_record() -
     assert (found.decided_after_s, found.is_open) == (2.0, False)
     ledgers.open_ledger("another", 0.0)
     assert ledgers.find("run") is None, "the limit of jobs"
+
+
+def test_n2_two_absences_that_follow_each_other_are_two_records() -> None:
+    scene = Scene()
+    scene.now = 100.0
+    scene.opened("a:1", quorum_id=7, max_step=4, num_groups=2)
+    report(scene, "a:1", away())
+    scene.now = 104.0
+    report(scene, "a:1", away())
+    assert [each.at for each in records(scene)] == [97.0, 101.0]
+
+
+def test_n2_a_group_that_came_back_may_miss_the_lighthouse_later() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    scene.leave("b:1", "no sign of life")
+    scene.ask("a:1", step=4)
+    scene.ask("b:1", step=4)
+    scene.ask("a:1", step=5)
+    scene.now = 120.0
+    report(scene, "b:1", away(5.0))
+    assert kinds(scene) == ["joined", "lost", "joined", "lighthouse_away"]
+
+
+def test_n5_what_several_groups_know_of_one_old_step_is_one_record() -> None:
+    scene = Scene()
+    scene.now = 100.0
+    for replica_id, fields in (
+        ("a:1", {"cause": "b did not begin in time"}),
+        ("b:1", {"cause": "lost group b", "lost": ("b:1",), "step": 3}),
+    ):
+        scene.opened(replica_id, quorum_id=9, max_step=4, num_groups=2)
+        report(scene, replica_id, discarded(quorum_id=8, ago_s=30.0, **fields))  # type: ignore[arg-type]
+    (found,) = records(scene)
+    assert (found.kind, found.groups, found.steps_discarded) == (IncidentKind.LOST, ("b:1",), 2)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from typing import Any
 
 import pytest
 from support.core.barriers import QUORUM, request, vote
 
+from torchft_svc.core.link import Absence
 from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote, RefuseWorker
 from torchft_svc.core.quorum.manager.group import (
@@ -36,6 +38,7 @@ from torchft_svc.core.quorum.session_messages import (
     Lost,
     NoQuorumYet,
 )
+from torchft_svc.core.quorum.tally import MAX_EVENTS_KEPT, EventKind, GroupEvent, Tally
 from torchft_svc.core.quorum.term import Fate, TermEnds
 from torchft_svc.core.quorum.types import (
     MAX_DIFFERENCES,
@@ -418,3 +421,54 @@ def test_a_beat_carries_the_differences_since_the_last_one() -> None:
     for report in reports:
         made.difference_reported(report)
     assert made.make_beat(100.2) == Beat(differences=reports[2:]), "as many as a beat may carry"
+
+
+# -- what the lighthouse learns of time and faults -------------------------------------------------
+
+
+def an_event(number: int, **fields: Any) -> GroupEvent:
+    return GroupEvent(kind=EventKind.DISCARDED, source="w", number=number, **fields)
+
+
+def test_n6_the_tally_of_group_rank_0_travels_with_each_beat() -> None:
+    made = called(2, attached=2)
+    made.tally_reported(1, Tally(committed_s=1.0), 100.0)
+    assert made.make_beat(100.0).tally is None
+    made.tally_reported(0, Tally(committed_s=3.0, away_s=9.0, ago_s=0.5), 100.0)
+    assert made.make_beat(100.25).tally == Tally(committed_s=3.0, ago_s=0.75)
+    assert made.make_beat(101.0).tally == Tally(committed_s=3.0, ago_s=1.5)
+
+
+def test_n5_an_event_is_sent_once_and_again_to_the_next_lighthouse() -> None:
+    made = called()
+    for number in range(MAX_EVENTS_KEPT + 2):
+        made.event_reported(an_event(number, ago_s=0.25), 100.0)
+    sent = [each.number for each in made.make_beat(101.0).events]
+    assert sent == list(range(MAX_EVENTS_KEPT + 2))
+    assert made.make_beat(101.0).events == ()
+    made.event_reported(an_event(50), 102.0)
+    made.link_changed(103.0, is_open=False)
+    made.link_changed(104.0, is_open=True)
+    again = made.make_beat(104.0).events
+    assert [each.number for each in again] == [*range(3, MAX_EVENTS_KEPT + 2), 50]
+    assert [each.ago_s for each in again][-2:] == [4.25, 2.0]
+
+
+def test_n6_an_absence_counts_while_the_group_asks() -> None:
+    made = called(1, attached=1)
+    made.tally_reported(0, Tally(committed_s=3.0), 100.0)
+    made.link_changed(102.0, is_open=True, absence=Absence(99.0, "it ended"))
+    beat = made.make_beat(102.0)
+    (event,) = beat.events
+    assert (event.kind, event.cause, event.lasts_s) == (
+        EventKind.LIGHTHOUSE_AWAY,
+        "it ended",
+        3.0,
+    )
+    assert beat.tally is not None
+    assert beat.tally.away_s == 0.0, "no step has asked"
+    made.ask(asks(0, step=4), 60.0, 110.0)
+    made.link_changed(113.0, is_open=True, absence=Absence(108.0, "it ended"))
+    tally = made.make_beat(113.0).tally
+    assert tally is not None
+    assert tally.away_s == pytest.approx(3.0, abs=made.look_s * 10)

@@ -32,8 +32,8 @@ MAX_CAUSE_LENGTH = 400
 MAX_SOURCES, MAX_UNEXPLAINED = 20_000, 64
 # A group whose manager has died may be recorded as lost so much earlier or later.
 SAME_FAULT_S = 60.0
-# Absences that groups report so close to each other are one.
-SAME_ABSENCE_S = 5.0
+# Absences of the lighthouse that groups report are one if they overlap by about so much.
+SAME_ABSENCE_S = 0.5
 # Numbers begin with the seconds since then, so that they also grow over a lighthouse's restart.
 NUMBER_EPOCH_S = 1_735_689_600
 
@@ -172,6 +172,8 @@ class _Entry:
     blamed: bool = False  # the groups are the cause, as they report themselves
     is_of_member: bool = False  # the step of its quorum cannot be committed
     awaits_world: bool = False  # the next one of the launched run
+    is_history: bool = False  # from before this lighthouse knew the job, as groups report it
+    until: float = 0.0  # the end of an absence
 
     @property
     def is_open(self) -> bool:
@@ -191,7 +193,8 @@ class _Entry:
             return True
         if incident.kind is IncidentKind.STATE_DIFFERS:
             return (incident.quorum_id, incident.step) == report.step
-        return self.is_of_member and incident.quorum_id == report.event.quorum_id
+        is_of_quorum = incident.quorum_id == report.event.quorum_id  # which ends with a discard
+        return (self.is_of_member or self.is_history) and is_of_quorum
 
     def is_repeated_by(self, report: _Report) -> bool:
         """Whether the same step was discarded for the same reason, again."""
@@ -219,6 +222,8 @@ class JobLedger:
         self._last_number = max(0, int(at - NUMBER_EPOCH_S))
         self._entries: OrderedDict[int, _Entry] = OrderedDict()
         self._open: dict[int, _Entry] = {}
+        self._open_about: dict[str, dict[int, _Entry]] = {}  # by replica id
+        self._awaiting_step: dict[int, _Entry] = {}
         self._changed: dict[int, None] = {}
         self._here_since = at
         self._seen: OrderedDict[str, int] = OrderedDict()  # the last event of each source
@@ -246,8 +251,8 @@ class JobLedger:
 
     @property
     def awaits_step(self) -> bool:
-        """Whether a committed step may complete a record."""
-        return bool(self._open)
+        """Whether a committed step completes a record."""
+        return bool(self._awaiting_step)
 
     # -- groups that go --------------------------------------------------------------------------
 
@@ -321,6 +326,7 @@ class JobLedger:
         """Record another quorum, with the groups that ``came``, each with the seconds since it has
         asked; ``is_first``: the job had none before."""
         step = quorum.max_step
+        back = {each for each in came if self._find_open(each, _BEGINNINGS)}
         members = {stable_name(each.replica_id) for each in quorum.participants}
         for entry in list(self._open.values()):
             if entry.awaits_quorum:
@@ -336,7 +342,7 @@ class JobLedger:
         if self.healing:
             self.record_healed(each.replica_id for each in quorum.up_to_date)
         self._explain_all(moment)
-        back = {each for each in came if self._came_back(each)}
+        # The return of a group that was left out, and its heal, belong to that record.
         joined = {each: asked_s for each, asked_s in came.items() if each not in back}
         if not joined:
             return
@@ -378,16 +384,6 @@ class JobLedger:
         if entry is None or step >= entry.incident.step:
             self.record_healed((replica_id,))
 
-    def _came_back(self, replica_id: str) -> bool:
-        """Whether the last record about this incarnation is that it was left out: its return, and
-        its heal, belong to that."""
-        for entry in reversed(self._entries.values()):
-            if replica_id in entry.incident.groups and entry.incident.kind in _BEGINNINGS:
-                return True
-            if replica_id in entry.incident.groups:
-                return False
-        return False
-
     def _was_lost(self, replica_id: str) -> bool:
         name = stable_name(replica_id)
         return any(
@@ -400,7 +396,7 @@ class JobLedger:
     def _end_joining(self, replica_id: str) -> None:
         """End the records of joins of a group that is gone: their commit will not come."""
         self.record_healed((replica_id,))
-        for entry in list(self._open.values()):
+        for entry in list(self._open_about.get(replica_id, {}).values()):
             incident = entry.incident
             if incident.kind is IncidentKind.JOINED and incident.groups == (replica_id,):
                 entry.awaits_step = None
@@ -410,7 +406,7 @@ class JobLedger:
 
     def record_step(self, step: int, at: float) -> None:
         """Record that the job has reached ``step``."""
-        for entry in list(self._open.values()):
+        for entry in list(self._awaiting_step.values()):
             if entry.awaits_step is not None and step > entry.awaits_step:
                 entry.awaits_step = None
                 if entry.incident.first_commit_after_s is None:
@@ -453,8 +449,12 @@ class JobLedger:
             if entry.explains(report) or entry.is_repeated_by(report):
                 entry.discarded.add(report.step)
                 self._change(entry, steps_discarded=len(entry.discarded))
-                if entry.incident.kind is IncidentKind.DISCARDED and report.event.is_own:
+                is_discard = entry.incident.kind is IncidentKind.DISCARDED
+                if is_discard and report.event.is_own:
                     self._blame(entry, report)
+                elif is_discard and entry.is_history and report.event.lost:
+                    groups = report.event.lost
+                    self._change(entry, kind=IncidentKind.LOST, cause=report.cause, groups=groups)
                 return True
         return False
 
@@ -464,7 +464,9 @@ class JobLedger:
             {*entry.incident.groups, report.replica_id} if entry.blamed else {report.replica_id}
         )
         entry.blamed = True
+        self._close(entry)  # in the index, under the groups that it was about
         self._change(entry, cause=report.cause, groups=tuple(sorted(groups)))
+        self._update(entry)
 
     def _explain_all(self, moment: Moment) -> None:
         """Add a record for each discarded step of an earlier quorum that nothing explains."""
@@ -486,6 +488,7 @@ class JobLedger:
         moment = Moment(report.at, quorum_id, step)
         entry = self._add(kind, event.cause, groups, moment, paused_s=event.lasts_s)
         entry.discarded, entry.blamed = {report.step}, event.is_own
+        entry.is_history = report.at < self._here_since
         self._change(entry, steps_discarded=1)
         if report.at >= self._here_since:
             entry.awaits_step, entry.followed_by = step, followed_by
@@ -547,20 +550,23 @@ class JobLedger:
             incident = entry.incident
             is_same = any(stable_name(each) == name for each in incident.groups)
             is_away = incident.kind is IncidentKind.LIGHTHOUSE_AWAY
-            if is_away and abs(incident.at - began_at) <= SAME_ABSENCE_S:
+            overlap_s = min(entry.until, moment.at) - max(incident.at, began_at)
+            if is_away and overlap_s >= -SAME_ABSENCE_S:
                 groups = tuple(sorted({*incident.groups, replica_id}))
+                entry.until = max(entry.until, moment.at)
                 self._change(entry, groups=groups[:MAX_GROUPS_NAMED])
                 return
-            if is_same and incident.kind in _LASTING:
-                if began_at - SAME_FAULT_S <= incident.at <= moment.at:
-                    return  # the lighthouse was there: the group was cut off, or frozen
-                break
-        self._add(
+            # If the lighthouse was there, the group was cut off, or frozen.
+            is_recorded = began_at <= incident.at <= moment.at or bool(entry.awaits_return)
+            if is_same and incident.kind in _LASTING and is_recorded:
+                return
+        entry = self._add(
             IncidentKind.LIGHTHOUSE_AWAY,
             f"the lighthouse could not be reached for {event.lasts_s:.1f} s: {event.cause}",
             (replica_id,),
             replace(moment, at=began_at),
         )
+        entry.until = moment.at
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -636,7 +642,7 @@ class JobLedger:
     def drop_oldest(self) -> None:
         """Forget the oldest record."""
         number, entry = self._entries.popitem(last=False)
-        self._open.pop(number, None)
+        self._close(entry)
         self._changed.pop(number, None)
         for replica_id in entry.incident.groups:
             for index in (self.hung, self.healing):
@@ -645,12 +651,32 @@ class JobLedger:
 
     def _update(self, entry: _Entry) -> None:
         """Make the record open or closed, as what it awaits says."""
+        number = entry.incident.number
+        if number not in self._entries:
+            return
         if entry.is_open:
-            self._open[entry.incident.number] = entry
+            self._open[number] = entry
+            for replica_id in entry.incident.groups:
+                self._open_about.setdefault(replica_id, {})[number] = entry
         else:
-            self._open.pop(entry.incident.number, None)
+            self._close(entry)
+        if entry.awaits_step is None:
+            self._awaiting_step.pop(number, None)
+        else:
+            self._awaiting_step[number] = entry
         if entry.is_open is not entry.incident.is_open:
             self._change(entry, is_open=entry.is_open)
+
+    def _close(self, entry: _Entry) -> None:
+        """Remove the record from the indexes of those that are open."""
+        number = entry.incident.number
+        self._open.pop(number, None)
+        self._awaiting_step.pop(number, None)
+        for replica_id in entry.incident.groups:
+            about = self._open_about.get(replica_id, {})
+            about.pop(number, None)
+            if not about:
+                self._open_about.pop(replica_id, None)
 
     def _change(self, entry: _Entry, **fields: Any) -> None:
         entry.incident = replace(entry.incident, **fields)
@@ -662,10 +688,8 @@ class JobLedger:
 
     def _find_open(self, replica_id: str, kinds: tuple[IncidentKind, ...]) -> _Entry | None:
         """The open record of one of these kinds about the group."""
-        for entry in self._open.values():
-            if entry.incident.kind in kinds and replica_id in entry.incident.groups:
-                return entry
-        return None
+        about = self._open_about.get(replica_id, {}).values()
+        return next((each for each in about if each.incident.kind in kinds), None)
 
 
 def _longest(known: float | None, reported: float | None) -> float | None:

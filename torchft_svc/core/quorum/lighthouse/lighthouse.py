@@ -57,6 +57,8 @@ CHANGED_INTERVAL = 1.25
 SHORTEST_INTERVAL_S = 0.05
 # Groups wait for one another in every step; longer waits are reported.
 REPORT_PAUSE_AFTER_S = 2.0
+# Of jobs, of launched runs, and of those that have ended.
+LEDGERS_PER_JOB = 3
 # Informing ten thousand groups would delay the others for too long: the rest is informed at the
 # next look.
 MAX_INFORMED_PER_LOOK = 1000
@@ -377,12 +379,12 @@ class Lighthouse:
         self._config = config
         self.clock = PausableClock(usual_look_s(config.heartbeat_timeout_s), now)
         self._wall_offset_s = wall_offset_s
-        self._ledgers = Ledgers(config.max_jobs)
         self._reported_missed_s = 0.0
         self._callers = itertools.count()
         self._begin_lead(first_id, now)
 
     def _begin_lead(self, first_id: int, at: float) -> None:
+        self._ledgers = Ledgers(LEDGERS_PER_JOB * self._config.max_jobs)
         self._sessions = Sessions(self._callers)
         self.jobs = Jobs(
             self._config,

@@ -1,0 +1,113 @@
+"""Reads the ledger that the lighthouses have written, and compares it with the faults."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tools.chaos.director import Incident
+from tools.chaos.faults import FOR_ALL, Kind
+
+# From here on a fault that lasts is longer than all timeouts, and has to have a record.
+LONG_S = 3.0
+# What groups repeat to a restarted lighthouse is older than what its ledger has already.
+_OLDER_S = 2.0
+# A record may be older than the fault as it was noted.
+_EARLY_S = 0.2
+# What a record about the group that was hit may be.
+_LEFT_OUT = frozenset({"lost", "hung", "evicted", "straggled"})
+CAUSES: Mapping[Kind, frozenset[str]] = {
+    Kind.WORKER_KILLED: frozenset({"lost"}),
+    Kind.GROUP_KILLED: frozenset({"lost"}),
+    Kind.MANAGER_KILLED: frozenset({"manager_died"}),
+    Kind.GROUP_FROZEN: _LEFT_OUT,
+    Kind.WORKER_FROZEN: _LEFT_OUT,
+    Kind.WORKER_HANGS: _LEFT_OUT,
+    Kind.STEP_HANGS: _LEFT_OUT,
+    Kind.SUM_FAILS: frozenset({"discarded"}),
+    Kind.CUT_OFF: frozenset({"lost", "lighthouse_away"}),
+    Kind.DRAINED: frozenset({"drained"}),
+    Kind.LIGHTHOUSE_KILLED: frozenset({"lighthouse_away"}),
+    Kind.LIGHTHOUSES_AWAY: frozenset({"lighthouse_away"}),
+}
+# The sums may be made again before anybody discards the step (rule E9); one of two lighthouses may
+# not be in use; a group may be cut off before it is back at a restarted one.
+_MAY_HAVE_NONE = frozenset({Kind.SUM_FAILS, Kind.LIGHTHOUSE_KILLED, Kind.CUT_OFF})
+_COMES = frozenset({"joined", "run_changed"})
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record of a ledger; ``at`` is on the clock of the events, ``groups`` are their numbers."""
+
+    job: str
+    kind: str
+    cause: str
+    groups: frozenset[int]
+    at: float
+
+    @classmethod
+    def parsed(cls, line: Mapping[str, Any], wall_offset_s: float) -> Record:
+        names = (each.partition(":")[0].rpartition("-")[2] for each in line["groups"])
+        groups = frozenset(int(name) for name in names if name.isdigit())
+        return cls(line["job"], line["kind"], line["cause"], groups, line["at"] - wall_offset_s)
+
+
+def read_records(paths: Iterable[Path], wall_offset_s: float) -> list[Record]:
+    """The latest state of all records, each once, by time: without what groups repeat to a
+    restarted lighthouse."""
+    records = []
+    for path in filter(Path.exists, paths):
+        latest: dict[tuple[str, int], dict[str, Any]] = {}
+        for line in path.read_text().splitlines():
+            parsed = json.loads(line)
+            latest[parsed["job"], parsed["number"]] = parsed
+        newest: dict[str, float] = {}
+        for (job, _), each in sorted(latest.items()):
+            record = Record.parsed(each, wall_offset_s)
+            if record.at >= newest.get(job, 0.0) - _OLDER_S or record.kind == "joined":
+                records.append(record)
+            newest[job] = max(newest.get(job, 0.0), record.at)
+    return sorted(records, key=lambda each: each.at)
+
+
+def compare_records(
+    records: Sequence[Record], incidents: Sequence[Incident], jobs: Iterable[str]
+) -> Iterator[str]:
+    """What is wrong with the records: each fault has one about the group that it has hit."""
+    jobs = list(jobs)
+    for number, incident in enumerate(incidents):
+        causes = CAUSES.get(incident.fault.kind)
+        if causes is None:
+            continue
+        following = incidents[number + 1 :]
+        until = following[0].at - _EARLY_S if following else float("inf")
+        within = [
+            each
+            for each in records
+            if incident.at - _EARLY_S <= each.at < until and each.kind not in _COMES
+        ]
+        for job in jobs if incident.fault.kind in FOR_ALL else [incident.job]:
+            yield from _compare_one(incident, causes, [each for each in within if each.job == job])
+
+
+def _compare_one(
+    incident: Incident, causes: frozenset[str], records: Sequence[Record]
+) -> Iterator[str]:
+    fault = incident.fault
+    if fault.kind in FOR_ALL:
+        mine = [each for each in records if each.kind == "lighthouse_away"]
+    else:
+        mine = [each for each in records if fault.group in each.groups]
+    shown = [f"{each.kind}: {each.cause}" for each in mine]
+    is_short = 0 < fault.length_s < LONG_S
+    if not mine and not is_short and fault.kind not in _MAY_HAVE_NONE:
+        others = [f"{each.kind} {sorted(each.groups)}: {each.cause}" for each in records]
+        yield f"{incident.name()} has no record, there are {others}"
+    elif len(mine) > 1:
+        yield f"{incident.name()} has {len(mine)} records: {shown}"
+    elif mine and mine[0].kind not in causes:
+        yield f"{incident.name()} has a record of another kind: {shown}"
