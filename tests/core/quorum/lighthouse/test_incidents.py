@@ -203,9 +203,25 @@ def test_n2_a_step_that_fails_again_and_again_is_one_record() -> None:
     assert records(scene)[1].steps_discarded == 5
 
 
+def test_n2_a_late_report_of_the_cause_replaces_what_the_others_noticed() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    report(scene, "a:1", discarded("the connection to another group has ended"))
+    scene.ask("a:1", step=4, commit_failures=1)
+    scene.ask("b:1", step=4, commit_failures=1)
+    assert records(scene)[1].groups == ("a:1",)
+    report(scene, "b:1", discarded("a bad sum", is_own=True))
+    found = records(scene)[1]
+    assert (found.cause, found.groups, found.steps_discarded) == ("a bad sum", ("b:1",), 1)
+
+
 def test_n5_an_event_that_is_repeated_counts_once() -> None:
     scene = formed("a:1", "b:1", step=4)
     first = discarded("too few contribute")
+    died = event(EventKind.MANAGER_DIED, 0, 0, cause="it died")
+    for _ in range(3):
+        report(scene, "b:1", died)
+    assert kinds(scene) == ["joined", "manager_died"]
+    scene = formed("a:1", "b:1", step=4)
     for repeated in range(3):
         report(scene, "a:1", first)
         scene.ask("a:1", step=4, commit_failures=1 + repeated)
