@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from support.core import twin
 from support.core.world import Group, World
 
+from torchft_svc.core.quorum.lighthouse.incidents import MAX_GROUPS_NAMED, MAX_INCIDENTS
 from torchft_svc.core.quorum.lighthouse.membership import (
     AWAITED_MEMBERS,
     STATES,
@@ -237,6 +238,38 @@ class Groups(RuleBasedStateMachine):
             awaited = [key for each in AWAITED_MEMBERS for key in members.groups[each]]
             hung = {key for key in awaited if state.hangs.is_hung(key)}
             assert not hung, "it is waited for"
+
+    @invariant()
+    def n3_the_ledger_is_bounded_and_remembers_only_the_living_as_such(self) -> None:
+        jobs = self.world.jobs
+        for job in JOBS:
+            ledger = jobs.ledgers.find(job)
+            if ledger is None:
+                continue
+            assert len(ledger) <= MAX_INCIDENTS
+            assert {*ledger.hung, *ledger.healing} <= set(self.world.living(job))
+            shown = {each.number: each for each in ledger.incidents()}
+            is_open = {number for number, each in shown.items() if each.is_open}
+            indexed = [number for about in ledger._open_about.values() for number in about]
+            assert is_open == ledger._open.keys()
+            assert set(indexed) <= is_open
+            if job not in jobs._jobs:
+                assert not is_open, "nothing of a job that has ended is under way"
+            for each in shown.values():
+                assert len(each.groups) <= MAX_GROUPS_NAMED
+                durations = (each.detected_after_s, each.decided_after_s, each.first_commit_after_s)
+                assert all(seconds >= 0 for seconds in durations if seconds is not None)
+
+    @invariant()
+    def n6_the_parts_of_the_goodput_sum_to_the_wall_time(self) -> None:
+        world = self.world
+        for job in JOBS:
+            if job in world.jobs._jobs or job in world.jobs._ended:
+                goodput = world.jobs.goodput(job, world.now)
+                parts = [goodput.committed_s, *goodput.lost_s.values()]
+                assert math.isclose(sum(parts), goodput.wall_s, abs_tol=1e-6)
+                assert min(parts) >= 0
+                assert 0 <= goodput.ratio <= 1
 
     @invariant()
     def i7_only_the_living_are_remembered(self) -> None:
