@@ -59,13 +59,11 @@ class Tally:
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
-        _check_seconds("committed_s", self.committed_s)
-        _check_seconds("discarded_s", self.discarded_s)
-        _check_seconds("waiting_s", self.waiting_s)
-        _check_seconds("reconfiguring_s", self.reconfiguring_s)
-        _check_seconds("healing_s", self.healing_s)
-        _check_seconds("away_s", self.away_s)
-        _check_seconds("ago_s", self.ago_s)
+        fields = ("committed_s", "discarded_s", "waiting_s", "reconfiguring_s", "healing_s")
+        seconds = [getattr(self, field) for field in (*fields, "away_s", "ago_s")]
+        if not (min(seconds) >= 0 and math.isfinite(sum(seconds))):  # checked with each beat
+            for field, value in zip((*fields, "away_s", "ago_s"), seconds, strict=True):
+                _check_seconds(field, value)
         check_count("num_committed", self.num_committed)
         check_count("num_discarded", self.num_discarded)
 
