@@ -23,7 +23,7 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.client.reduce.reduction import Reducing, Reduction
 from torchft_svc.client.runtime.runtime import CallerParts, Runtime, start_runtime
-from torchft_svc.client.step.data_positions import DataPosition, EnteredStep
+from torchft_svc.client.step.data_positions import ALONE, DataPosition, EnteredStep
 from torchft_svc.client.step.round import RoundRules
 from torchft_svc.client.step.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.step.stepper import Stepper, Update
@@ -389,6 +389,9 @@ class Manager:
     def enter_step(self, read_in: int) -> EnteredStep:
         """Return the step that is under way, or begin one; waits until its members are known.
 
+        A group that was alone in the step before does not wait: it goes on as such, and the step is
+        discarded if another one has joined.
+
         For loaders. ``read_in``: the number of the step for which the caller has read last. A step
         that has failed is given up for another one. A group of which another one leaves in this
         step discards it, as after `participating_rank`.
@@ -399,7 +402,8 @@ class Manager:
         """
         if self._stepper.needs_another_step(read_in):
             self.start_quorum()
-        participation = self._sums.show_participation()
+        alone = ALONE if self._stepper.guesses_alone() else None
+        participation = alone or self._sums.show_participation()
         return EnteredStep(
             self._worker.state.epoch,
             participation.participating_rank,

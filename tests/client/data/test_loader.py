@@ -6,6 +6,7 @@ import contextlib
 import copy
 import random
 import re
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
@@ -16,7 +17,7 @@ import pytest
 import torch
 from support.bounds import again_if_late
 from support.reading import BATCH, SIZE, Numbers, ReadingGroup, reading_groups
-from support.training import lighthouse, make_manager, together
+from support.training import DEADLINE_S, lighthouse, make_manager, together
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -31,6 +32,9 @@ from torchft_svc.client.data import ElasticDataLoader, ElasticSampler, EpochPosi
 from torchft_svc.client.data.plan import Turn
 from torchft_svc.client.data.position import JobPosition
 from torchft_svc.client.data.reading import PieceReader
+from torchft_svc.client.step.data_positions import ALONE, DataPositions
+from torchft_svc.client.step.state import StateRegistry
+from torchft_svc.core.quorum.worker.step import Participation
 from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 
 _ALONE = Turn(0, 1)
@@ -221,6 +225,51 @@ def test_a_vote_before_all_is_read_fails() -> None:
         assert group.loader.position == EpochPosition(0, 0)
         assert group.step()
         assert group.loader.position == EpochPosition(0, BATCH)
+
+
+def test_nobody_commits_a_step_that_one_group_has_not_read() -> None:
+    """One group has two of three microbatches, and votes after the first."""
+    with (
+        lighthouse(2) as address,
+        reading_groups(address, "ab", global_batch_size=9, microbatch_size=3) as (first, second),
+    ):
+
+        def vote_early(group: ReadingGroup) -> bool:
+            features, targets, _ = group.next_batch()
+            group.optimizer.zero_grad()
+            (group.parallel(features) - targets).square().mean().backward()
+            return group.optimizer.step()
+
+        assert together(lambda: vote_early(first), lambda: vote_early(second)) == [False, False]
+        assert together(lambda: first.meets(2), lambda: second.meets(2)) == [None, None]
+        assert first.loader.position == second.loader.position
+
+
+def test_a_guess_that_was_wrong_is_found_before_anything_is_summed() -> None:
+    """A group that joins heals first, so the other one is alone; here it is not."""
+    positions = DataPositions(StateRegistry())
+    two = Participation(participating_rank=0, num_participants=2)
+    assert positions.why_not_summed(two) is None
+    positions.guess_alone()
+    assert positions.why_not_summed(ALONE) is None
+    assert "another group has joined" in str(positions.why_not_summed(two))
+    positions.begin_step(1)
+    assert positions.why_not_summed(two) is None
+
+
+def test_a_lone_group_reads_beside_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    with lighthouse() as address, ReadingGroup(address, "a") as alone:
+        alone.until(2)
+        asked = threading.Event()
+        ask = alone.manager._runtime.deps.client.ask
+        monkeypatch.setattr(
+            alone.manager._runtime.deps.client,
+            "ask",
+            lambda *arguments: (asked.wait(DEADLINE_S), ask(*arguments))[1],
+        )
+        features, _, _ = alone.next_batch()
+        assert len(features) == BATCH
+        asked.set()
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,15 @@ from typing import Any, NamedTuple, Protocol
 
 from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.worker.step import StepState
+from torchft_svc.core.quorum.worker.step import Participation, StepState
 from torchft_svc.errors import ConfigError, RequestRefused
 
 _KEY = "torchft.data."
+ALONE = Participation(participating_rank=0, num_participants=1)
+_JOINED = (
+    "another group has joined in this step, whose samples this group has read as the only one: "
+    "they are divided among both in the next step"
+)
 _READ_TWICE = (
     "the samples of this step were read, and it was not voted on: call optimizer.step() before the "
     "next batch. To accumulate gradients give the loader a microbatch_size and vote where "
@@ -30,7 +35,7 @@ class DataPosition(Protocol):
         """Record that a step begins after ``step`` committed ones."""
 
     def unread(self) -> str:
-        """Why the present step must not be committed; empty: all of its samples were read."""
+        """Why the present step must not be summed; empty: all of its samples were read."""
 
     def save(self) -> Any:
         """The position at the beginning of the present step; for any thread."""
@@ -57,6 +62,7 @@ class DataPositions:
     def __init__(self, registry: StateRegistry) -> None:
         self._registry = registry
         self._positions: dict[str, DataPosition] = {}
+        self._is_guessed = False  # whether this step's samples were read as by the only group
 
     def add(self, name: str, position: DataPosition) -> None:
         """Move ``position`` with the steps from now on, and heal by it.
@@ -75,11 +81,18 @@ class DataPositions:
         return [f"data {name!r}: {each.layout}" for name, each in self._positions.items()]
 
     def begin_step(self, step: int) -> None:
+        self._is_guessed = False
         for each in self._positions.values():
             each.begin_step(step)
 
-    def why_unread(self) -> RequestRefused | None:
-        """The error of a step that is voted on before its samples were read."""
+    def guess_alone(self) -> None:
+        """Record that a loader reads before the quorum is known, as for the only group."""
+        self._is_guessed = True
+
+    def why_not_summed(self, participation: Participation) -> RequestRefused | None:
+        """The error of a step whose samples were not all read, or not those of this group."""
+        if self._is_guessed and participation != ALONE:
+            return RequestRefused(_JOINED)
         reasons = [each.unread() for each in self._positions.values()]
         return next((RequestRefused(reason) for reason in reasons if reason), None)
 

@@ -176,6 +176,11 @@ class RoundRunner:
             raise task.error
 
     @property
+    def is_ready(self) -> bool:
+        """Whether the members are known, if a step is under way."""
+        return self._is_ready.is_set()
+
+    @property
     def is_over(self) -> bool:
         """Whether no round is running."""
         return self._task is None

@@ -50,6 +50,7 @@ class Stepper:
         self._checks = StateChecks(deps, rules.checks, worker, self.sums, self._optimizers)
         self._clearing = ClearingPattern()
         self.data = DataPositions(deps.registry)
+        self.sums.check_data = lambda: self.data.why_not_summed(self.state.participation)
         deps.registry.watch(
             self.sums.parameters,
             lambda: [name for reducer in self.sums.reducers() for name in reducer.replaced()],
@@ -196,6 +197,22 @@ class Stepper:
             lambda: state.error is not None or sums.collectives.unfinished() is not None,
         )
 
+    def guesses_alone(self) -> bool:
+        """Whether a loader may read before the quorum is known, as this was the only group.
+
+        Not in a group of several workers, which have to guess alike; nor if it is known that others
+        come, or after a step that was discarded.
+        """
+        state, round_ = self.state, self._worker.round
+        last = round_.peers.quorum
+        if last is None or state.failures or not state.settled or round_.peers.num_waiting:
+            return False
+        is_alone = last.replica_world_size == 1 == self._rules.place.group_world_size
+        if is_alone and not self._runner.is_ready and state.pending_heal is None:
+            self.data.guess_alone()
+            return True
+        return False
+
     # -- the vote --------------------------------------------------------------------------------
 
     def decide(self, timeout_s: float, *, ends_update: bool = False) -> bool:
@@ -271,9 +288,6 @@ class Stepper:
         sums.check_under_way()
         runner.wait_until_ready()
         round_.check_left()
-        unread = self.data.why_unread()
-        if unread is not None and self.state.error is None:
-            runner.fail_step(unread)
         sums.settle_step()
         sums.collectives.launch_end()
         finding = self._checks.compare_states()

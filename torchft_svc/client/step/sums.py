@@ -87,6 +87,8 @@ class StepSums:
         self._has_shown_members = False  # in this step, to the program
         # This group's part of the samples of this step, and which loader has set it.
         self._part: tuple[str, float] | None = None
+        # Why the step is not to be summed: its samples were not all read (rule D8).
+        self.check_data: Callable[[], Exception | None] = lambda: None
 
     def _make_collectives(
         self,
@@ -164,12 +166,22 @@ class StepSums:
 
     def scale(self) -> float | None:
         """See `Manager.reduction_scale`."""
-        if not self.can_reduce():
+        if not self.can_reduce() or not self._has_read_data():
             return None
         participation = self._state.participation
         if participation.participating_rank is None:
             return 0.0
         return 1.0 / participation.num_participants if self._part is None else self._part[1]
+
+    def _has_read_data(self) -> bool:
+        """Whether the samples of the step were read; otherwise its error is latched.
+
+        Before anything is summed: the other groups would commit a sum without these samples.
+        """
+        error = self.check_data()
+        if error is not None:
+            self._runner.fail_step(error)
+        return error is None
 
     def set_part(self, name: str, part: float) -> float:
         """See `Manager.set_part`."""
@@ -284,7 +296,7 @@ class StepSums:
         return self._allreduce(bucket, ReduceOp.AVG, kind)
 
     def _allreduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, kind: Kind) -> dist.Work:
-        if not self.can_reduce():
+        if not self.can_reduce() or not self._has_read_data():
             return CompletedWork(tensor)
         return self.collectives.allreduce(
             tensor,
@@ -380,6 +392,7 @@ class StepSums:
         Raises:
             ConfigError: a wrapped module trains a parameter that nothing sums.
         """
+        self._has_read_data()
         reducers = self.reducers()
         problems = [reducer.settle_step() for reducer in reducers]
         for error in filter(None, [*problems, self.collectives.unfinished()]):
