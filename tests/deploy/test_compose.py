@@ -24,6 +24,7 @@ ALL: dict[str, dict[str, Any]] = COMPOSE["services"]
 # Those of ours; the others are images that a profile adds.
 SERVICES = {name: service for name, service in ALL.items() if "build" in service}
 START_S = 60.0
+PROMETHEUS = ROOT / "deploy" / "prometheus"
 
 
 def local_text(text: str, ports: dict[str, str], folder: Path, ready: Path) -> str:
@@ -105,6 +106,19 @@ def test_every_service_has_a_health_check_that_others_wait_for() -> None:
         for volume in service.get("volumes", []):
             place = volume.partition(":")[0]
             assert place in COMPOSE["volumes"] or (ROOT / place).exists(), place
+    assert {name for name in ALL if name not in SERVICES} == {"prometheus", "grafana"}
+    assert all(ALL[name]["profiles"] == ["monitoring"] for name in ("prometheus", "grafana"))
+
+
+def test_prometheus_asks_the_lighthouse() -> None:
+    settings = yaml.safe_load((PROMETHEUS / "prometheus.yml").read_text())
+    (job,) = settings["scrape_configs"]
+    assert job["honor_labels"], "our label `job` is that of a training"
+    (target,) = [each for static in job["static_configs"] for each in static["targets"]]
+    words = shlex.split(SERVICES["lighthouse"]["command"])
+    assert words[words.index("--http-bind") + 1].partition(":")[2] == target.partition(":")[2]
+    assert words[words.index("--http-host") + 1] == target.partition(":")[0]
+    assert settings["rule_files"] == ["alerts*.yml"]  # none is no error
 
 
 @pytest.mark.processes
@@ -112,7 +126,7 @@ def test_compose_understands_the_file() -> None:
     program = shutil.which("docker-compose")
     if program is None:
         pytest.skip("needs docker-compose (Debian: apt-get install docker-compose)")
-    command = [program, "config", "--services"]
+    command = [program, "--profile", "monitoring", "config", "--services"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
