@@ -356,8 +356,11 @@ def measure_together(
             yield run
 
 
-def row_of(runs: list[Run], calm: Run) -> dict[str, Any]:
-    """The row of one side and one schedule, compared with the run of that side without kills."""
+def row_of(runs: list[Run], calm: Run, work: int) -> dict[str, Any]:
+    """The row of one side and one schedule, compared with the run of that side without kills.
+
+    ``work``: the batches of each run.
+    """
     goodputs = [_rate(run.num_batches, run) / _rate(calm.num_batches, calm) for run in runs]
     steps = [_rate(run.num_steps, run) / _rate(calm.num_steps, calm) for run in runs]
     standstills = [each for run in runs for each in run.standstills_s()]
@@ -366,6 +369,7 @@ def row_of(runs: list[Run], calm: Run) -> dict[str, Any]:
         "side": runs[0].side,
         "every": f"{interval_s:g} s" if interval_s else "no kills",
         "runs": len(runs),
+        "work": work,
         "kills": sum(len(run.kills_ns) for run in runs),
         "wall_s": statistics.median(run.wall_s for run in runs),
         "wall_worst_s": max(run.wall_s for run in runs),
@@ -384,7 +388,7 @@ def _rate(amount: int, run: Run) -> float:
     return amount / run.wall_s
 
 
-def draw_picture(rows: list[dict[str, Any]], work: int, path: Path) -> None:
+def draw_picture(rows: list[dict[str, Any]], path: Path) -> None:
     """Write a PNG to ``path``: the work done over time, a panel for each schedule of kills."""
     import matplotlib as mpl
 
@@ -398,7 +402,7 @@ def draw_picture(rows: list[dict[str, Any]], work: int, path: Path) -> None:
     )  # fmt: skip
     for panel, every in zip(panels[0], schedules, strict=True):
         for row in (row for row in rows if row["every"] == every):
-            _draw_side(panel, row, work)
+            _draw_side(panel, row)
         panel.set_title(f"a trainer is killed every {every}")
         panel.set_xlabel("seconds")
         panel.set_ylim(0, 1.02)
@@ -411,13 +415,14 @@ def draw_picture(rows: list[dict[str, Any]], work: int, path: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_side(panel: Axes, row: dict[str, Any], work: int) -> None:
+def _draw_side(panel: Axes, row: dict[str, Any]) -> None:
     """Draw all runs of a side; the legend has their median."""
     label: str | None = f"{row['side']}: {row['wall_s']:.0f} s, goodput {row['goodput']:.2f}"
     for run in row["each"]:
         times, done = zip(*run["curve"], strict=True)
         color = _COLORS[row["side"]]
-        panel.plot(times, [each / work for each in done], color=color, lw=1.6, label=label)
+        shares = [each / row["work"] for each in done]
+        panel.plot(times, shares, color=color, lw=1.6, label=label)
         label = None  # one entry for all runs
 
 
@@ -478,13 +483,13 @@ def main(
                 for run in measure_together(plan, together, interval_s, seed + number):
                     runs.setdefault((run.side, interval_s), []).append(run)
     result.rows = [
-        row_of(runs[side, interval_s], runs[side, 0.0][0])
+        row_of(runs[side, interval_s], runs[side, 0.0][0], plan.batches(interval_s))
         for interval_s in (0.0, *intervals_s)
         for side in sides
     ]
     hand_over(result, json_file)
     if picture is not None:
-        draw_picture(result.rows, groups * steps, picture)
+        draw_picture(result.rows, picture)
 
 
 if __name__ == "__main__":

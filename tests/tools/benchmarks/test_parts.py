@@ -138,6 +138,6 @@ def test_a_standstill_lasts_until_new_work_and_belongs_to_the_kill_before_it() -
 def test_goodput_compares_the_rates_of_batches() -> None:
     calm = run_of(*((step, 3, step / 10) for step in range(1, 11)))
     killed = run_of(*((step, 2, step / 5) for step in range(1, 11)), kills_s=(0.5,))
-    row = row_of([killed, killed], calm)
+    row = row_of([killed, killed], calm, 20)
     assert (row["runs"], row["kills"], row["wall_s"]) == (2, 2, 2.0)
     assert (row["goodput"], row["steps_ratio"]) == pytest.approx((1 / 3, 1 / 2))
