@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -26,7 +27,7 @@ from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.lighthouse_server.cli import main
-from torchft_svc.lighthouse_server.top.feed import Answer, StatusFeed, View
+from torchft_svc.lighthouse_server.top.feed import Answer, RecentIncidents, StatusFeed, View
 from torchft_svc.lighthouse_server.top.screen import Selection, draw_screen
 from torchft_svc.lighthouse_server.top.terminal import Quit, handle_keys
 
@@ -142,9 +143,9 @@ def test_incidents_and_goodput_are_shown() -> None:
         steps_discarded=1,
     )
     goodput = Goodput(wall_s=100.0, committed_s=90.0, lost_s={"healing": 10.0}, ratio=0.9)
-    view = view_of(fleet(2), incidents={"j": (incident,)}, goodput={"j": goodput})
+    view = view_of(replace(fleet(2), goodput=goodput), incidents={"j": (incident,)})
     frame = drawn(view, width=120)
-    assert "goodput 90.0 % of 100 s; lost: healing 10.0 s" in frame
+    assert "goodput 90.0 % of 100 s; lost: 10 s healing" in frame
     assert "*lost b: its session ended, paused 0.25 s, commit after 0.50 s, 1 discarded" in frame
 
 
@@ -161,7 +162,7 @@ def test_keys() -> None:
 
 def test_steps_are_counted_over_the_last_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     now, step = [100.0], [0]
-    answers = lambda: Answer(jobs=(JobStatus(job="j", committed_step=step[0]),))  # noqa: E731
+    answers = lambda _: Answer(jobs=(JobStatus(job="j", committed_step=step[0]),))  # noqa: E731
     feed = StatusFeed(answers, 1.0)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     for _ in range(30):
@@ -174,6 +175,23 @@ def test_steps_are_counted_over_the_last_seconds(monkeypatch: pytest.MonkeyPatch
     assert feed.view.steps_per_s == {}
 
 
+def test_only_the_last_records_are_asked_for_again() -> None:
+    asked: list[int] = []
+
+    def ask(_: str, after: int) -> list[Incident]:
+        asked.append(after)
+        records = [
+            Incident(number=number, job="j", kind=IncidentKind.LEFT, cause="", groups=(), at=0.0)
+            for number in range(1, 31)
+        ]
+        return [each for each in records if each.number > after]
+
+    recent = RecentIncidents(ask)
+    for _ in range(2):
+        assert [each.number for each in recent.list_last("j")] == list(range(21, 31))
+    assert asked == [0, 20]
+
+
 @pytest.mark.processes
 def test_groups_come_and_go_and_the_window_changes(lighthouse: Process, line: Line) -> None:
     where = f"--lighthouse={lighthouse.address}"
@@ -182,8 +200,9 @@ def test_groups_come_and_go_and_the_window_changes(lighthouse: Process, line: Li
         line.quorum("a:1", step=7, job="live").result()
         shown.wait_for("job live: step 7", "a:1", "in quorum", "1 of 1 groups")
         with start_manager(lighthouse.address, replica_id="b", job_id="live"):
-            shown.wait_for("b:")
-        shown.wait_for("left 0 s ago: b:")
+            shown.wait_for("b:", "1 of 2 groups")
+        shown.wait_for("1 of 1 groups")
+        shown.wait_for("joined a: ", "goodput ")
         shown.resize(120, 40)
         text = shown.wait_for("MANAGER")
         shown.read(1.0)

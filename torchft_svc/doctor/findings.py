@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Check:
 
     name: str
     run: Callable[[], Iterable[Diagnosis]]
-    deadline_s: float = field(default=CHECK_DEADLINE_S)
+    deadline_s: float = CHECK_DEADLINE_S
 
     def list_findings(self) -> list[Diagnosis]:
         """Make the check."""

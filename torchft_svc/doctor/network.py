@@ -333,11 +333,14 @@ def check_link(
         f"round trip {1000 * link.round_trip_s:.1f} ms"
     )
     interface = reported.interface
-    speed = interface.speed_bps if interface is not None else None
-    if speed is not None and 8 * link.slower < _SLOW_SHARE * speed:
+    if (
+        interface is not None
+        and interface.speed_bps is not None
+        and 8 * link.slower < _SLOW_SHARE * interface.speed_bps
+    ):
         yield found_warning(
             "link",
-            f"{shown}: far below the {_speed(interface).strip()} of {interface.name}",  # type: ignore[arg-type,union-attr]
+            f"{shown}: far below the {_speed(interface).strip()} of {interface.name}",
             "look for another network between the two, or for other traffic",
         )
         return

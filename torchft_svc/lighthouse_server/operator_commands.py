@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import click
 
 from torchft_svc.core.launch.launched_run import RunStatus
 from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_INT64, MAX_NAME_LENGTH
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.doctor.command import doctor
@@ -192,14 +194,30 @@ def top(lighthouse: str, job_id: str, every: float, once: bool, security: Securi
             raise
         reason = "lighthouse top needs rich: pip install 'torchft-svc[top]'"
         raise click.ClickException(reason) from None
-    from torchft_svc.lighthouse_server.top.feed import Answer, StatusFeed
+    from torchft_svc.lighthouse_server.top.feed import (
+        Answer,
+        RecentIncidents,
+        StatusFeed,
+        sort_jobs,
+    )
 
-    def ask_all() -> Answer:
+    recent = RecentIncidents(
+        lambda job, after: _incidents_and_goodput(lighthouse, security, job, after)[0]
+    )
+
+    def ask_all(chosen: str) -> Answer:
         jobs, runs = _jobs_and_runs(lighthouse, security, job_id)
-        return Answer(jobs=tuple(jobs), runs=tuple(runs))
+        records = {}
+        for job in sort_jobs(jobs):
+            if job.job == chosen or not chosen:
+                # An earlier version keeps none, and a job may end meanwhile.
+                with contextlib.suppress(click.ClickException):
+                    records[job.job] = recent.list_last(job.job)
+                break
+        return Answer(jobs=tuple(jobs), runs=tuple(runs), incidents=records)
 
     if once:
-        show_once(ask_all(), lighthouse)
+        show_once(ask_all(""), lighthouse)
     else:
         show_live(lambda wake: StatusFeed(ask_all, every, wake), lighthouse)
 
@@ -299,16 +317,21 @@ def incidents(lighthouse: str, job_id: str, after: int, as_json: bool, security:
 
     Exit status: 4 if nothing is known of the job, 1 if no lighthouse answers.
     """
-    request = pb.LighthouseIncidentsRequest(after=after)
-    answer = pb.LighthouseIncidentsResponse
     try:
-        found = ask("lighthouse", lighthouse, security, job_id, request, answer)
+        records, goodput = _incidents_and_goodput(lighthouse, security, job_id, after)
     except click.ClickException as error:
         _jobs_and_runs(lighthouse, security, "")  # raises what is wrong, if that is not the job
         raise _NoSuchJob(error.message) from None
-    records, goodput = incidents_from_wire(found)
     show = incidents_json if as_json else incidents_text
     click.echo(show(job_id, records, goodput))
+
+
+def _incidents_and_goodput(
+    lighthouse: str, security: Security, job: str, after: int
+) -> tuple[list[Incident], Goodput | None]:
+    request = pb.LighthouseIncidentsRequest(after=after)
+    answer = pb.LighthouseIncidentsResponse
+    return incidents_from_wire(ask("lighthouse", lighthouse, security, job, request, answer))
 
 
 OPERATOR_COMMANDS = (status, incidents, drain, kill, accept_loss, top, doctor)

@@ -13,11 +13,12 @@ from rich.text import Text
 
 from torchft_svc.core.launch.launched_run import RunStatus
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
+from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.host.log_format import escaped
-from torchft_svc.lighthouse_server.top.feed import View
+from torchft_svc.lighthouse_server.table import goodput_line
+from torchft_svc.lighthouse_server.top.feed import View, sort_jobs
 
 KEYS = "q quit   tab next job   up/down, page up/down groups"
 # Beside the groups, which get the rest of the screen.
@@ -32,9 +33,13 @@ _INCARNATION_SHOWN = 8
 
 @dataclass(slots=True)
 class Selection:
-    """What the keys have chosen: a job by its place in the list, and the first group shown."""
+    """What the keys have chosen: a job by its place in the list, and the first group shown.
+
+    ``job_name``: of the job that was drawn last (empty: none).
+    """
 
     job: int = 0
+    job_name: str = ""
     first_group: int = 0
 
     def choose_next_job(self) -> None:
@@ -90,7 +95,7 @@ def _head(view: View, where: str, width: int) -> Iterator[Text]:
 
 
 def _body(view: View, selection: Selection, width: int, height: int) -> Iterator[RenderableType]:
-    jobs, runs = sorted(view.answer.jobs, key=_job_urgency), view.answer.runs
+    jobs, runs = sort_jobs(view.answer.jobs), view.answer.runs
     if not jobs and not runs:
         if view.answered_at is not None:
             yield _line("no job has a living group")
@@ -99,6 +104,7 @@ def _body(view: View, selection: Selection, width: int, height: int) -> Iterator
     height -= len(shown_runs) + (len(runs) > len(shown_runs))
     if jobs:
         selection.job %= len(jobs)
+        selection.job_name = jobs[selection.job].job
         if len(jobs) > 1:
             table = _job_table(jobs, view, selection.job)
             yield table
@@ -113,16 +119,12 @@ def _body(view: View, selection: Selection, width: int, height: int) -> Iterator
         yield _line(f"and {len(runs) - len(shown_runs)} more runs", "dim")
 
 
-def _job_urgency(job: JobStatus) -> tuple[bool, bool, str]:
-    return job.ended_s is not None, not job.waiting_for, job.job
-
-
 def _job_table(jobs: Sequence[JobStatus], view: View, chosen: int) -> Table:
     """At most `MAX_JOB_ROWS` jobs, the chosen one among them."""
     table = _table("JOB", "GROUPS", "STEP", "STEPS/S", "GOODPUT", "WAITS FOR")
     first = max(0, min(chosen - MAX_JOB_ROWS // 2, len(jobs) - MAX_JOB_ROWS))
     for number, job in list(enumerate(jobs))[first : first + MAX_JOB_ROWS]:
-        goodput = view.answer.goodput.get(job.job)
+        goodput = job.goodput
         ended = "finished" if job.finished else "ended"
         table.add_row(
             _line(job.job),
@@ -142,8 +144,7 @@ def _job(
     lines = list(_job_lines(job, view, width))
     yield from lines
     height -= len(lines)
-    incidents = view.answer.incidents.get(job.job, ())
-    last = list(_incident_lines(incidents, job, view.answer.incidents != {}))
+    last = list(_incident_lines(view.answer.incidents.get(job.job, ()), job))
     last = last[: max(0, min(MAX_INCIDENT_ROWS, height - _LEAST_GROUP_ROWS - 2))]
     yield from _groups(job, selection, width, height - len(last))
     yield from last
@@ -153,6 +154,7 @@ def _job_lines(job: JobStatus, view: View, width: int) -> Iterator[Text]:
     if job.ended_s is not None:
         how = "finished" if job.finished else "ended unfinished"
         yield _line(f"job {job.job}: {how} {job.ended_s:.0f} s ago", "bold")
+        yield from _goodput(job)
         return
     in_quorum = sum(group.in_quorum for group in job.groups)
     hung = sum(group.hung for group in job.groups)
@@ -162,9 +164,7 @@ def _job_lines(job: JobStatus, view: View, width: int) -> Iterator[Text]:
         f"{job.num_expected} expected, {hung} hung",
         "bold",
     )
-    goodput = view.answer.goodput.get(job.job)
-    if goodput is not None:
-        yield _line(_goodput(goodput))
+    yield from _goodput(job)
     if job.waiting_for:
         yield from _sentence(f"no quorum now: {job.waiting_for}", "yellow", width)
     if job.stalled_s > _STALLED_S:
@@ -173,11 +173,9 @@ def _job_lines(job: JobStatus, view: View, width: int) -> Iterator[Text]:
         yield from _sentence(f"states differed: {job.last_difference}", "red", width)
 
 
-def _goodput(goodput: Goodput) -> str:
-    lost = sorted(goodput.lost_s.items(), key=lambda each: -each[1])
-    rest = ", ".join(f"{cause} {seconds:.1f} s" for cause, seconds in lost if seconds >= 0.05)
-    lost_to = f"; lost: {rest}" if rest else ""
-    return f"goodput {100 * goodput.ratio:.1f} % of {goodput.wall_s:.0f} s{lost_to}"
+def _goodput(job: JobStatus) -> Iterator[Text]:
+    if job.goodput is not None:
+        yield _line(goodput_line(job.goodput))
 
 
 def _groups(
@@ -248,11 +246,10 @@ def shorten_id(replica_id: str) -> str:
     return f"{name}{replica_id[len(name) :][: 1 + _INCARNATION_SHOWN]}"
 
 
-def _incident_lines(
-    incidents: Sequence[Incident], job: JobStatus, has_ledger: bool
-) -> Iterator[Text]:
-    """The newest first; without a ledger, the groups that ended last."""
-    if not has_ledger:
+def _incident_lines(incidents: Sequence[Incident], job: JobStatus) -> Iterator[Text]:
+    """The newest first; without any, as from a lighthouse that keeps none, the groups that ended
+    last."""
+    if not incidents:
         living = {stable_name(group.replica_id) for group in job.groups}
         for gone in job.gone:
             if stable_name(gone.replica_id) not in living:

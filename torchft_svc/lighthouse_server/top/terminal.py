@@ -82,6 +82,7 @@ def show_live(make_feed: Callable[[Callable[[], None]], StatusFeed], where: str)
             while True:
                 width, height = console.size
                 live.update(draw_screen(feed.view, selection, where, width, height), refresh=True)
+                feed.chosen_job = selection.job_name
                 readable, _, _ = select.select(watched, [], [], REDRAW_S)
                 if awake in readable:
                     os.read(awake, 1000)
