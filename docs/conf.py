@@ -6,10 +6,12 @@ repository, because README, ARCHITECTURE and others are pages of it, too.
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 from sphinx.application import Sphinx
+from sphinx.errors import ExtensionError
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -66,9 +68,13 @@ html_show_sphinx = False
 html_theme_options = {"top_of_page_buttons": []}
 
 
+# What a browser fetches by itself.
+_LOADED = re.compile(r"""<(?:script|link|img|iframe)\b[^>]*\b(?:src|href)=["'](https?:[^"']*)""")
+
+
 def setup(app: Sphinx) -> None:
     app.connect("autodoc-process-bases", _drop_object)
-    app.connect("build-finished", _write_front_page)
+    app.connect("build-finished", _finish)
 
 
 def _drop_object(app: Sphinx, name: str, owner: type, options: object, bases: list[type]) -> None:
@@ -77,8 +83,14 @@ def _drop_object(app: Sphinx, name: str, owner: type, options: object, bases: li
         bases.clear()
 
 
-def _write_front_page(app: Sphinx, error: Exception | None) -> None:
-    """Lead from the top of the site to its first page."""
-    if error is None and app.builder.name == "html":
-        page = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html">'
-        (Path(app.outdir) / "index.html").write_text(f"{page}\n", encoding="utf-8")
+def _finish(app: Sphinx, error: Exception | None) -> None:
+    """Lead from the top of the site to its first page, and check that it needs no network."""
+    if error is not None or app.builder.name != "html":
+        return
+    site = Path(app.outdir)
+    page = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html">'
+    (site / "index.html").write_text(f"{page}\n", encoding="utf-8")
+    for file in site.rglob("*.html"):
+        loaded = _LOADED.search(file.read_text(encoding="utf-8"))
+        if loaded:
+            raise ExtensionError(f"{file} loads {loaded[1]}: the site has to work offline")

@@ -145,6 +145,33 @@ loss_of(parallel(features)).backward()
 """,
         after=_DONE + "assert not torch.equal(before, model.bias)\n",
     ),
+    "drain": PageProgram(
+        page="docs/operations.md",
+        blocks=("until = manager.draining_until()",),
+        before=_MODEL
+        + """\
+import os
+import signal
+import time
+
+saves = []
+
+
+def save_checkpoint():
+    saves.append(time.monotonic())
+
+
+os.environ["TORCHFT_GRACE_SEC"] = "60"
+"""
+        + _MANAGER
+        + """\
+os.kill(os.getpid(), signal.SIGTERM)
+end = time.monotonic() + 30
+while manager.draining_until() is None and time.monotonic() < end:
+    time.sleep(0.01)
+""",
+        after="assert len(saves) == 1\nmanager.shutdown()\n",
+    ),
     "closure": PageProgram(
         page="docs/training-loops.md",
         blocks=("optimizer = Optimizer(manager, lbfgs)",),
