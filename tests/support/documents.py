@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,12 +19,14 @@ _INSTALLS = ("python3 -m venv", ".venv/bin/python -m pip", "export PATH=", "mkdi
 class Block:
     """A fenced block, and the line where it begins.
 
-    ``language``: empty for output, in braces for a directive of Sphinx.
+    ``language``: empty for output, in braces for a directive of Sphinx. ``section``: the last title
+    above it.
     """
 
     language: str
     text: str
     line: int
+    section: str
 
 
 def code_blocks(path: Path) -> list[Block]:
@@ -34,6 +36,7 @@ def code_blocks(path: Path) -> list[Block]:
             language,
             "".join(f"{line.removeprefix(indent)}\n" for line in body.splitlines()),
             text.count("\n", 0, match.start()) + 1,
+            text[: match.start()].rpartition("\n## ")[2].partition("\n")[0],
         )
         for match in _FENCE.finditer(text)
         for indent, language, body in [match.groups()]
@@ -66,7 +69,10 @@ def plain(line: str) -> str:
     line = re.sub(r"\((its session ended|the process of .*|group rank 0 .*)\)$", "(...)", line)
     # Why a group is gone may be known a moment after the next quorum, on a busy machine.
     line = re.sub(r"(gone: \w+) \(.*\)", r"\1", line)
-    return re.sub(r"\d+(\.\d+)?( [kM]?B)?(?! groups?\b)", "N", line)
+    line = re.sub(r"(?<!\S)-(?!\S)", "N", line)  # a time that is not known
+    line = re.sub(r"\d+(\.\d+)?( [kM]?B)?(?! groups?\b)", "N", line)
+    line = re.sub(r"N \(N\)", "N", line)
+    return re.sub(r" +", " ", line)  # the columns of a table
 
 
 def shows(seen: str, wanted: str) -> bool:
@@ -76,7 +82,9 @@ def shows(seen: str, wanted: str) -> bool:
         steps = re.findall(rf"{own[1] or ''}step (\d+), ", seen)
         if not any(int(step) >= int(own[2]) for step in steps):
             return False
-    return plain(wanted) in plain(seen)
+    begin, dots, end = plain(wanted).partition("...")
+    found = plain(seen)
+    return begin in found and end in found if dots else begin in found
 
 
 class Page:
@@ -95,14 +103,21 @@ class Page:
         reads = f'while read -r file <&3; do . "./$file" 3<&-; done 3< {self._pipe}'
         self.command = ["bash", "-c", f"cd {folder}\n{reads}\nwait\n"]
 
-    def follow(self, shell: Program, deadline_s: float) -> int:
+    def follow(
+        self, shell: Program, deadline_s: float, looks: Mapping[str, Callable[[], None]]
+    ) -> int:
         """Follow the page to its end; return the number of outputs that were seen.
 
         ``shell`` runs ``command``; it ends when all that the page has started has ended.
+        ``looks``: what is looked at, after each section of the page, by its title.
         """
         num_outputs = 0
         with self._pipe.open("w", buffering=1) as pipe:
+            section = ""
             for block in self._blocks():
+                if block.section != section:
+                    looks.get(section, int)()
+                    section = block.section
                 if block.language == "python":
                     self._file = self._folder / block.text.split()[1]
                     self._file.write_text(block.text)
