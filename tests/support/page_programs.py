@@ -125,11 +125,39 @@ PROGRAMS = {
     ),
     "local sgd": PageProgram(page="docs/slow-links.md", blocks=(f"{_TORCH}LocalSGD",)),
     "diloco": PageProgram(page="docs/slow-links.md", blocks=(f"{_TORCH}DiLoCo",)),
-    "time for a drain": PageProgram(
-        page="docs/operations.md",
-        blocks=("until = manager.draining_until()",),
-        before=_MODEL + _MANAGER + "import time\n",
-        after="assert until is None\nmanager.shutdown()\n",
+    "metrics in the program's registry": PageProgram(
+        page="docs/observability.md",
+        blocks=("from prometheus_client import REGISTRY",),
+        before=_MODEL,
+        changes={
+            "Manager(...,": "Manager(None, model.load_state_dict, model.state_dict,",
+        },
+        after="""\
+from prometheus_client import generate_latest
+
+manager.start_quorum()
+assert manager.should_commit()
+assert b"torchft_" in generate_latest(REGISTRY)
+manager.shutdown()
+""",
+    ),
+    "streams": PageProgram(
+        page="docs/data.md",
+        blocks=("loader = ElasticStream(manager, stream",),
+        before=_DATA
+        + """\
+from torchft_svc import ElasticStream
+
+stream = [(torch.randn(4), 1)] * 300
+""",
+        after="""\
+for epoch in loader.epochs(1):
+    for inputs, targets in loader:
+        optimizer.zero_grad()
+        functional.cross_entropy(model(inputs), targets).backward()
+        optimizer.step()
+"""
+        + _THREE_STEPS,
     ),
     "several optimizers": PageProgram(
         page="docs/training-loops.md",
@@ -145,7 +173,7 @@ loss_of(parallel(features)).backward()
 """,
         after=_DONE + "assert not torch.equal(before, model.bias)\n",
     ),
-    "drain": PageProgram(
+    "time for a drain": PageProgram(
         page="docs/operations.md",
         blocks=("until = manager.draining_until()",),
         before=_MODEL
