@@ -77,7 +77,7 @@ _INCIDENT_HEAD = (
 def _incident_row(incident: Incident) -> tuple[str, ...]:
     healed = _seconds(incident.healed_s)
     if incident.healed_bytes:
-        healed += f" ({incident.healed_bytes / 1e6:.3g} MB)"
+        healed += f" ({_size(incident.healed_bytes)})"
     return (
         time.strftime("%m-%d %H:%M:%S", time.localtime(incident.at)),
         incident.kind.value + "*" * incident.is_open,
@@ -92,6 +92,14 @@ def _incident_row(incident: Incident) -> tuple[str, ...]:
         str(incident.steps_discarded or "-"),
         escaped(incident.cause),
     )
+
+
+def _size(num_bytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if num_bytes < 1000:
+            return f"{num_bytes:.3g} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.3g} GB"
 
 
 def _seconds(seconds: float | None) -> str:

@@ -117,6 +117,16 @@ def test_n5_a_new_lighthouse_begins_with_the_oldest_group() -> None:
     assert (goodput.committed_s, lost(goodput)) == (30.0, {"discarded": 2.0, "waiting": 8.0})
 
 
+def test_n5_of_two_groups_as_old_the_one_that_was_in_more_steps_counts() -> None:
+    accounts = TimeAccounts(100.0)
+    accounts.record_tally("frozen", Tally(20.0, 20.0, num_committed=20), 101.0)
+    accounts.record_tally("other", Tally(30.0, 2.0, 8.0, num_committed=30), 101.25)
+    accounts.record_tally("frozen", Tally(21.0, 20.0, num_committed=21), 102.0)
+    goodput = accounts.goodput(101.25)
+    check_sums(goodput, 40.0)
+    assert (goodput.committed_s, lost(goodput)) == (30.0, {"discarded": 2.0, "waiting": 8.0})
+
+
 def test_the_time_of_a_job_that_has_ended_stands_still() -> None:
     scene = formed("a:1", step=4)
     scene.now = 104.0

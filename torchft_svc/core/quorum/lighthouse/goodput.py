@@ -31,6 +31,8 @@ CAUSES = (
 USUAL_STEPS, FIRST_STEP_S = 2.0, 5.0
 # A group whose time began so much before the lighthouse has seen its job knows more than that.
 OLDER_S = 1.0
+# So long a new lighthouse looks for the group that knows most of the time before.
+ADOPT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,7 @@ class TimeAccounts:
         self._reference: str | None = None
         self._eligible: Set[str] | None = None  # as the reference; None: any
         # What members wait for, or discard steps because of, and until when.
+        self._adopted_at: float | None = None  # the first time
         self._blamed: str | None = None
         self._blamed_until: float | None = None
 
@@ -75,7 +78,7 @@ class TimeAccounts:
         """Record the tally of a group, which accounts for the time up to ``until``."""
         known = self._known.get(replica_id, _Known(NO_TALLY, until))
         self._known[replica_id] = _Known(tally, until)
-        if until - tally.total_s < self._began_at - OLDER_S:
+        if self._knows_more(tally, until):
             self._adopt(replica_id, tally, until)
             return
         if self._reference is None and (self._eligible is None or replica_id in self._eligible):
@@ -179,8 +182,19 @@ class TimeAccounts:
         if self._blamed_until is not None and until >= self._blamed_until:
             self._blamed = self._blamed_until = None
 
+    def _knows_more(self, tally: Tally, until: float) -> bool:
+        """Whether a group has been in the job for longer than it is known here; or as long, and was
+        there in more of its steps, while the one whose time was adopted stood still."""
+        began_at = until - tally.total_s
+        if self._adopted_at is None or until - self._adopted_at > ADOPT_S:
+            return began_at < self._began_at - OLDER_S
+        most_s = self._committed_s + max(0.0, until - self._until)
+        is_as_old = began_at <= self._began_at + OLDER_S
+        return began_at < self._began_at - OLDER_S or (is_as_old and tally.committed_s > most_s)
+
     def _adopt(self, replica_id: str, tally: Tally, until: float) -> None:
         """Begin the accounts with those of a group that was in the job before this lighthouse."""
+        self._adopted_at = until if self._adopted_at is None else self._adopted_at
         self._began_at, self._until = until - tally.total_s, until
         self._committed_s = tally.committed_s
         self._lost_s = dict.fromkeys(CAUSES, 0.0) | _parts(NO_TALLY, tally)
