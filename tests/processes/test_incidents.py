@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,23 +74,16 @@ def names(record: dict[str, Any]) -> list[str]:
     return [each.split(":")[0] for each in record["groups"]]
 
 
-@pytest.fixture
-def event_log(tmp_path: Path) -> Path:
-    return tmp_path / "events" / "incidents.jsonl"
-
-
-@pytest.fixture
-def lighthouse(event_log: Path) -> Iterator[Process]:
-    event_log.parent.mkdir()
-    address = steady_address()
-    with lighthouse_process(*SETTINGS, f"--event-log={event_log}", bind=address) as process:
-        yield process
-
-
 def test_each_fault_is_one_record_with_its_cause(
-    lighthouse: Process, event_log: Path, make_fleet: Callable[..., Fleet]
+    tmp_path: Path, make_fleet: Callable[..., Fleet]
 ) -> None:
-    ledger, fleet = Ledger(lighthouse.address), make_fleet(lighthouse.address)
+    event_log, address = tmp_path / f"{time.monotonic()}.jsonl", steady_address()
+    with lighthouse_process(*SETTINGS, f"--event-log={event_log}", bind=address) as lighthouse:
+        _check_all(lighthouse, event_log, make_fleet(address))
+
+
+def _check_all(lighthouse: Process, event_log: Path, fleet: Fleet) -> None:
+    ledger = Ledger(lighthouse.address)
     workers = [fleet.start(group)[0] for group in sorted(GROUPS)]
     fleet.all_meet(GROUPS)
     first = ledger.read()["incidents"]

@@ -323,13 +323,14 @@ class Stepper:
         """Count the time of a committed step, and report the first one in another quorum."""
         quorum = self._worker.round.quorum
         quorum_id = 0 if quorum is None else quorum.quorum_id
-        recovery = self._worker.time_use.end_committed(time.monotonic(), quorum_id)
+        step = self.state.step
+        recovery = self._worker.time_use.end_committed(time.monotonic(), quorum_id, step)
         if recovery is None or not self._rules.place.leads:
             return
         event = GroupEvent(
             kind=EventKind.RECOVERED,
             quorum_id=quorum_id,
-            step=self.state.step,
+            step=step,
             paused_s=recovery.paused_s,
             reconfigured_s=recovery.reconfigured_s,
             healed_s=recovery.healed_s,

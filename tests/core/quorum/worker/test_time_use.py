@@ -54,7 +54,8 @@ def test_a_step_that_is_summed_again_has_waited_beyond_a_usual_step() -> None:
     use.sum_again(9.0)
     recovery = use.end_committed(9.5, 8)
     assert recovery == Recovery(paused_s=5.5, reconfigured_s=0.0, healed_s=None)
-    assert (tally(use, 9.5).committed_s, tally(use, 9.5).waiting_s) == (4.5, 5.0)
+    found = tally(use, 9.5)
+    assert (found.committed_s, found.waiting_s, found.reconfiguring_s) == (4.0, 5.0, 0.5)
 
 
 def test_a_pause_counts_from_the_last_commit() -> None:
@@ -66,6 +67,20 @@ def test_a_pause_counts_from_the_last_commit() -> None:
     recovery = use.end_committed(6.0, 8)
     assert recovery is not None
     assert recovery.paused_s == pytest.approx(3.0)
+
+
+def test_steps_that_the_others_commit_while_a_group_is_away_are_of_use() -> None:
+    use = TimeUse()
+    use.begin_step(0.0)
+    for step in (1, 2, 3):
+        use.end_committed(float(step), 7, step)
+    use.end_discarded(11.0)  # it was frozen
+    use.stood_still(11.0, 12.0)
+    use.end_committed(13.0, 9, 9)  # after it has healed to step 8
+    found = tally(use, 13.0)
+    assert (found.committed_s, found.num_committed) == (9.0, 4), "5 steps of the others"
+    assert found.discarded_s + found.waiting_s == 4.0
+    assert found.total_s == 13.0
 
 
 @given(
@@ -82,7 +97,7 @@ def test_a_pause_counts_from_the_last_commit() -> None:
 def test_n6_each_second_counts_once(
     inputs: list[tuple[float, str, RoundWork | None, float]],
 ) -> None:
-    use, now, still_until, ended_at = TimeUse(), 100.0, 100.0, None
+    use, now, still_until, ended_at, step = TimeUse(), 100.0, 100.0, None, 0
     use.begin_step(now)
     for pause_s, what, work, share in inputs:
         now += pause_s
@@ -98,7 +113,8 @@ def test_n6_each_second_counts_once(
         elif what == "again":
             use.sum_again(now)
         else:
-            use.end_committed(now, 7) if what == "commit" else use.end_discarded(now)
+            step += 1 if share < 0.5 else 7
+            use.end_committed(now, 7, step) if what == "commit" else use.end_discarded(now)
             still_until = ended_at = now
     if ended_at is not None:
         found = tally(use, now)

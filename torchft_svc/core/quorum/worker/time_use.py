@@ -7,6 +7,7 @@ are rare where steps ask nobody.
 from __future__ import annotations
 
 import enum
+import math
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -53,6 +54,8 @@ class TimeUse:
         self._since: float | None = None  # the end of the last step
         self._committed_at: float | None = None
         self._quorum_id = 0  # of the last committed step
+        self._step: int | None = None  # after it
+        self._lost_at_commit = (0.0, 0.0, 0.0, 0.0)  # as in the tally
         self._usual_s: float | None = None
         # In the present step, of the training thread.
         self._still = dict.fromkeys(RoundWork, 0.0)
@@ -88,11 +91,19 @@ class TimeUse:
             self._still[RoundWork.WAITING] += vain_s
             self._still_s += vain_s
 
-    def end_committed(self, now: float, quorum_id: int) -> Recovery | None:
-        """Record that a step was committed in ``quorum_id``; the recovery, if that is another
-        quorum than that of the last commit."""
-        took_s = self._end_step(now, committed=True)
+    def end_committed(self, now: float, quorum_id: int, step: int = 0) -> Recovery | None:
+        """Record that a step was committed in ``quorum_id``, and that this is ``step`` now; the
+        recovery, if that is another quorum than that of the last commit.
+
+        What its first step takes beyond a usual one, such as the state that it offers to others, is
+        a part of the change. Steps that the others have committed meanwhile were of use to the job.
+        """
         usual_s = self._usual_s
+        at_most_s = math.inf if usual_s is None or quorum_id == self._quorum_id else usual_s
+        took_s = self._end_step(now, committed=True, at_most_s=at_most_s)
+        if self._step is not None and step > self._step + 1 and usual_s is not None:
+            self._add_steps_of_others((step - self._step - 1) * usual_s)
+        self._step, self._lost_at_commit = step, self._tally[1:5]
         self._usual_s = took_s if usual_s is None else usual_s + (took_s - usual_s) * NEWEST_SHARE
         last_at, self._committed_at = self._committed_at, now
         if quorum_id == self._quorum_id:
@@ -102,14 +113,33 @@ class TimeUse:
         paused_s = None if last_at is None else max(0.0, now - last_at - (usual_s or took_s))
         return Recovery(paused_s, spent[RoundWork.RECONFIGURING], spent[RoundWork.HEALING] or None)
 
+    def _add_steps_of_others(self, seconds: float) -> None:
+        """Count so much of what was lost since the last commit as committed, in which the others
+        have trained: this group was frozen, cut off, or late."""
+        commit_s, *lost, commits, discards, until = self._tally
+        added = [now - then for now, then in zip(lost, self._lost_at_commit, strict=True)]
+        total_s = sum(added)
+        moved_s = min(seconds, total_s)
+        if moved_s > 0:
+            left = 1 - moved_s / total_s
+            parts = [
+                then + left * each for then, each in zip(self._lost_at_commit, added, strict=True)
+            ]
+            self._tally = (
+                commit_s + moved_s, parts[0], parts[1], parts[2], parts[3], commits, discards, until
+            )  # fmt: skip
+
     def end_discarded(self, now: float) -> float:
         """Record that a step was discarded; returns how long it took, without standing still."""
         return self._end_step(now, committed=False)
 
-    def _end_step(self, now: float, *, committed: bool) -> float:
+    def _end_step(self, now: float, *, committed: bool, at_most_s: float = math.inf) -> float:
         since = now if self._since is None else self._since
         took_s = max(0.0, now - since - self._still_s)
         commit_s, discard_s, wait_s, reconfigure_s, heal_s, commits, discards, _ = self._tally
+        if took_s > at_most_s:
+            reconfigure_s += took_s - at_most_s
+            took_s = at_most_s
         if committed:
             commit_s += took_s
             commits += 1
