@@ -85,6 +85,8 @@ def compare_records(
             continue
         following = incidents[number + 1 :]
         until = following[0].at - _EARLY_S if following else float("inf")
+        if incident.back_s is not None:  # the next one may be felt later than it began
+            until = min(until, incident.at + incident.back_s)
         within = [
             each
             for each in records

@@ -69,6 +69,17 @@ def test_a_pause_counts_from_the_last_commit() -> None:
     assert recovery.paused_s == pytest.approx(3.0)
 
 
+def test_a_wait_for_the_same_quorum_is_a_part_of_the_step() -> None:
+    use = TimeUse()
+    use.begin_step(0.0)
+    use.end_committed(1.0, 7, 1)
+    use.begin_round()
+    use.change_work(RoundWork.WAITING, 1.0)
+    use.stood_still(1.0, 2.0)
+    assert use.end_committed(3.0, 7, 2) is None
+    assert (tally(use, 3.0).committed_s, tally(use, 3.0).waiting_s) == (3.0, 0.0)
+
+
 def test_steps_that_the_others_commit_while_a_group_is_away_are_of_use() -> None:
     use = TimeUse()
     use.begin_step(0.0)
@@ -97,7 +108,7 @@ def test_steps_that_the_others_commit_while_a_group_is_away_are_of_use() -> None
 def test_n6_each_second_counts_once(
     inputs: list[tuple[float, str, RoundWork | None, float]],
 ) -> None:
-    use, now, still_until, ended_at, step = TimeUse(), 100.0, 100.0, None, 0
+    use, now, still_until, ended_at, step, quorum_id = TimeUse(), 100.0, 100.0, None, 0, 7
     use.begin_step(now)
     for pause_s, what, work, share in inputs:
         now += pause_s
@@ -114,7 +125,8 @@ def test_n6_each_second_counts_once(
             use.sum_again(now)
         else:
             step += 1 if share < 0.5 else 7
-            use.end_committed(now, 7, step) if what == "commit" else use.end_discarded(now)
+            quorum_id += work is None
+            use.end_committed(now, quorum_id, step) if what == "commit" else use.end_discarded(now)
             still_until = ended_at = now
     if ended_at is not None:
         found = tally(use, now)

@@ -96,9 +96,13 @@ class TimeUse:
         recovery, if that is another quorum than that of the last commit.
 
         What its first step takes beyond a usual one, such as the state that it offers to others, is
-        a part of the change. Steps that the others have committed meanwhile were of use to the job.
+        a part of the change. A wait for the same quorum is a part of the step. Steps that the
+        others have committed meanwhile were of use to the job.
         """
         usual_s = self._usual_s
+        if quorum_id == self._quorum_id:  # a wait for the others, as in any sum
+            self._still_s -= self._still[RoundWork.WAITING]
+            self._still[RoundWork.WAITING] = 0.0
         at_most_s = math.inf if usual_s is None or quorum_id == self._quorum_id else usual_s
         took_s = self._end_step(now, committed=True, at_most_s=at_most_s)
         if self._step is not None and step > self._step + 1 and usual_s is not None:
