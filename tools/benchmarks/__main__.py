@@ -31,6 +31,7 @@ BENCHMARKS = (
     Benchmark("start", ("--starts=3",), ("--starts=11",)),
     Benchmark("quorum_rounds", ("--seconds=0.5", "--blocks=2"), ("--seconds=2", "--blocks=6")),
     Benchmark("fleet", ("--groups=100", "--seconds=3"), ("--groups=100", "--groups=1000")),
+    Benchmark("dashboard", ("--groups=100", "--seconds=3", "--repeat=1"), ("--repeat=9",)),
     Benchmark(
         "meeting",
         ("--members=100", "--members=1000", "--processes=8", "--repeat=3"),

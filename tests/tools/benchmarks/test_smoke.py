@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from click.testing import CliRunner
 from support.warm import Warm
 
 from tools.benchmarks import (
+    dashboard,
     fleet,
     isolation,
     launcher,
@@ -55,6 +57,16 @@ def run_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         return outcome.output, result
 
     return run
+
+
+def test_dashboard(run: Run) -> None:
+    flags = ["--groups=70", "--readers=2", "--seconds=2", "--repeat=1", "--load-processes=1"]
+    output, result = run(dashboard.main, *flags)
+    assert "server ms an update" in output
+    rows = {row["what"]: row for row in result["rows"]}
+    assert rows["2 readers"]["update_kb"] > 0
+    assert rows["GET /metrics"]["median_ms"] > 0
+    assert "first paint" in rows or not shutil.which("chromium")
 
 
 def test_quorum_rounds(run: Run) -> None:

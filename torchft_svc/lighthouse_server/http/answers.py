@@ -149,6 +149,10 @@ class LossAccepted:
     committed_step: int
 
 
+# The fields of each record; `dataclasses.fields` collects them anew for each of a thousand groups.
+_names: dict[type[object], tuple[str, ...]] = {}
+
+
 def plain(value: object) -> Any:
     """Return ``value`` with records as dicts, as `json` writes it.
 
@@ -162,8 +166,12 @@ def plain(value: object) -> Any:
         return value.value
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
-    assert dataclasses.is_dataclass(value)
-    return {each.name: plain(getattr(value, each.name)) for each in dataclasses.fields(value)}
+    kind = type(value)
+    names = _names.get(kind)
+    if names is None:
+        assert dataclasses.is_dataclass(value)
+        names = _names[kind] = tuple(each.name for each in dataclasses.fields(value))
+    return {name: plain(getattr(value, name)) for name in names}
 
 
 def encoded(value: object) -> bytes:

@@ -12,6 +12,7 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.host.address import HostPort
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
@@ -49,6 +50,8 @@ class Dashboard:
         self._resources = Resources(driver, readiness, security, self._timelines)
         self._commands = CommandRoutes(driver, self._resources)
         self._metrics = LighthouseMetrics(driver, readiness)
+        self._looked_at = 0.0
+        self._jobs: dict[str, JobStatus] = {}
         self.hub = Hub(Clock.start())
 
     def application(self, security: Security, own_hosts: Iterable[str]) -> ASGIApp:
@@ -99,15 +102,22 @@ class Dashboard:
 
     def _overview(self, now: float) -> Document:
         self._readiness.check()
-        return overview(self._driver.status(""), self._driver.runs.status(""), now)
+        return overview(self._jobs_at(now).values(), self._driver.runs.status(""), now)
 
     def _job_document(self, job: str, now: float) -> Document:
         self._readiness.check()
-        (status,) = self._driver.status(job)
+        status = self._jobs_at(now).get(job) or self._driver.status(job)[0]
         incidents = self._driver.incidents(job)[-MAX_INCIDENTS_SHOWN:]
         return job_document(
             status, now, self._timelines.last_point(job), incidents, self._driver.goodput(job)
         )
+
+    def _jobs_at(self, now: float) -> dict[str, JobStatus]:
+        """All jobs, looked at once for all channels that are updated ``now``."""
+        if now != self._looked_at:
+            self._looked_at = now
+            self._jobs = {status.job: status for status in self._driver.status("")}
+        return self._jobs
 
     async def _show_metrics(self, request: Request) -> Response:
         """Answer on any lighthouse: whether it leads is a metric, too."""

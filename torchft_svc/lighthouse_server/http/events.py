@@ -182,8 +182,9 @@ class Hub:
     def update_readers(self) -> None:
         """Send all readers what has changed."""
         self._quiet_s += UPDATE_S
+        now = self._clock.now()
         for channel in list(self._channels.values()):
-            self._update(channel, self._clock.now())
+            self._update(channel, now)
         if self._quiet_s >= QUIET_S:
             self._quiet_s = 0.0
             self._send(self._readers, _NOTHING_NEW)
