@@ -49,8 +49,11 @@ def run(module: str, *words: str) -> str:
 
 
 def package_files() -> set[str]:
-    """The modules of the package in this checkout, their stubs, and the mark that it is typed."""
+    """The modules of the package in this checkout, their stubs, the dashboard's files, and the mark
+    that it is typed."""
     found = [*(ROOT / "torchft_svc").rglob("*.py*"), ROOT / "torchft_svc" / "py.typed"]
+    page = ROOT / "torchft_svc" / "lighthouse_server" / "http" / "page"
+    found += [page / name for name in ("index.html", "app.js", "style.css", "icon.svg")]
     found = [path for path in found if path.suffix != ".pyc"]
     return {path.relative_to(ROOT).as_posix() for path in found}
 

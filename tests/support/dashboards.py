@@ -13,6 +13,7 @@ import httpx
 
 from support.running import attach, manager_process
 from torchft_svc.coordination import LighthouseServer, ManagerClient
+from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.rpc.security import Security
 
 TOKEN = "correct-horse-battery"  # noqa: S105 - of tests
@@ -22,10 +23,10 @@ BEARER = {"authorization": f"Bearer {TOKEN}"}
 
 @dataclass(frozen=True)
 class Commanded:
-    """The reasons with which a group was ended."""
+    """The commands with which a group was ended; of a kill, the reason."""
 
     kills: queue.Queue[str] = field(default_factory=queue.Queue)
-    drains: queue.Queue[str] = field(default_factory=queue.Queue)
+    drains: queue.Queue[Drain] = field(default_factory=queue.Queue)
 
 
 @dataclass(frozen=True)

@@ -251,20 +251,35 @@ def test_a_name_that_is_no_text(lighthouse: Served) -> None:
 # -- commands --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("body", [{"reason": "a test"}, {}])
-def test_groups_are_killed_and_drained(lighthouse: Served, body: dict[str, str]) -> None:
+def test_groups_are_killed_and_drained(lighthouse: Served) -> None:
     with lighthouse.group("g", "commanded") as group:
         path = f"{API}/jobs/commanded/groups"
         (shown,) = lighthouse.get(path).json()["groups"]
-        for name, what, reasons in (
-            ("g", "drain", group.drains),
-            (shown["replica_id"], "kill", group.kills),
-        ):
+
+        def post(name: str, what: str, **body: object) -> None:
             answer = lighthouse.post(f"{path}/{name}/{what}", json=body)
             assert answer.status_code == 202
             assert answer.json()["target"] == name
-            expected = "a test" if body else f"{what}"
-            assert expected in reasons.get(timeout=20)
+
+        post("g", "drain")
+        drain = group.drains.get(timeout=20)
+        assert (drain.reason, drain.within_s) == (commands.DRAINED, None)
+        post("g", "drain", reason="a test", within_s=60)
+        drain = group.drains.get(timeout=20)
+        assert drain.reason == "a test"
+        assert drain.within_s == pytest.approx(60, abs=5)
+        post(shown["replica_id"], "kill", reason="another")
+        assert "another" in group.kills.get(timeout=20)
+
+
+@pytest.mark.parametrize("within_s", ["60", 0, -1, True, 1e300, [], {}])
+def test_a_deadline_that_cannot_be_one(lighthouse: Served, line: Line, within_s: object) -> None:
+    line.quorum("g:1", job="j").result()
+    body = {"within_s": within_s}
+    response = lighthouse.post(f"{API}/jobs/j/groups/g/drain", json=body)
+    assert "within_s has to be a number" in error_of(response, 400)["message"]
+    response = lighthouse.post(f"{API}/jobs/j/groups/g/kill", json={"within_s": 60})
+    assert "not a field of this command" in error_of(response, 400)["message"]
 
 
 def test_the_public_release_has_a_command_of_its_own(lighthouse: Served) -> None:

@@ -95,9 +95,13 @@ class Dashboard:
         if request.method == "HEAD":
             return Response(media_type=EventStream.media_type)
         reader = Reader(request.scope["state"][TRANSPORT])
-        self.hub.subscribe(reader, "", self._overview)
-        if job is not None:
-            self.hub.subscribe(reader, job, lambda now: self._job_document(job, now))
+        try:
+            self.hub.subscribe(reader, "", self._overview)
+            if job is not None:
+                self.hub.subscribe(reader, job, lambda now: self._job_document(job, now))
+        except BaseException:  # it would take up a place for ever
+            self.hub.remove(reader)
+            raise
         return EventStream(reader, self.hub.remove)
 
     def _overview(self, now: float) -> Document:

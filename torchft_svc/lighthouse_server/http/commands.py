@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from torchft_svc.core.limits import MAX_REASON_LENGTH, check_text
+from torchft_svc.core.limits import MAX_DURATION_S, MAX_REASON_LENGTH, check_text
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.session_messages import Drain, Kill
 from torchft_svc.core.quorum.types import DEFAULT_JOB
@@ -20,7 +20,7 @@ from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.http.answers import Accepted, LossAccepted, json_answer
 from torchft_svc.lighthouse_server.http.refusals import HttpRefusal
 from torchft_svc.lighthouse_server.http.resources import Resources, segment
-from torchft_svc.lighthouse_server.http.schema import Schema
+from torchft_svc.lighthouse_server.http.schema import DRAIN, NOTHING, REASON, Schema
 
 # A reason and its name; nobody sends more.
 MAX_BODY_BYTES = 8 * 1024
@@ -49,17 +49,14 @@ class CommandRoutes:
         ]
 
     async def _drain(self, request: Request) -> Response:
-        return await self._command(request, Drain, DRAINED, "finish its step and end")
+        job, group = segment(request, "job"), segment(request, "group")
+        command = _drain(await _read_body(request, ("reason", "within_s")))
+        return self._send(job, group, command, "finish its step and end")
 
     async def _kill(self, request: Request) -> Response:
-        return await self._command(request, Kill, KILLED, "end at once")
-
-    async def _command(
-        self, request: Request, make: Callable[[str], Drain | Kill], default: str, what: str
-    ) -> Response:
         job, group = segment(request, "job"), segment(request, "group")
-        reason = _reason(await _read_body(request, ("reason",)), default)
-        return self._send(job, group, make(reason), what)
+        command = Kill(_reason(await _read_body(request, ("reason",)), KILLED))
+        return self._send(job, group, command, "end at once")
 
     async def _kill_replica(self, request: Request) -> Response:
         """Kill as the dashboard of the public release does: in the default job, without a body."""
@@ -78,11 +75,11 @@ class CommandRoutes:
 
     async def _drain_node(self, request: Request) -> Response:
         run, node = segment(request, "run"), segment(request, "node")
-        reason = _reason(await _read_body(request, ("reason",)), DRAINED)
+        command = _drain(await _read_body(request, ("reason", "within_s")))
         nodes = self._resources.run_status(run).nodes
         if not any(node in (each.node_id, each.host) for each in nodes):
             raise HttpRefusal(404, "no_such_node", f"run {run!r} has no node {node!r}")
-        _execute(lambda: self._driver.runs.drain(run, node, Drain(reason)))
+        _execute(lambda: self._driver.runs.drain(run, node, command))
         message = f"{node} was asked to end its workers, and itself"
         return json_answer(Accepted(target=node, message=message), 202)
 
@@ -97,18 +94,18 @@ class CommandRoutes:
 def describe_commands(schema: Schema) -> None:
     """Add the commands to the schema."""
     group = "/api/v1/jobs/{job}/groups/{group}"
-    for path, summary in {
-        f"{group}/drain": "Let a group finish its step, leave, and end.",
-        f"{group}/kill": "End a group's processes at once.",
-        "/api/v1/runs/{run}/nodes/{node}/drain": "End a node of a launched run.",
-    }.items():
-        schema.add_command(path, summary, Accepted, 202, has_reason=True)
+    for path, summary, body in (
+        (f"{group}/drain", "Let a group finish its step, leave, and end.", DRAIN),
+        (f"{group}/kill", "End a group's processes at once.", REASON),
+        ("/api/v1/runs/{run}/nodes/{node}/drain", "End a node of a launched run.", DRAIN),
+    ):
+        schema.add_command(path, summary, Accepted, 202, body)
     schema.add_command(
         "/api/v1/jobs/{job}/accept-loss",
         "Let a job go back to what its living groups have, once.",
         LossAccepted,
         200,
-        has_reason=False,
+        NOTHING,
     )
 
 
@@ -117,6 +114,15 @@ def _execute(command: Callable[[], Any]) -> Any:
         return command()
     except RequestRefused as error:
         raise HttpRefusal(409, "refused", str(error)) from None
+
+
+def _drain(body: dict[str, Any]) -> Drain:
+    within_s = body.get("within_s")
+    is_number = isinstance(within_s, int | float) and not isinstance(within_s, bool)
+    if within_s is not None and not (is_number and 0 < within_s <= MAX_DURATION_S):
+        message = f"within_s has to be a number of seconds, above 0 and at most {MAX_DURATION_S:g}"
+        raise HttpRefusal(400, "bad_request", message)
+    return Drain(_reason(body, DRAINED), within_s)
 
 
 def _reason(body: dict[str, Any], default: str) -> str:

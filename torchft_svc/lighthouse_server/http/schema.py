@@ -12,15 +12,16 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torchft_svc.core.limits import MAX_DURATION_S
 from torchft_svc.version import VERSION
 
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
-_REASON = {
-    "type": "object",
-    "properties": {"reason": {"type": "string", "maxLength": 1000, "pattern": r"^[ -~]*$"}},
-    "additionalProperties": False,
-}
-_NOTHING = {"type": "object", "additionalProperties": False}
+_REASON_TEXT = {"type": "string", "maxLength": 1000, "pattern": r"^[ -~]*$"}
+_WITHIN_S = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DURATION_S}
+# The bodies of commands.
+NOTHING: dict[str, Any] = {"type": "object", "additionalProperties": False}
+REASON = {**NOTHING, "properties": {"reason": _REASON_TEXT}}
+DRAIN = {**NOTHING, "properties": {"reason": _REASON_TEXT, "within_s": _WITHIN_S}}
 _ERROR = {
     "type": "object",
     "required": ["error"],
@@ -73,10 +74,9 @@ class Schema:
         self._add(path, "get", summary, 200, answer, refusals, query or {}, None)
 
     def add_command(
-        self, path: str, summary: str, answer: type[Any], status: int, *, has_reason: bool
+        self, path: str, summary: str, answer: type[Any], status: int, body: Mapping[str, Any]
     ) -> None:
-        """Add a path for POST."""
-        body = _REASON if has_reason else _NOTHING
+        """Add a path for POST; ``body``: the schema of what is sent."""
         self._add(path, "post", summary, status, answer, COMMAND, {}, body)
 
     def document(self) -> dict[str, Any]:
