@@ -135,21 +135,18 @@ class StepRules:
         num_units = -(-(end - begin) // self.unit)
         each, rest = divmod(num_units, turn.size)
         first = turn.rank * each + min(turn.rank, rest)
-        mine = [
-            (begin + number * self.unit, min(begin + (number + 1) * self.unit, end))
-            for number in range(first, first + each + (turn.rank < rest))
-        ]
-        if not mine:
+        num_mine = each + (turn.rank < rest)
+        if not num_mine:
             cut, _ = self._cut(begin, min(begin + self.unit, end))
             return WorkerShare((Piece(position.epoch, *cut),), (0.0,), 0.0)
-        num_mine = mine[-1][1] - mine[0][0]
-        if self.microbatch_size is None:
-            mine = [(mine[0][0], mine[-1][1])]
-        cuts = [self._cut(*each) for each in mine]
+        begins = begin + first * self.unit
+        ends = min(begins + num_mine * self.unit, end)
+        size = self.microbatch_size or ends - begins
+        cuts = [self._cut(at, min(at + size, ends)) for at in range(begins, ends, size)]
         return WorkerShare(
             tuple(Piece(position.epoch, *cut) for cut, _ in cuts),
-            tuple(count * self.num_shards / num_mine for _, count in cuts),
-            num_mine / (end - begin),
+            tuple(count * self.num_shards / (ends - begins) for _, count in cuts),
+            (ends - begins) / (end - begin),
         )
 
     def _cut(self, begin: int, end: int) -> tuple[tuple[int, int], int]:
