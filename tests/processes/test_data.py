@@ -73,7 +73,7 @@ def committed_losses(fleet: Fleet) -> dict[int, float]:
     for (step, _), parts in sums.items():
         num = sum(size for size, _ in parts)
         # A group that was killed right after its vote has not written down its loss.
-        if num in (BATCH, SAMPLES % BATCH):
+        if num == min(BATCH, SAMPLES - step % STEPS_OF_EPOCH * BATCH):
             whole[step] = sum(size * loss for size, loss in parts) / num
     return whole
 
