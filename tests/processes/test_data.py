@@ -31,7 +31,7 @@ _AFTER_S = 30.0
 
 
 def counted(**more: Any) -> dict[str, Any]:
-    program = {"samples": SAMPLES, "batch": BATCH}
+    program = {"samples": SAMPLES, "batch": BATCH, "workers": 1}
     return {"program": program, "seed": SEED, "step_s": 0.01, **more}
 
 

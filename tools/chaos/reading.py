@@ -14,8 +14,6 @@ from tools.demo.orphans import die_with_parent
 from torchft_svc.client import ElasticDataLoader, ElasticSampler, Manager
 
 WIDTH = 16
-# Each sample is read by one worker process, whose parent may be killed.
-_NUM_WORKERS = 1
 
 
 class Counted(Dataset[Any]):
@@ -48,7 +46,7 @@ class CountedReader:
         torchs = DataLoader(
             data,
             sampler=ElasticSampler(data, seed=options.seed),
-            num_workers=_NUM_WORKERS,
+            num_workers=options.program.get("workers", 0),
             worker_init_fn=lambda _: die_with_parent(),
         )
         self.loader = ElasticDataLoader(manager, torchs, global_batch_size=batch)
