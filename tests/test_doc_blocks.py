@@ -29,7 +29,19 @@ PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 FOLLOWED = ROOT / "docs" / "tutorial.md"
 SERVICES = {"lighthouse": lighthouse_cli.main, "torchft-manager": manager_cli.main}
 # Of the system and of other projects: what is done with them is not ours to check.
-OTHER_PROGRAMS = {"cd", "chmod", "export", "git", "kill", "mkdir", "openssl", "pip", "wait"} | {
+OTHER_PROGRAMS = {
+    "cd",
+    "chmod",
+    "curl",
+    "export",
+    "git",
+    "grep",
+    "kill",
+    "mkdir",
+    "openssl",
+    "pip",
+    "wait",
+} | {
     "docker",
     "kubectl",
 }

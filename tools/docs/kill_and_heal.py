@@ -32,8 +32,9 @@ IMAGE = Path("docs/images/kill-and-heal.svg")
 _GROUPS = 3
 _COLORS = (BLUE, ORANGE, GREEN)
 _LEFT, _WIDTH, _LANE = 90.0, 780.0, 30.0
-# What is shown of the run, before the kill and after the killed group contributes again.
-_BEFORE_S, _AFTER_S = 3.0, 3.0
+# What is shown of the run, before the kill and after the killed group contributes again; the run
+# ends two seconds later.
+_BEFORE_S, _AFTER_S = 3.0, 1.6
 _ZOOM_BEFORE_S, _ZOOM_AFTER_S = 0.15, 0.3
 _MOST_LABELS = 16
 
@@ -98,7 +99,8 @@ def draw_run(events: Sequence[Event]) -> Picture:
     _draw_lanes(picture, whole, events)
     _draw_absence(picture, whole, events, incident, back_at)
     _draw_axis(picture, whole, kill_at, "s")
-    zoom = Window(kill_at - _ZOOM_BEFORE_S, kill_at + _ZOOM_AFTER_S, 264)
+    zoom_s = max(_ZOOM_AFTER_S, 1.3 * incident.without_s)
+    zoom = Window(kill_at - _ZOOM_BEFORE_S, kill_at + zoom_s, 264)
     _draw_zoom_lines(picture, whole, zoom)
     _draw_lanes(picture, zoom, events)
     _draw_pause(picture, zoom, incident)
