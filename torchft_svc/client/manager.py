@@ -254,7 +254,7 @@ class Manager:
     def allreduce(
         self,
         tensor: torch.Tensor,
-        should_quantize: bool = False,
+        should_quantize: bool | str = False,
         reduce_op: ReduceOp.RedOpType = ReduceOp.AVG,
     ) -> dist.Work:
         """Reduce ``tensor`` in place over the groups that contribute in this step.
@@ -269,8 +269,17 @@ class Manager:
         an error of the last step, the tensor stays unchanged, and the call ends within 5 seconds;
         `errored` returns the error until the next step begins, which is not affected.
 
+        Args:
+            tensor: of any shape.
+            should_quantize: send 8-bit numbers with a scale for each 256 of them, a quarter of the
+                bytes of float32; equal in all groups. True or ``"int8"``, or ``"float8"`` (e4m3).
+                All groups get the same bits. Wait for such works in the same order in all groups.
+                Between two steps nothing is quantized.
+            reduce_op: the operation; a sum or an average if it is quantized.
+
         Raises:
-            ValueError: an average of integers, or an operation that does not exist.
+            ValueError: an average of integers, an operation that does not exist, or a tensor that
+                cannot be quantized.
         """
         return self._sums.allreduce(tensor, should_quantize, reduce_op)
 

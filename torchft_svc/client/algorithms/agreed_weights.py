@@ -112,7 +112,7 @@ class BucketedAverage:
         like: Sequence[torch.Tensor],
         capacity_mb: float | None,
         *,
-        should_quantize: bool = False,
+        should_quantize: bool | str = False,
     ) -> None:
         if capacity_mb is not None and not capacity_mb > 0:
             raise ConfigError("bucket_cap_mb", capacity_mb, "a bucket needs a size above 0")

@@ -76,7 +76,7 @@ class DiLoCo(PeriodicSync):
         pin_memory: bool = True,
         use_bucketization: bool = True,
         bucket_cap_mb: float | None = None,
-        should_quantize: bool = False,
+        should_quantize: bool | str = False,
         fragment_sync_delay: int = 0,
         fragment_update_alpha: float = 0.0,
     ) -> None:
@@ -85,7 +85,8 @@ class DiLoCo(PeriodicSync):
         _check(manager, len(fragments), sync_every, fragment_sync_delay, fragment_update_alpha)
         settings = (
             f"{len(fragments)} fragments, delay {fragment_sync_delay}, alpha "
-            f"{fragment_update_alpha:g}, outer {type(outer[0]).__name__}"
+            f"{fragment_update_alpha:g}, outer {type(outer[0]).__name__}, quantized "
+            f"{should_quantize}"
         )
         super().__init__(
             manager,

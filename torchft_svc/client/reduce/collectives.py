@@ -18,6 +18,15 @@ from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.operations import Header, Kind, LaunchOrder, Mismatch, Operation
+from torchft_svc.client.reduce.quantized import (
+    Quantization,
+    check_quantizable,
+    chunk_length,
+    decode_chunks,
+    encode_chunks,
+    resolve_quantization,
+    sum_chunks,
+)
 from torchft_svc.client.reduce.reduction import ManagedWork, Reduction
 from torchft_svc.core.quorum.worker.step import Participation
 from torchft_svc.errors import (
@@ -71,6 +80,13 @@ class _Comparison:
     mine: Header
     rows: torch.Tensor
     reduction: Reduction
+
+
+@dataclass(frozen=True, slots=True)
+class _Admitted:
+    """The groups agree on an operation; None: they have agreed on it before."""
+
+    operation: Operation | None
 
 
 class Collectives:
@@ -190,6 +206,53 @@ class Collectives:
         self._works.append(ManagedWork(finish))
         return self._works[-1]
 
+    def allreduce_quantized(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType,
+        participation: Participation,
+        quantization: Quantization,
+    ) -> dist.Work:
+        """Start reducing a copy of ``tensor`` in 8-bit numbers, as `allreduce`.
+
+        The first of its two collectives begins at once. The second one begins in the work's
+        ``wait``, so all groups have to wait for such works in the same order.
+        """
+        values, pg = tensor.detach(), self._pg
+        kind = Kind.INT8 if quantization is Quantization.INT8 else Kind.FLOAT8
+        if pg.size() == 1:  # nothing travels
+            return self.allreduce(tensor, op, participation, kind)
+        part = values.to(torch.float32, copy=True)
+        if participation.participating_rank is None:
+            part.zero_()
+        elif op == ReduceOp.AVG:
+            part.div_(participation.num_participants)
+        sent = encode_chunks(part, pg.size(), quantization)
+        received = torch.empty_like(sent)
+        flat = received.view(-1)
+        admitted = self._begin(values, op, kind)
+        if admitted is None:
+            return CompletedWork(tensor)
+        operation = admitted.operation
+        arguments: tuple[Any, ...] = (flat, sent.view(-1), [], [])
+        first = self._launch(received, pg.alltoall_base, *arguments, operation=operation)
+        if first is None:
+            return CompletedWork(tensor)
+
+        def finish() -> torch.Tensor:
+            if not first.wait():
+                return tensor
+            chunk = chunk_length(values.numel(), pg.size())
+            mine = sum_chunks(received, chunk, quantization)
+            second = self._launch(sent, pg.allgather, [list(sent.unbind())], [mine])
+            if second is not None and second.wait():
+                decode_chunks(sent, values, quantization)
+            return tensor
+
+        self.has_averages = True
+        self._works.append(ManagedWork(finish))
+        return self._works[-1]
+
     def launch(
         self,
         tensor: torch.Tensor,
@@ -204,19 +267,37 @@ class Collectives:
         operation that the program requested, if it is not ``op``. ``carrier``: the part of the
         tensor that carries the wish, shape (1,), if it has one.
         """
+        admitted = self._begin(tensor, called or op, kind, carrier)
+        if admitted is None:
+            return None
+        options = _SUM if op is ReduceOp.SUM else _options(op)
+        return self._launch(
+            tensor, self._pg.allreduce, [tensor], options, operation=admitted.operation
+        )
+
+    def _begin(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType,
+        kind: Kind,
+        carrier: torch.Tensor | None = None,
+    ) -> _Admitted | None:
+        """Begin the next operation of the step: compare it where that is due, and sum the wish.
+
+        Returns None if that failed, and the error was latched.
+        """
         self.launched = True  # first: an interrupt from here on counts as after the launch
         self._num_launched += 1
         if self._device is None or self._device != _CPU:
             self._device = tensor.device
         operation = None
         if self._num_agreed < self._num_launched:
-            operation = Operation.of(self._num_launched, tensor, called or op, kind)
+            operation = Operation.of(self._num_launched, tensor, op, kind)
             if not self._admit(operation, tensor.device):
                 return None
         if self._wish is not None and not self._add_wish(tensor.device, carrier):
             return None
-        options = _SUM if op is ReduceOp.SUM else _options(op)
-        return self._launch(tensor, self._pg.allreduce, [tensor], options, operation=operation)
+        return _Admitted(operation)
 
     def agree_on_states(self) -> bool:
         """Whether all groups have ended the step's operations, and compare their states next; if
@@ -483,18 +564,27 @@ def unfinished_pass() -> RequestRefused:
     )
 
 
-def check_arguments(tensor: torch.Tensor, quantized: bool, op: ReduceOp.RedOpType) -> None:
+def check_arguments(
+    tensor: torch.Tensor, should_quantize: bool | str, op: ReduceOp.RedOpType
+) -> Quantization | None:
     """Refuse invalid arguments of `Manager.allreduce`, on every group alike.
+
+    Returns in which numbers the tensor is sent (None: in its own).
 
     Raises:
         ConfigError: the message says what to change.
     """
-    if quantized:
-        raise ConfigError("should_quantize", True, "quantized reductions are not supported yet")
+    kind = resolve_quantization(should_quantize)
+    if kind is not None:
+        if op not in (ReduceOp.AVG, ReduceOp.SUM):
+            reason = "quantized reductions are sums and averages: use should_quantize=False"
+            raise ConfigError("reduce_op", op, reason)
+        check_quantizable(tensor)
     if op != ReduceOp.AVG:
         neutral_element(op, tensor.dtype)
     elif not (tensor.dtype.is_floating_point or tensor.dtype.is_complex):
         raise ConfigError("tensor", tensor.dtype, "whole numbers cannot be averaged")
+    return kind
 
 
 def neutral_element(op: ReduceOp.RedOpType, dtype: torch.dtype) -> float | int:

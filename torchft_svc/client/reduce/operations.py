@@ -60,11 +60,15 @@ class Kind(enum.IntEnum):
     BUCKET = 4  # torch's wrapper, after that
     STATES = 5  # the comparison of the groups' states
     NUMBERS = 6  # the program, with `Manager.mean` or `Manager.sum`
+    INT8 = 7  # the program, with `Manager.allreduce` in 8-bit numbers
+    FLOAT8 = 8  # the same, in floating-point ones
 
 
 _LAUNCHED_BY = {
     Kind.AVERAGE: "Manager.allreduce",
     Kind.NUMBERS: "Manager.mean or Manager.sum",
+    Kind.INT8: "Manager.allreduce with should_quantize='int8'",
+    Kind.FLOAT8: "Manager.allreduce with should_quantize='float8'",
     Kind.GRADIENTS: "gradients",
     Kind.FIRST_BUCKET: "a bucket of torch's DistributedDataParallel in its first backward pass",
     Kind.BUCKET: "a bucket of torch's DistributedDataParallel after its first backward pass",

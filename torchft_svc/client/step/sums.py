@@ -280,15 +280,20 @@ class StepSums:
     def allreduce(
         self,
         tensor: torch.Tensor,
-        quantized: bool,
+        should_quantize: bool | str,
         op: ReduceOp.RedOpType,
         kind: Kind = Kind.AVERAGE,
     ) -> dist.Work:
         """See `Manager.allreduce`."""
-        check_arguments(tensor, quantized, op)
+        quantization = check_arguments(tensor, should_quantize, op)
         if self.is_between_steps():
             return self._report(tensor, op)
-        return self._allreduce(tensor, op, kind)
+        if quantization is None:
+            return self._allreduce(tensor, op, kind)
+        if not self.can_reduce():
+            return CompletedWork(tensor)
+        participation = self._state.participation
+        return self.collectives.allreduce_quantized(tensor, op, participation, quantization)
 
     def _allreduce_bucket(self, bucket: torch.Tensor, kind: Kind) -> dist.Work:
         """See `Manager.allreduce_grad`; ``kind``: which pass of torch's wrapper it belongs to."""

@@ -1,0 +1,54 @@
+"""What the examples for slow links train: a character model on Python's own sources."""
+
+from __future__ import annotations
+
+import sysconfig
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+CONTEXT, BATCH, WIDTH, VOCABULARY = 16, 64, 64, 128
+
+
+def make_model() -> nn.Sequential:
+    """Return a model that predicts the character after ``CONTEXT`` others."""
+    return nn.Sequential(
+        nn.Embedding(VOCABULARY, WIDTH),
+        nn.Flatten(),
+        nn.Linear(CONTEXT * WIDTH, 256),
+        nn.ReLU(),
+        nn.Linear(256, VOCABULARY),
+    )
+
+
+class Text:
+    """Random batches of the text, and the loss and the speed since they were last shown."""
+
+    def __init__(self) -> None:
+        folder = Path(sysconfig.get_paths()["stdlib"])
+        text = b"".join(path.read_bytes() for path in sorted(folder.glob("*.py"))[:60])
+        whole = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
+        self._windows = whole.clamp(max=VOCABULARY - 1).unfold(0, CONTEXT + 1, 1)
+        self._losses: list[float] = []
+        self._since = time.monotonic()
+
+    def loss(self, model: nn.Module) -> Tensor:
+        """Return the loss of ``model`` on a batch that this process draws by itself."""
+        windows = self._windows[torch.randint(len(self._windows), (BATCH,))]
+        loss = functional.cross_entropy(model(windows[:, :CONTEXT]), windows[:, CONTEXT])
+        self._losses.append(loss.item())
+        return loss
+
+    def show(self, step: int, num_groups: int) -> None:
+        """Print the mean loss, and the tokens per second, since the last call."""
+        now = time.monotonic()
+        mean = sum(self._losses) / len(self._losses)
+        speed = len(self._losses) * BATCH / (now - self._since)
+        print(
+            f"synchronization {step} loss {mean:.3f} groups {num_groups} tokens/s {speed:.0f}",
+            flush=True,
+        )
+        self._losses, self._since = [], now

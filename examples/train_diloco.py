@@ -1,0 +1,58 @@
+"""DiLoCo: each group trains alone; every 100 updates an outer optimizer learns from all of them.
+
+    lighthouse --bind :29510
+    TORCHFT_LIGHTHOUSE=localhost:29510 REPLICA_GROUP_ID=0 python examples/train_diloco.py
+    TORCHFT_LIGHTHOUSE=localhost:29510 REPLICA_GROUP_ID=1 python examples/train_diloco.py
+
+Kill any of them and start it again: it is there again with the next synchronization.
+"""
+
+import argparse
+
+import torch
+from characters import Text, make_model
+
+from torchft_svc.client import Manager
+from torchft_svc.client.algorithms import DiLoCo
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train one replica group.")
+    parser.add_argument("--syncs", type=int, default=50, help="synchronizations to commit")
+    parser.add_argument("--sync-every", type=int, default=100, help="updates between two of them")
+    parser.add_argument("--quantize", choices=["int8", "float8"], help="send 8-bit numbers")
+    options = parser.parse_args()
+
+    model, text = make_model(), Text()
+    inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+
+    def load_state_dict(state: dict[str, dict[str, object]]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["inner"])
+
+    manager = Manager(
+        state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
+        load_state_dict=load_state_dict,
+        use_async_quorum=False,
+    )
+    algorithm = DiLoCo(
+        manager,
+        [model],
+        inner,
+        outer,
+        options.sync_every,
+        should_quantize=options.quantize or False,
+    )
+    with algorithm:
+        while manager.current_step() < options.syncs:
+            inner.zero_grad()
+            text.loss(model).backward()
+            inner.step()  # asks nobody, except in every 100th call
+            if not algorithm.inner_steps:
+                text.show(manager.current_step(), manager.num_participants())
+    manager.shutdown()
+
+
+if __name__ == "__main__":
+    main()
