@@ -230,7 +230,7 @@ class Collectives:
         sent = encode_chunks(part, pg.size(), quantization)
         received = torch.empty_like(sent)
         flat = received.view(-1)
-        admitted = self._begin(values, op, kind)
+        admitted = self._begin_operation(values, op, kind)
         if admitted is None:
             return CompletedWork(tensor)
         operation = admitted.operation
@@ -267,7 +267,7 @@ class Collectives:
         operation that the program requested, if it is not ``op``. ``carrier``: the part of the
         tensor that carries the wish, shape (1,), if it has one.
         """
-        admitted = self._begin(tensor, called or op, kind, carrier)
+        admitted = self._begin_operation(tensor, called or op, kind, carrier)
         if admitted is None:
             return None
         options = _SUM if op is ReduceOp.SUM else _options(op)
@@ -275,7 +275,7 @@ class Collectives:
             tensor, self._pg.allreduce, [tensor], options, operation=admitted.operation
         )
 
-    def _begin(
+    def _begin_operation(
         self,
         tensor: torch.Tensor,
         op: ReduceOp.RedOpType,
