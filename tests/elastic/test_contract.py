@@ -220,6 +220,55 @@ def test_agents_of_one_run_have_soft_policies_or_none(policy: str, tmp_path: Pat
         assert run.nodes["a"].wait() == 0
 
 
+FAILS = """
+import os, sys
+from pathlib import Path
+from torchft_svc.elastic import get_worker_info, report_progress
+from torchft_svc.errors import ConfigError
+get_worker_info()
+lives = Path(sys.argv[1], "lives-" + os.environ["NODE"])
+with lives.open("a") as file:
+    file.write("+")
+num_lives = len(lives.read_text())
+report_progress(5 if sys.argv[2] != "moves" else num_lives)
+if sys.argv[2] == "config":
+    raise ConfigError("lr", -1, "use more")
+if sys.argv[2] == "same":
+    raise ValueError(num_lives)
+os.kill(os.getpid(), 9)
+"""
+
+
+@both
+@pytest.mark.parametrize(
+    ("kind", "num_lives", "status"),
+    [("config", 1, 93), ("same", 2, 93), ("killed", 3, 93), ("moves", 5, 1)],
+)
+def test_restarts_that_cannot_help_end_the_run_with_a_verdict(
+    policy: str, kind: str, num_lives: int, status: int, tmp_path: Path
+) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    options = "--max-restarts=4", "--max-restarts-without-progress=2"
+    with launch(tmp_path, *options, nnodes="1", policy=policy) as run:
+        agent = run.start("a", script=[str(script), str(tmp_path), kind])
+        assert agent.wait() == status, agent.lines
+        assert (tmp_path / "lives-a").read_text() == "+" * num_lives
+        if kind == "killed":
+            assert has_said(run, "a", "2 restarts in a row have not got beyond step 5")
+
+
+@both
+def test_the_verdict_reaches_all_nodes_of_a_run(policy: str, tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text(FAILS)
+    options = "--max-restarts=4", "--max-restarts-without-progress=1"
+    with launch(tmp_path, *options, nnodes="2", policy=policy) as run:
+        run.start("a")
+        run.start("b", OTHER_HOST, script=[str(script), str(tmp_path), "killed"])
+        assert run.statuses() == {"a": 93, "b": 93}
+
+
 OTHER_HOST = "--local-addr=127.0.0.2"
 
 

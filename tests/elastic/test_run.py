@@ -22,6 +22,7 @@ from torchft_svc.elastic import run
 from torchft_svc.elastic.launcher import RestartPolicy
 from torchft_svc.env import PROGRESS_VARIABLE, VERDICT_VARIABLE
 from torchft_svc.errors import ConfigError
+from torchft_svc.host.exit_verdict import DO_NOT_REQUEUE
 
 SCRIPT = str(SCRIPTS / "recording_worker.py")
 NO_WAIT = ("--rdzv-conf=is_host=0,read_timeout=1", "--nnodes=2")
@@ -184,7 +185,7 @@ def test_bad_input_ends_with_one_sentence(
     monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
     with pytest.raises(SystemExit) as ended:
         run.main(arguments)
-    assert ended.value.code == 2
+    assert ended.value.code == DO_NOT_REQUEUE
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("torchft-run: error: ")
     assert sentence in said
@@ -208,7 +209,7 @@ def test_an_etcd_that_is_not_there_is_named(
     expected = "the connection to etcd has failed" if is_installed else "pip install python-etcd"
     with refusing() as address, pytest.raises(SystemExit) as ended:
         run.main([f"--rdzv-backend={back_end}", f"--rdzv-endpoint={address}", *NO_WAIT, SCRIPT])
-    assert ended.value.code == (1 if is_installed else 2)
+    assert ended.value.code == (1 if is_installed else DO_NOT_REQUEUE)
     assert expected in capsys.readouterr().err.splitlines()[-1]
 
 

@@ -14,6 +14,7 @@ from click.testing import CliRunner
 from support.running import CALL_S, FreshProcess, command, line_to
 
 import torchft_svc
+from torchft_svc.env import VERDICT_VARIABLE
 from torchft_svc.lighthouse_server.cli import main as lighthouse
 from torchft_svc.manager_server.cli import main as manager
 from torchft_svc.proto import torchft_pb2 as pb
@@ -106,6 +107,16 @@ def test_an_interface_that_is_not_there_is_a_usage_error() -> None:
     result = CliRunner(env={"TORCHFT_INTERFACE": "ib7"}).invoke(manager, NEEDED)
     assert result.exit_code == 2, result.output
     assert "TORCHFT_INTERFACE='ib7' cannot work: this machine has no such" in result.output
+
+
+@pytest.mark.parametrize("main", [lighthouse, manager])
+def test_a_scheduler_may_ask_services_for_a_verdict(main: click.Command) -> None:
+    runner = CliRunner(env={VERDICT_VARIABLE: "93"})
+    assert runner.invoke(main, ["--nonsense"]).exit_code == 93
+    assert runner.invoke(main, ["drain", "--nonsense"]).exit_code == 2
+    assert runner.invoke(main, ["--version"]).exit_code == 0
+    runner = CliRunner(env={VERDICT_VARIABLE: "none"})
+    assert runner.invoke(main, ["--nonsense"]).exit_code == 2
 
 
 @pytest.mark.parametrize("main", [lighthouse, manager])

@@ -502,6 +502,33 @@ def test_the_same_error_at_the_same_step_ends_early(max_retries: int) -> None:
     assert (end.error.kind, end.error.step) == ("ValueError", 7)
 
 
+def test_restarts_that_never_get_beyond_a_step_end_it() -> None:
+    story = Story(replace(RULES, max_restarts_without_progress=2))
+    workers = trained(story, 7, max_retries=UNLIMITED)
+    for num_restarts in range(3):
+        assert story.machine.retries.num == num_restarts
+        story.lose(workers[0])
+        story.end_all()
+        if num_restarts < 2:
+            assert not story.of(EndCommand)
+            workers = story.form(step=5)  # from a checkpoint
+            story.train(workers, 7)
+    (end,) = story.of(EndCommand)
+    assert end.is_final
+    assert end.reason == "2 restarts in a row have not got beyond step 7: worker 0: killed"
+
+
+def test_restarts_that_get_beyond_a_step_go_on() -> None:
+    story = Story(replace(RULES, max_restarts_without_progress=1))
+    workers = trained(story, 7, max_retries=UNLIMITED)
+    for step in range(8, 14):
+        story.lose(workers[0])
+        story.end_all()
+        workers = story.form(step=5)
+        story.train(workers, step)
+    assert story.machine.retries.num == 6
+
+
 @pytest.mark.parametrize(("kind", "step"), [("KeyError", 7), ("ValueError", 8)])
 def test_another_error_is_tried_again(kind: str, step: int) -> None:
     story = Story()

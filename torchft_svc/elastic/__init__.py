@@ -14,6 +14,7 @@ from torchft_svc.elastic.runtime import (
     init_world,
     leave_world,
     on_worker_event,
+    report_progress,
     wait_for_worker_event,
     world_changed,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "init_world",
     "leave_world",
     "on_worker_event",
+    "report_progress",
     "wait_for_worker_event",
     "world_changed",
 ]

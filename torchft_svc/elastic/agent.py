@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from torchft_svc.core.launch.agent import AgentConfig, AgentMachine, Outcome
 from torchft_svc.core.launch.world import World
+from torchft_svc.core.restart_progress import RestartProgress
 from torchft_svc.elastic.driver import AgentDriver, Meeting, News
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.policy import RestartPolicyStrategy, SoftRestartPolicyStrategy
@@ -66,14 +67,16 @@ class AgentSettings:
     """What an agent needs besides torch's own arguments.
 
     ``parameters`` are those of the rendezvous; ``signals`` end the agent and its workers;
-    ``progress`` is what the workers record; ``preload`` are the modules that a fork server imports
-    for workers (None: there is none).
+    ``progress`` is what the workers record; ``max_restarts_without_progress`` restarts in a row
+    that do not get beyond a step are the last ones (None: no limit); ``preload`` are the modules
+    that a fork server imports for workers (None: there is none).
     """
 
     strategy: RestartPolicyStrategy
     parameters: RendezvousParameters
     signals: str
     progress: WorkerProgress
+    max_restarts_without_progress: int | None = None
     preload: Sequence[str] | None = None
 
 
@@ -94,6 +97,8 @@ class ElasticAgent(LocalElasticAgent):
             spec, logs_specs, start_method, exit_barrier_timeout, log_line_prefix_template, **more
         )
         self._settings = settings
+        self._restart_progress = RestartProgress(settings.max_restarts_without_progress)
+        self.final_reason = ""  # why a restart of this node would not help
         self.has_left = False  # it has reported how this node ends
         self._waits_since: float | None = time.monotonic()  # for a world
 
@@ -110,14 +115,21 @@ class ElasticAgent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Monitor as torch does; failures because the world has broken use up no restart."""
         result: RunResult = super()._monitor_workers(worker_group)
-        handler = worker_group.spec.rdzv_handler
-        if not isinstance(handler, LighthouseRendezvous) or not result.is_failed():
+        if not result.is_failed():
             return result
-        if not (_may_be_a_consequence(result) and handler.wait_for_change(CONSEQUENCE_S)):
+        handler, final_code = worker_group.spec.rdzv_handler, self._settings.progress.final_code
+        is_final = any(each.exitcode == final_code for each in result.failures.values())
+        if isinstance(handler, LighthouseRendezvous):
+            may_be = not is_final and _may_be_a_consequence(result)
+            if may_be and handler.wait_for_change(CONSEQUENCE_S):
+                log.info("workers have failed because their world has broken")
+                return RunResult(state=WorkerState.HEALTHY)  # torch looks for changes then
             handler.record_failure()
-            return result
-        log.info("workers have failed because their world has broken")
-        return RunResult(state=WorkerState.HEALTHY)  # torch looks for changes then
+        why_in_vain = self._restart_progress.record_failure(self._settings.progress.step)
+        if is_final or why_in_vain:
+            self.final_reason = why_in_vain or f"a worker has ended with status {final_code}"
+            self._remaining_restarts = 0  # torch ends then
+        return result
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = KILL_AFTER_S, **more: Any
@@ -185,6 +197,7 @@ class ElasticAgent(LocalElasticAgent):
                     ready_timeout_s=strategy.ready_timeout_s,
                     exit_barrier_timeout_s=self._exit_barrier_timeout,
                     max_soft_failures=strategy.max_soft_failures,
+                    max_restarts_without_progress=self._settings.max_restarts_without_progress,
                     failure_window_s=strategy.failure_window_s,
                     can_warm_up=self._has_lighthouse,
                     reactions=strategy.reactions(),
@@ -204,9 +217,10 @@ class ElasticAgent(LocalElasticAgent):
             )
             end = driver.run(self._settings.signals)
             self._remaining_restarts = machine.num_restarts_left
+            self.final_reason = end.reason if end.final else ""
             result = self._result(end.outcome, group)
             if result.is_failed() and not result.failures:  # torch could not say why
-                raise TrainingFailed(end.reason, machine.num_restarts)
+                raise TrainingFailed(end.reason, machine.num_restarts, end.final)
             return result
 
     @property

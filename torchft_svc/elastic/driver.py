@@ -57,6 +57,7 @@ from torchft_svc.core.launch.world import (
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.messages import WorkerAck, WorkerMessage, WorkerStarted
 from torchft_svc.elastic.progress import WorkerProgress, usable_s
+from torchft_svc.elastic.rendezvous.handler import RunGivenUp
 from torchft_svc.elastic.rendezvous.polled import MeetingFailed, PolledNews, WorldOver
 from torchft_svc.errors import Unauthorized
 from torchft_svc.host.address import LOOPBACK
@@ -235,8 +236,15 @@ class AgentDriver:
         failed = [end for end in ends if end.failure is not None]
         if failed:
             shown = ", ".join(f"{end.local_rank} (exit code {end.exit_code})" for end in failed)
-            ranks = [end.local_rank for end in failed]
-            self._queue.execute(self._machine.workers_failed(f"worker {shown} failed", ranks, now))
+            self._queue.execute(
+                self._machine.workers_failed(
+                    f"worker {shown} failed",
+                    [end.local_rank for end in failed],
+                    now,
+                    self._progress.step,
+                    is_final=any(end.exit_code == self._progress.final_code for end in failed),
+                )
+            )
         elif ends and self._group.has_finished:
             self._queue.execute(self._machine.workers_succeeded(now))
         elif ends:  # the others may have been waiting for them
@@ -359,7 +367,8 @@ class AgentDriver:
         if end.outcome is Outcome.RENDEZVOUS_FAILED:
             raise RendezvousTimeoutError(end.reason)
         if end.outcome is Outcome.RUN_CLOSED:
-            raise RendezvousClosedError(f"the run is over: {end.reason}")
+            kind = RunGivenUp if end.final else RendezvousClosedError
+            raise kind(f"the run is over: {end.reason}")
         if end.outcome is Outcome.DRAINED:
             raise RendezvousGracefulExitError(end.reason)
         if end.outcome is Outcome.STOPPED:

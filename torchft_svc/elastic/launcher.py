@@ -86,6 +86,9 @@ class LaunchConfig(torch_launcher.LaunchConfig):
         failure_window: seconds for which a failure counts.
         max_run_failures: with more failures of all nodes together within ``failure_window``, the
             run ends with an error (None: never); it needs a lighthouse, as does the next one.
+        max_restarts_without_progress: with so many restarts in a row after which the workers have
+            not committed a step beyond their last one, the run ends with an error that is final
+            (None: no limit); it needs workers that record their steps.
         max_node_failures: with more failures of one node within ``failure_window``, it is excluded
             from the run for as long (None: never).
         exit_barrier: whether a node whose workers have finished waits for the nodes that are
@@ -106,6 +109,7 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     failure_window: float = FAILURE_WINDOW_S
     max_run_failures: int | None = None
     max_node_failures: int | None = None
+    max_restarts_without_progress: int | None = None
     exit_barrier: str = "alive"
     exit_barrier_timeout: float = 300.0
     warm_start: bool = False
@@ -138,10 +142,19 @@ class LaunchConfig(torch_launcher.LaunchConfig):
             limit = getattr(self, name)
             if limit is not None and not 0 <= limit <= MAX_FAILURES:
                 raise ConfigError(name, limit, f"use 0 to {MAX_FAILURES}")
+        without = self.max_restarts_without_progress
+        if without is not None and without < 1:
+            raise ConfigError("max_restarts_without_progress", without, "use 1 or more")
         for name in ("max_run_failures", "max_node_failures"):
             if getattr(self, name) is not None and self.rdzv_backend != BACKEND:
                 reason = f"only a lighthouse counts the failures of nodes, not {self.rdzv_backend}"
                 raise ConfigError(name, getattr(self, name), reason)
+
+
+class FinalChildFailedError(ChildFailedError):
+    """Workers have failed, and a restart cannot mend that."""
+
+    is_final = True
 
 
 class elastic_launch:  # noqa: N801 - torch's name
@@ -228,7 +241,8 @@ def launch_agent(
     workers.
 
     Raises:
-        ChildFailedError: workers have failed, and no restart is left.
+        ChildFailedError: workers have failed, and no restart is left; a `FinalChildFailedError` if
+            a restart could not mend it.
         TrainingFailed: they could not be started, or did not answer, and no restart is left.
         SignalException: this process has received a signal, and has ended the workers.
         RendezvousError: there is no world for this node.
@@ -260,7 +274,8 @@ def launch_agent(
     handler = _rendezvous_handler(parameters)
     preload = config.warm_start_preload if config.warm_start else None
     with recording_progress(config.nproc_per_node, socket.gethostname()) as progress:
-        settings = AgentSettings(strategy, parameters, signals, progress, preload)
+        limit = config.max_restarts_without_progress
+        settings = AgentSettings(strategy, parameters, signals, progress, limit, preload)
         agent = _agent(config, (entrypoint, args), settings, handler, health_check_server)
         return _run(agent, handler, name, config.event_log_handler)
 
@@ -290,6 +305,9 @@ def _run_agent(agent: ElasticAgent, name: str, event_log_handler: str) -> dict[i
     events.record(agent.get_event_succeeded(), event_log_handler)  # the agent, not its workers
     if result is None:  # the rendezvous has ended gracefully, without this node
         return {}
+    if result.is_failed() and agent.final_reason:
+        log.error("no restart would help: %s", agent.final_reason)
+        raise FinalChildFailedError(name=name, failures=result.failures)
     if result.is_failed():
         raise ChildFailedError(name=name, failures=result.failures)
     return result.return_values

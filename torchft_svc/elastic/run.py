@@ -29,17 +29,24 @@ from torch.distributed.elastic.rendezvous import RendezvousError
 from torchft_svc import env
 from torchft_svc.core.launch.restart import RestartPolicy
 from torchft_svc.core.launch.world import FAILURE_WINDOW_S, MAX_FAILURES
-from torchft_svc.elastic.launcher import LaunchConfig, elastic_launch, from_torch
+from torchft_svc.elastic.launcher import (
+    FinalChildFailedError,
+    LaunchConfig,
+    elastic_launch,
+    from_torch,
+)
 from torchft_svc.elastic.policy import MAX_SOFT_FAILURES, STOPPED_TIMEOUT_S
 from torchft_svc.elastic.rendezvous.config import BACKEND, EXIT_BARRIERS
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.elastic.workers import check_program
 from torchft_svc.errors import ConfigError, PeerError, UsageError
+from torchft_svc.host.exit_verdict import DO_NOT_REQUEUE, do_not_requeue_exit_code, is_final
 from torchft_svc.host.line_writer import READER_PATIENCE_S, unblocked_output
 from torchft_svc.host.log_format import Speaker, make_formatter
 from torchft_svc.host.log_limit import LimitedLog, level_number
 
 _DEFAULT_MASTER_PORT = 29500  # torchrun's
+_USAGE = 2  # argparse's
 _POLICIES = tuple(policy.value for policy in RestartPolicy)
 
 
@@ -146,6 +153,15 @@ def _add_failure_arguments(parser: ArgumentParser) -> None:
     )
     _add(
         group,
+        "--max-restarts-without-progress",
+        "When so many restarts in a row have not got beyond the step that workers had committed "
+        "before, the run ends with a status that tells schedulers not to start it again (default: "
+        "it does not). Workers with a Manager report their steps, others by "
+        "torchft_svc.elastic.report_progress().",
+        **number,
+    )
+    _add(
+        group,
         "--failure-window",
         f"For how long a failure counts (default {FAILURE_WINDOW_S:g}).",
         type=float,
@@ -166,7 +182,12 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
     Raises:
         ConfigError: a value that cannot work.
     """
-    parsed = get_args_parser().parse_args(args)
+    try:
+        parsed = get_args_parser().parse_args(args)
+    except SystemExit as end:  # arguments that argparse refuses
+        if end.code == _USAGE:
+            raise SystemExit(_final_status()) from None
+        raise
     if parsed.restart_policy not in _POLICIES:
         raise ConfigError("--restart-policy", parsed.restart_policy, f"use one of {_either()}")
     if parsed.exit_barrier not in EXIT_BARRIERS:
@@ -203,6 +224,9 @@ def _check_numbers(parsed: Namespace) -> None:
         limit = getattr(parsed, name)
         if limit is not None and not 0 <= limit <= MAX_FAILURES:
             raise ConfigError(_flag(name), limit, f"use 0 to {MAX_FAILURES}")
+    limit = parsed.max_restarts_without_progress
+    if limit is not None and limit < 1:
+        raise ConfigError("--max-restarts-without-progress", limit, "use 1 or more")
     if parsed.nproc_per_node.lstrip("+-").isdigit() and int(parsed.nproc_per_node) < 1:
         raise ConfigError("--nproc-per-node", parsed.nproc_per_node, "use 1 or more")
 
@@ -241,6 +265,7 @@ def config_from_args(
         failure_window=args.failure_window,
         max_run_failures=args.max_run_failures,
         max_node_failures=args.max_node_failures,
+        max_restarts_without_progress=args.max_restarts_without_progress,
         exit_barrier=args.exit_barrier,
         exit_barrier_timeout=args.exit_barrier_timeout,
         warm_start=args.warm_start,
@@ -257,15 +282,27 @@ def run(args: Namespace) -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """The command. Failed workers and signals end it as they end torchrun."""
+    """The command. Failed workers and signals end it as they end torchrun.
+
+    Where a restart of this launcher cannot mend the error, its exit status says so.
+    """
     try:
         parsed = parse_args(args)
         with _logging_to_stderr(parsed.rdzv_id):
             run(parsed)
-    except UsageError as error:
-        _end(error, 2)
-    except (PeerError, RendezvousError, DistError) as error:
-        _end(error, 1)
+    except (UsageError, PeerError, RendezvousError, DistError) as error:
+        is_usage = isinstance(error, UsageError)
+        _end(error, _final_status() if is_usage or is_final(error) else 1)
+    except FinalChildFailedError as error:
+        sys.excepthook(type(error), error, error.__traceback__)  # as torchrun shows it
+        sys.exit(_final_status())
+
+
+def _final_status() -> int:
+    try:
+        return do_not_requeue_exit_code()
+    except ConfigError:  # of the variable itself
+        return DO_NOT_REQUEUE
 
 
 @contextlib.contextmanager

@@ -47,6 +47,8 @@ from torchft_svc.errors import (
     WorkerEnding,
     WorldSuperseded,
 )
+from torchft_svc.host.exit_verdict import give_verdicts
+from torchft_svc.host.progress_file import ProgressFile, open_progress
 
 if TYPE_CHECKING:
     from torchft_svc.elastic.world_group import WorldGroup
@@ -236,6 +238,26 @@ def ack_worker_event() -> None:
     ``--soft-ready-timeout`` is treated as failed.
     """
     _worker().ack()
+
+
+def report_progress(step: int) -> None:
+    """Record that this worker has finished step ``step``, for the agent that restarts it.
+
+    For programs without a `Manager`, which does so itself. Costs less than a microsecond; without
+    an agent of ours it does nothing. From the first call on, an uncaught error that a restart
+    cannot mend, such as one that comes twice from one line at one step, ends the run.
+
+    Raises:
+        ConfigError: a variable of the environment cannot work.
+    """
+    global _progress
+    if _progress is None:
+        give_verdicts()
+        _progress = open_progress(Environment().progress_file)
+    _progress.record_step(step)
+
+
+_progress: ProgressFile | None = None
 
 
 def on_worker_event(call: Callable[[WorkerEvent], object]) -> None:

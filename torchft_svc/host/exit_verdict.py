@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Any
 
 from torchft_svc import env
-from torchft_svc.errors import TorchFTError, WorkerFailed
+from torchft_svc.errors import WorkerFailed
 from torchft_svc.host.peer_errors import is_peers_error
 from torchft_svc.host.progress_file import ProgressFile, open_progress
 
@@ -35,11 +35,14 @@ def do_not_requeue_exit_code() -> int:
 
 
 def is_final(error: BaseException) -> bool:
-    """Whether a restart of the program that ends with ``error`` cannot mend it."""
+    """Whether a restart of the program that ends with ``error`` cannot mend it.
+
+    An error of the program itself may say so, too, by an attribute ``is_final``.
+    """
     cause = error.__cause__
     if isinstance(cause, WorkerFailed) and cause.is_final:  # `Trainer` raises the user's error
         return True
-    return isinstance(error, TorchFTError) and error.is_final
+    return bool(getattr(error, "is_final", False))
 
 
 def give_verdicts() -> None:

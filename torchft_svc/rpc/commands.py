@@ -13,7 +13,14 @@ import grpc
 from google.protobuf.message import Message
 
 from torchft_svc.core.route import Route
-from torchft_svc.errors import DeadlineExceeded, NotLeader, TorchFTError, Unreachable
+from torchft_svc.env import Environment
+from torchft_svc.errors import (
+    ConfigError,
+    DeadlineExceeded,
+    NotLeader,
+    TorchFTError,
+    Unreachable,
+)
 from torchft_svc.host.address import split_addresses
 from torchft_svc.rpc.channel import open_channel
 from torchft_svc.rpc.codec import JOB_KEY
@@ -61,10 +68,16 @@ class ServiceCommand(click.Command):
     def invoke(self, ctx: click.Context) -> Any:
         return super().invoke(ctx) if ctx.command is self else ctx.command.invoke(ctx)
 
-    def main(self, *args: Any, **extra: Any) -> Any:
+    def main(self, args: Sequence[str] | None = None, *more: Any, **extra: Any) -> Any:
         """Run the command as click does; a failure to print (a full disk) is one sentence, too."""
         try:
-            return super().main(*args, **extra)
+            return super().main(args, *more, **extra)
+        except SystemExit as end:
+            words = sys.argv[1:] if args is None else args
+            is_service = not words or words[0] not in self._operator_commands
+            if is_service and end.code == click.UsageError.exit_code:
+                sys.exit(_verdict() or end.code)
+            raise
         except OSError as error:
             if error.errno not in _UNWRITABLE:
                 raise
@@ -81,6 +94,14 @@ class ServiceCommand(click.Command):
                     for name, command in self._operator_commands.items()
                 ]
             )
+
+
+def _verdict() -> int | None:
+    """Return the status of a service whose settings cannot work, if its scheduler asked for one."""
+    try:
+        return Environment().do_not_requeue_exit_code
+    except ConfigError:
+        return None
 
 
 def _version_option() -> click.Option:

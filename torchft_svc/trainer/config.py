@@ -42,6 +42,7 @@ class TrainerConfig(TrainingProgram):
     max_pause_s: float = 60.0
     resources_timeout_s: float = 600.0
     grow_every_s: float = 5.0
+    max_restarts_without_progress: int | None = None
 
     def __post_init__(self) -> None:
         self._check_program()
@@ -80,6 +81,7 @@ class TrainerConfig(TrainingProgram):
             max_pause_s=self.max_pause_s,
             resources_timeout_s=self.resources_timeout_s,
             grow_every_s=self.grow_every_s,
+            max_restarts_without_progress=self.max_restarts_without_progress,
         )
 
     def job(self) -> bytes:

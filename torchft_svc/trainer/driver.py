@@ -571,9 +571,14 @@ class TrainerDriver:
                 step=failed.position.step,
                 is_repeated=ended.is_repeated,
                 traceback=failed.traceback,
+                is_final=ended.is_repeated or failed.is_final,
             )
             raise _unpickled(failed) or cause from cause
-        raise TrainingFailed(reason=ended.reason, num_retries=self._machine.retries.num)
+        raise TrainingFailed(
+            reason=ended.reason,
+            num_retries=self._machine.retries.num,
+            is_final=ended.is_final,
+        )
 
 
 def _program_error(failed: Failed) -> ProgramError:
@@ -582,6 +587,7 @@ def _program_error(failed: Failed) -> ProgramError:
         message=failed.message,
         step=failed.position.step,
         is_peers=failed.is_peers,
+        place=failed.place,
         is_final=failed.is_final,
         refuses_state=failed.refuses_state,
         payload=failed,

@@ -197,6 +197,7 @@ class Failed:
         pickled: the error itself; empty if it cannot be pickled.
         position: where it happened.
         is_peers: a collective failed, which another worker may have caused.
+        place: the class of the error, and the line that has raised it.
         is_final: a restart cannot mend it, such as a `ConfigError`.
         refuses_state: the state to begin with could not be read, or does not fit.
     """
@@ -207,6 +208,7 @@ class Failed:
     pickled: bytes
     position: Position
     is_peers: bool = False
+    place: str = ""
     is_final: bool = False
     refuses_state: bool = False
 

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from torchft_svc.client.runtime.trainer_log import speak_on_stderr
 from torchft_svc.env import Environment
 from torchft_svc.errors import CheckpointError, ConfigError
+from torchft_svc.host.exit_verdict import give_verdicts
 from torchft_svc.host.log_format import Speaker
 from torchft_svc.trainer.backend import Backend
 from torchft_svc.trainer.checkpoint import (
@@ -117,7 +118,13 @@ class Trainer:
         first_pause_s, max_pause_s, resources_timeout_s: without resources, the trainer looks again
             after a time that doubles; so long without them costs another retry.
         grow_every_s: how often a report is a moment to look for resources of missing workers.
+        max_restarts_without_progress: when so many restarts in a row have not got beyond the last
+            step, `train` ends with a `TrainingFailed` that is final, whatever retries are left
+            (default: never).
         show_progress: a progress bar (default: on a terminal).
+
+    With ``TORCHFT_DO_NOT_REQUEUE_EXIT_CODE`` an uncaught error that a restart of the program cannot
+    mend ends it with that status.
 
     Raises:
         ConfigError: a setting that cannot work.
@@ -159,9 +166,11 @@ class Trainer:
         max_pause_s: float = 60.0,
         resources_timeout_s: float = 600.0,
         grow_every_s: float = 5.0,
+        max_restarts_without_progress: int | None = None,
         show_progress: bool | None = None,
         **unknown: Any,
     ) -> None:
+        give_verdicts()
         arguments = dict(locals())
         check_options(Trainer.__init__, unknown.items())
         for name in ("self", "unknown", "backend", "show_progress"):

@@ -22,7 +22,7 @@ import cloudpickle
 import torch
 
 from torchft_svc.errors import ChannelClosed, CheckpointError, ConfigError
-from torchft_svc.host.exit_verdict import is_final
+from torchft_svc.host.exit_verdict import is_final, place_of
 from torchft_svc.host.peer_errors import is_peers_error
 from torchft_svc.trainer.backend import Link
 from torchft_svc.trainer.checkpoint import load_checkpoint
@@ -315,6 +315,7 @@ def _describe_error(error: BaseException, held: HeldState) -> Failed:
         pickled=_pickled(error),
         position=held.position,
         is_peers=is_peers_error(error),
+        place=place_of(error, error.__traceback__),
         is_final=is_final(error),
         refuses_state=held.is_refused,
     )

@@ -65,10 +65,10 @@ class Play:
         self.state: AgentState | None = None
         self.does("started", None, OpenStore())
 
-    def does(self, what: str, argument: Any, *expected: Order) -> None:
+    def does(self, what: str, argument: Any, *expected: Order, **more: Any) -> None:
         """Check that this input leads to these orders, besides the state for the lighthouse."""
         take = getattr(self.machine, what)
-        given = take(self.now) if argument is None else take(*argument, self.now)
+        given = take(self.now) if argument is None else take(*argument, self.now, **more)
         sent = [order for order in given if isinstance(order, SendState)]
         assert len(sent) <= 1
         if sent:
@@ -269,6 +269,37 @@ def test_hard_failure() -> None:
     leave = SendLeave(AgentLeave("again", failed=True, closes=True))
     play.does("workers_failed", ("again", (0,)), leave, StopWorkers("again"))
     play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "again"))
+
+
+@pytest.mark.parametrize("policy", RestartPolicy)
+def test_a_failure_that_no_restart_mends_uses_none(policy: RestartPolicy) -> None:
+    play = working(policy, max_restarts=5)
+    closes = policy is RestartPolicy.HARD
+    leave = SendLeave(AgentLeave("bad settings", failed=True, closes=closes, final=True))
+    stop = StopWorkers("bad settings")
+    play.does("workers_failed", ("bad settings", (1,)), leave, stop, is_final=True)
+    play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "bad settings", final=True))
+
+
+@pytest.mark.parametrize("policy", [RestartPolicy.HARD, RestartPolicy.SOFT])
+def test_restarts_that_never_get_beyond_a_step_end_the_run(policy: RestartPolicy) -> None:
+    play = working(policy, max_restarts=5, max_restarts_without_progress=1)
+    play.does("workers_failed", ("it died", (1,)), StopWorkers("it died"), step=7)
+    if policy is RestartPolicy.HARD:
+        play.receives(BOTH)
+        play.does("workers_stopped", None, StartWorkers(BOTH, False, 1))
+    else:
+        play.does("workers_stopped", None, StartWorkers(ALONE, True, 1))
+    reason = "1 restart has not got beyond step 7: again"
+    leave = SendLeave(AgentLeave(reason, failed=True, closes=True, final=True))
+    play.does("workers_failed", ("again", (0,)), leave, StopWorkers(reason), step=7)
+    play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, reason, final=True))
+
+
+def test_a_run_that_is_closed_for_good_ends_so_on_all_nodes() -> None:
+    play = working()
+    play.receives(RunClosed("in vain", failed=True, final=True), StopWorkers("in vain"))
+    play.does("workers_stopped", None, End(Outcome.RUN_CLOSED, "in vain", final=True))
 
 
 def test_soft_no_replace_leaves_with_its_first_failure() -> None:

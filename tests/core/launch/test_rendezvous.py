@@ -164,6 +164,15 @@ def test_l36_a_drained_node_ends_and_the_others_go_on(node: str) -> None:
         launch.rendezvous.drain("other", "a", "", launch.now)
 
 
+@pytest.mark.parametrize("final", [True, False])
+def test_l15_who_closes_a_run_says_whether_a_restart_would_help(final: bool) -> None:
+    launch = started("2", "ab")
+    leave = AgentLeave("it failed", failed=True, closes=True, final=final)
+    launch.agents["a"].send_leave(leave)
+    assert launch.agents["b"].end is not None
+    assert launch.agents["b"].end.final is final
+
+
 def test_limits_on_runs_and_nodes() -> None:
     rendezvous = Rendezvous(RendezvousRules(max_runs=1, max_nodes_per_run=2), 0.0)
     rendezvous.opened(1, "x", hello("a"), 0.0)

@@ -56,9 +56,13 @@ def test_the_others_learn_of_a_failure_before_its_workers_are_ended(policy: Rest
 
 
 @pytest.mark.parametrize("policy", RestartPolicy)
-def test_only_the_hard_policy_closes_the_run(policy: RestartPolicy) -> None:
-    closes = any(Reaction.CLOSE_RUN in steps for steps in REACTIONS[policy].values())
-    assert closes == (policy is RestartPolicy.HARD)
+def test_only_the_hard_policy_closes_the_run_for_a_failure_of_one_node(
+    policy: RestartPolicy,
+) -> None:
+    closing = {event for event, steps in REACTIONS[policy].items() if Reaction.CLOSE_RUN in steps}
+    of_hard = {RunEvent.NO_RESTART_LEFT, RunEvent.FINAL_FAILURE}
+    assert closing - {RunEvent.NO_PROGRESS} == (of_hard if policy is RestartPolicy.HARD else set())
+    assert RunEvent.NO_PROGRESS in closing, "all nodes are at one step"
 
 
 FAILURES = [

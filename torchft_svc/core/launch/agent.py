@@ -49,6 +49,7 @@ from torchft_svc.core.launch.world import (
     WorldReached,
 )
 from torchft_svc.core.pausable_clock import PausableClock
+from torchft_svc.core.restart_progress import RestartProgress
 from torchft_svc.errors import ConfigError
 
 # How much later an agent ends a wait by itself, if the lighthouse does not.
@@ -232,8 +233,9 @@ class AgentConfig:
     to reach a world (0: they need not). ``exit_barrier_timeout_s``: how long the others may take
     after the workers of this node have finished. ``max_soft_failures``: more failures within
     ``failure_window_s``, and since all workers were started, restart all of them again.
-    ``can_warm_up``: start workers before there is a world (soft policies, with a lighthouse).
-    ``reactions``: a table for ``policy`` (default: its own).
+    ``max_restarts_without_progress``: so many restarts in a row that do not get beyond a step end
+    the run (None: no limit). ``can_warm_up``: start workers before there is a world (soft policies,
+    with a lighthouse). ``reactions``: a table for ``policy`` (default: its own).
     """
 
     node: Node
@@ -243,6 +245,7 @@ class AgentConfig:
     ready_timeout_s: float = 300.0
     exit_barrier_timeout_s: float = 300.0
     max_soft_failures: int = 3
+    max_restarts_without_progress: int | None = None
     failure_window_s: float = FAILURE_WINDOW_S
     can_warm_up: bool = True
     reactions: Mapping[RunEvent, tuple[Reaction, ...]] | None = None
@@ -303,6 +306,8 @@ class AgentMachine:
         #: When workers have failed since all were started, as often as matters.
         self._soft_failures: deque[float] = deque(maxlen=config.max_soft_failures + 1)
         self._failure = ""
+        self._is_final = False  # a restart cannot mend it
+        self._progress = RestartProgress(config.max_restarts_without_progress)
         #: How it ends when the plan is over.
         self._end: End | None = None
         self._has_left = False
@@ -384,9 +389,26 @@ class AgentMachine:
 
         return self._process(now, apply)
 
-    def workers_failed(self, reason: str, local_ranks: Iterable[int], now: float) -> Orders:
-        """React to workers that have ended with an error, or could not be started."""
-        return self._process(now, lambda at: self._record_failure(reason, local_ranks, at))
+    def workers_failed(
+        self,
+        reason: str,
+        local_ranks: Iterable[int],
+        now: float,
+        step: int | None = None,
+        *,
+        is_final: bool = False,
+    ) -> Orders:
+        """React to workers that have ended with an error, or could not be started.
+
+        ``step``: that they have committed last (None: not known). ``is_final``: a restart cannot
+        mend it.
+        """
+
+        def apply(at: float) -> None:
+            self._is_final = is_final
+            self._record_failure(reason, local_ranks, at, step=step)
+
+        return self._process(now, apply)
 
     def workers_cut_off(self, reason: str, now: float) -> Orders:
         """Treat workers whose channel is gone as failed, if an answer of theirs is awaited (L16).
@@ -526,7 +548,13 @@ class AgentMachine:
         self._status = AgentStatus.READY
 
     def _record_failure(
-        self, reason: str, local_ranks: Iterable[int], now: float, is_hopeless: bool = False
+        self,
+        reason: str,
+        local_ranks: Iterable[int],
+        now: float,
+        *,
+        step: int | None = None,
+        is_hopeless: bool = False,
     ) -> None:
         is_over = self._end is not None or self._status is AgentStatus.FINISHED
         if is_over or not self._has_workers or self._step is Reaction.STOP_WORKERS:
@@ -545,6 +573,12 @@ class AgentMachine:
             most + 1 if is_hopeless else num_failures,
             most,
         )
+        why_in_vain = self._progress.record_failure(step)
+        if self._is_final:
+            event = RunEvent.FINAL_FAILURE
+        elif why_in_vain:
+            event, self._is_final = RunEvent.NO_PROGRESS, True
+            self._failure = f"{why_in_vain}: {reason}"
         self._begin_event(event, now)
 
     def _fail_unanswered(self, reason: str, now: float) -> None:
@@ -610,8 +644,9 @@ class AgentMachine:
         return is_waiting and self._is_in_world() and not self._has_next_world()
 
     def _begin_event(self, event: RunEvent, now: float) -> None:
-        reactions = self.config.reactions or REACTIONS[self.config.policy]
-        self._begin_plan(reactions[event], now, event)
+        usual = REACTIONS[self.config.policy][event]
+        own = self.config.reactions or {}
+        self._begin_plan(own.get(event, usual), now, event)
 
     def _begin_plan(
         self, steps: Iterable[Reaction], now: float, event: RunEvent = RunEvent.SCALE_UP
@@ -663,9 +698,10 @@ class AgentMachine:
         elif step is Reaction.RESUME:
             self._resume_workers(now)
         else:
-            self._end = End(Outcome.WORKERS_FAILED, self._failure)
+            failure, is_final = self._failure, self._is_final
+            self._end = End(Outcome.WORKERS_FAILED, failure, final=is_final)
             closes = step is Reaction.CLOSE_RUN
-            self._leave_run(AgentLeave(self._failure, failed=True, closes=closes))
+            self._leave_run(AgentLeave(failure, failed=True, closes=closes, final=is_final))
         return True
 
     def _leave_world(self, status: AgentStatus) -> None:

@@ -318,7 +318,9 @@ class LaunchedRun:
             return [EndStream(agent.stream)]
         orders = self._part_with(agent, reason, at)
         if leave.closes:
-            return orders + self._close(f"node {node_id!r}: {reason}", leave.failed, at)
+            return orders + self._close(
+                f"node {node_id!r}: {reason}", leave.failed, at, leave.final
+            )
         return orders + self._decide(at)
 
     def stream_ended(self, node_id: str, reason: str, at: float) -> list[Order]:
@@ -790,8 +792,8 @@ class LaunchedRun:
             self._lose(node_id, at)
         return [EndStream(agent.stream), ReportNode(self.name, node_id, reason)]
 
-    def _close(self, reason: str, failed: bool, at: float) -> list[Order]:
-        self.closed = RunClosed(reason, failed)
+    def _close(self, reason: str, failed: bool, at: float, final: bool = False) -> list[Order]:
+        self.closed = RunClosed(reason, failed, final=final)
         streams = self._streams()
         orders: list[Order] = [SendNews(streams, self.closed)] if streams else []
         self._missing.clear()

@@ -31,6 +31,8 @@ class RunEvent(Enum):
     WORKER_FAILURE = "a local worker has failed"
     REPEATED_FAILURE = "local workers fail again and again, or one does not answer"
     NO_RESTART_LEFT = "a local worker has failed, and no restart is left"
+    FINAL_FAILURE = "a local worker has failed, and a restart cannot mend that"
+    NO_PROGRESS = "a local worker has failed, and restarts do not get beyond a step"
 
 
 class Reaction(Enum):
@@ -50,7 +52,8 @@ class Reaction(Enum):
 
 _UP, _DOWN = RunEvent.SCALE_UP, RunEvent.SCALE_DOWN
 _FAILURE, _AGAIN = RunEvent.WORKER_FAILURE, RunEvent.REPEATED_FAILURE
-_END = RunEvent.NO_RESTART_LEFT
+_END, _FINAL = RunEvent.NO_RESTART_LEFT, RunEvent.FINAL_FAILURE
+_STUCK = RunEvent.NO_PROGRESS
 _R = Reaction
 
 _TERMINATE = (_R.STOP_WORKERS, _R.RENDEZVOUS, _R.START_WORKERS)
@@ -60,6 +63,7 @@ _REJOIN = (
     *(_R.RENDEZVOUS, _R.RESUME),
 )
 _LEAVE = (_R.LEAVE_RUN, _R.STOP_WORKERS)
+_CLOSE = (_R.CLOSE_RUN, _R.STOP_WORKERS)
 
 REACTIONS: dict[RestartPolicy, dict[RunEvent, tuple[Reaction, ...]]] = {
     RestartPolicy.HARD: {
@@ -67,7 +71,9 @@ REACTIONS: dict[RestartPolicy, dict[RunEvent, tuple[Reaction, ...]]] = {
         _DOWN: _TERMINATE,
         _FAILURE: (_R.USE_RESTART, *_TERMINATE),
         _AGAIN: (_R.USE_RESTART, *_TERMINATE),
-        _END: (_R.CLOSE_RUN, _R.STOP_WORKERS),
+        _END: _CLOSE,
+        _FINAL: _CLOSE,
+        _STUCK: _CLOSE,
     },
     RestartPolicy.SOFT: {
         _UP: _REINITIALIZE,
@@ -75,6 +81,8 @@ REACTIONS: dict[RestartPolicy, dict[RunEvent, tuple[Reaction, ...]]] = {
         _FAILURE: _REJOIN,
         _AGAIN: _REJOIN,
         _END: _LEAVE,
+        _FINAL: _LEAVE,
+        _STUCK: _CLOSE,
     },
     RestartPolicy.SOFT_NO_REPLACE: {
         _UP: _REINITIALIZE,
@@ -82,6 +90,8 @@ REACTIONS: dict[RestartPolicy, dict[RunEvent, tuple[Reaction, ...]]] = {
         _FAILURE: _LEAVE,
         _AGAIN: _LEAVE,
         _END: _LEAVE,
+        _FINAL: _LEAVE,
+        _STUCK: _CLOSE,
     },
     RestartPolicy.SOFT_REPLACE: {
         _UP: _REINITIALIZE,
@@ -92,6 +102,8 @@ REACTIONS: dict[RestartPolicy, dict[RunEvent, tuple[Reaction, ...]]] = {
         ),
         _AGAIN: _REJOIN,
         _END: _LEAVE,
+        _FINAL: _LEAVE,
+        _STUCK: _CLOSE,
     },
 }
 

@@ -76,6 +76,12 @@ class NodeDrained(RendezvousClosedError):
     """An operator wants this node to end; torchrun shows it as an error."""
 
 
+class RunGivenUp(RendezvousClosedError):
+    """The run is over, and a restart of its launchers would not help."""
+
+    is_final = True
+
+
 class LighthouseRendezvous(RendezvousHandler):
     """Rendezvous of torch's agents, which stop their workers before each rendezvous.
 
@@ -177,7 +183,8 @@ class LighthouseRendezvous(RendezvousHandler):
             leave = AgentLeave("its workers have finished", closes=True)
         else:
             reason = f"{type(error).__name__} on node {self._node_id}"
-            leave = AgentLeave(reason, failed=True, closes=True)
+            final = bool(getattr(error, "is_final", False))
+            leave = AgentLeave(reason, failed=True, closes=True, final=final)
         self._leave(leave)
         if self._own_lighthouse is not None:
             self._own_lighthouse.shutdown()
@@ -254,6 +261,8 @@ class LighthouseRendezvous(RendezvousHandler):
             reason = f"run {self.get_run_id()!r} is over: {latest.closed.reason}"
             # What has ended because of the timeout, the lighthouse closes for all who waited.
             is_late = latest.closed.failed and waited_s >= timeout_s
+            if latest.closed.final:
+                raise RunGivenUp(reason)
             raise (RendezvousTimeoutError if is_late else RendezvousClosedError)(reason)
         if latest.trouble is not None:
             error = latest.trouble.error

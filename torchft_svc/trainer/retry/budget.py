@@ -14,7 +14,8 @@ UNLIMITED = -1
 class ProgramError:
     """The user's program raised an error in a worker, or a collective failed (``is_peers``).
 
-    Two errors are the same if ``kind`` and ``step`` are. ``payload`` is the shell's.
+    Two errors are the same if ``kind``, ``place`` (in the code) and ``step`` are. ``payload`` is
+    the shell's.
 
     Args:
         is_final: it would come again at once.
@@ -25,6 +26,7 @@ class ProgramError:
     message: str
     step: int
     is_peers: bool
+    place: str = ""
     is_final: bool = False
     refuses_state: bool = False
     payload: object = None
@@ -81,10 +83,14 @@ class Retries:
     def is_known(self, error: ProgramError) -> bool:
         """Whether ``error`` is like the last one."""
         last = self._last_error
-        return last is not None and (last.kind, last.step) == (error.kind, error.step)
+        return last is not None and _identity(last) == _identity(error)
 
     def record_error(self, error: ProgramError) -> bool:
         """Record ``error``; return whether it is like the last one."""
         is_repeated = self.is_known(error)
         self._last_error = error
         return is_repeated
+
+
+def _identity(error: ProgramError) -> tuple[str, str, int]:
+    return error.kind, error.place, error.step

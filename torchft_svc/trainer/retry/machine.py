@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from enum import Enum, auto
 
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
+from torchft_svc.core.restart_progress import RestartProgress
 from torchft_svc.errors import ConfigError
 from torchft_svc.trainer.retry.budget import ProgramError, Retries, RetryBudget
 from torchft_svc.trainer.retry.incident import (
@@ -65,6 +66,8 @@ class RetryRules:
         first_pause_s, max_pause_s: between two looks for resources; it doubles.
         resources_timeout_s: how long a wait for resources is until it costs a retry.
         grow_every_s: how often to look whether missing workers could be started.
+        max_restarts_without_progress: so many restarts in a row that do not get beyond a step are
+            the last ones (None: no limit).
     """
 
     num_workers: int
@@ -79,6 +82,7 @@ class RetryRules:
     max_pause_s: float = 60.0
     resources_timeout_s: float = 600.0
     grow_every_s: float = 5.0
+    max_restarts_without_progress: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_workers < 1:
@@ -308,11 +312,13 @@ class EndCommand:
     """The command is over; ``reason`` is empty if it was executed.
 
     ``error``: of the program, if that is what ended it; ``is_repeated``: it came twice at one step.
+    ``is_final``: restarts did not get beyond a step.
     """
 
     reason: str = ""
     error: ProgramError | None = None
     is_repeated: bool = False
+    is_final: bool = False
 
 
 RetryOrder = (
@@ -355,6 +361,7 @@ class RetryMachine:
         self._look_at = math.inf  # for resources
         self._num_pauses = 0
         self.retries = Retries()
+        self._progress = RestartProgress(rules.max_restarts_without_progress)
         self.best_step = 0  # that was completed
         self._world = 0
         self._address = ""
@@ -398,6 +405,7 @@ class RetryMachine:
         at = self._advance_clock(now)
         self._leader_only, self._trains = leader_only, trains
         self.retries = Retries(budget, self.best_step)
+        self._progress = RestartProgress(self.rules.max_restarts_without_progress)
         self._error = self._verdict = None
         self._why_not_peer = []
         for worker in self._workers.values():
@@ -894,9 +902,14 @@ class RetryMachine:
         self._end_world(RunChange.BROKE)
 
     def _spend_retry(self, error: ProgramError | None, reason: str = "") -> bool:
-        """Spend a retry; return whether one was left."""
+        """Spend a retry; return whether one was left, and restarts get somewhere."""
+        reason = reason or self._incident.reason
+        is_restart = self._incident.cause is not IncidentCause.NO_RESOURCES
+        if is_restart and (why := self._progress.record_failure(self.best_step)):
+            self._verdict = EndCommand(reason=f"{why}: {reason}", is_final=True)
+            return False
         if not self.retries.spend(self.best_step):
-            self._verdict = EndCommand(reason=reason or self._incident.reason, error=error)
+            self._verdict = EndCommand(reason=reason, error=error)
             return False
         self._incident.is_spent = True
         return True
