@@ -105,6 +105,12 @@ EVERY_ERROR = [
         (errors.PeerError,),
     ),
     (
+        errors.HealthCheckFailed("check-gpu 0", "ended with status 3", "ECC errors"),
+        "this machine does not join: the health check 'check-gpu 0' ended with status 3: "
+        "ECC errors",
+        (errors.PeerError,),
+    ),
+    (
         errors.CheckpointError("host:1", "checksum differs"),
         "checkpoint from host:1: checksum differs",
         (errors.PeerError,),

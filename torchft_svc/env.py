@@ -31,6 +31,8 @@ INTERFACE_VARIABLE = "TORCHFT_INTERFACE"
 WORLD_ROUND_VARIABLE = "TORCHFT_WORLD_ROUND"
 VERDICT_VARIABLE = "TORCHFT_DO_NOT_REQUEUE_EXIT_CODE"
 PROGRESS_VARIABLE = "TORCHFT_PROGRESS_FILE"
+HEALTH_CHECK_VARIABLE = "TORCHFT_HEALTH_CHECK"
+HEALTH_TIMEOUT_VARIABLE = "TORCHFT_HEALTH_CHECK_TIMEOUT_SEC"
 LOG_LEVELS = ("debug", "info", "warning", "error", "off")
 LOG_FORMATS = ("text", "json")
 
@@ -378,6 +380,17 @@ class Environment:
     def grace_s(self) -> float | None:
         """``TORCHFT_GRACE_SEC``: the time from SIGTERM to SIGKILL (default: not known)."""
         return self._seconds("TORCHFT_GRACE_SEC")
+
+    @property
+    def health_check(self) -> str | None:
+        """``TORCHFT_HEALTH_CHECK``: a command that has to succeed before this machine joins
+        (default: none)."""
+        return self._text(HEALTH_CHECK_VARIABLE)
+
+    @property
+    def health_check_timeout_s(self) -> float | None:
+        """``TORCHFT_HEALTH_CHECK_TIMEOUT_SEC``: how long that command may take (default: 60)."""
+        return self._seconds(HEALTH_TIMEOUT_VARIABLE)
 
     @property
     def local_rank(self) -> int | None:

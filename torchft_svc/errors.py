@@ -23,6 +23,7 @@
         ├── WorldSuperseded         a process group of a world that another one has replaced
         ├── TrainingFailed          workers were lost, and no retry of the trainer is left
         ├── WorkerFailed            the user's program raised an error in a worker of a trainer
+        ├── HealthCheckFailed       this machine has not passed the check before it joins
         └── CheckpointError         a checkpoint that is missing, truncated or corrupt
             └── TornState           and a part of it has replaced the worker's own state
 
@@ -286,6 +287,22 @@ class WorkerFailed(PeerError):
     def __str__(self) -> str:
         again = ", again, so it was not tried once more" if self.is_repeated else ""
         return f"a worker raised {self.kind} at step {self.step}{again}\n\n{self.traceback}"
+
+
+@dataclass(eq=False)
+class HealthCheckFailed(PeerError):
+    """The health check ``command`` of this machine failed: ``how``, and its ``last_line``.
+
+    Another machine may pass it, so a scheduler should start the program again.
+    """
+
+    command: str
+    how: str
+    last_line: str = ""
+
+    def __str__(self) -> str:
+        printed = f": {self.last_line}" if self.last_line else ""
+        return f"this machine does not join: the health check {self.command!r} {self.how}{printed}"
 
 
 class Drained(SystemExit):

@@ -80,6 +80,30 @@ def test_settings_that_cannot_work_are_not_tried_again() -> None:
     assert "min_replicas=-1 cannot work" in errors
 
 
+def test_a_machine_that_is_not_healthy_is_left_for_another_one() -> None:
+    check = {"TORCHFT_HEALTH_CHECK": "sh -c 'echo no GPU; exit 2'", VERDICT_VARIABLE: "93"}
+    program = "from torchft_svc import Manager; Manager(lighthouse_addr='127.0.0.1:1')"
+    ill = trainer(program, variables=check)
+    # One worker of each machine looks; this one waits for a store that nobody opens.
+    place = {"LOCAL_RANK": "1", "RANK": "1", "WORLD_SIZE": "2"}
+    other = trainer(
+        program,
+        variables={
+            **check,
+            **place,
+            "TORCHFT_CONNECT_TIMEOUT_SEC": "1",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",
+        },
+    )
+    _, errors = ill.communicate(timeout=START_S)
+    _, others = other.communicate(timeout=START_S)
+    assert ill.returncode == 1, "another machine may be healthy"
+    assert "HealthCheckFailed: this machine does not join: the health check" in errors
+    assert "ended with status 2: no GPU" in errors
+    assert (other.returncode, "health check" in others) == (1, False), others
+
+
 def test_a_drained_trainer_ends_with_the_status_that_is_named(tmp_path: Path) -> None:
     """Kubernetes takes status 0 for the end of the training."""
     record = tmp_path / "a.jsonl"

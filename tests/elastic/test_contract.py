@@ -259,6 +259,32 @@ def test_restarts_that_cannot_help_end_the_run_with_a_verdict(
 
 
 @both
+def test_a_node_that_is_not_healthy_does_not_join(policy: str, tmp_path: Path) -> None:
+    bad = "--health-check=sh -c 'echo 7 of 8 GPUs; exit 4'"
+    with launch(tmp_path, nnodes="1:2", policy=policy) as run:
+        run.start("a")
+        run.until(lambda: run.pids("a"), "a worker")
+        assert run.start("b", OTHER_HOST, bad).wait() == 1, "another machine may be healthy"
+        assert has_said(run, "b", "ended with status 4: 7 of 8 GPUs")
+        assert not list(tmp_path.glob("lives-b"))
+        run.finish()
+        assert run.nodes["a"].wait() == 0
+
+
+@both
+def test_a_node_is_checked_again_after_its_workers_have_failed(policy: str, tmp_path: Path) -> None:
+    script, ill = tmp_path / "fails.py", tmp_path / "ill"
+    script.write_text(FAILS.replace("os.kill", f'open({str(ill)!r}, "w"); os.kill'))
+    check = f"--health-check=sh -c 'echo checked >>{tmp_path}/checks; test ! -e {ill}'"
+    with launch(tmp_path, "--max-restarts=4", check, nnodes="1", policy=policy) as run:
+        agent = run.start("a", script=[str(script), str(tmp_path), "killed"])
+        assert agent.wait() == 1, agent.lines
+        assert has_said(run, "a", "the health check")
+        assert (tmp_path / "lives-a").read_text() == "+"
+        assert (tmp_path / "checks").read_text() == "checked\n" * 2
+
+
+@both
 def test_the_verdict_reaches_all_nodes_of_a_run(policy: str, tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text(FAILS)

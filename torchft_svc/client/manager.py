@@ -111,7 +111,8 @@ class Manager:
     Raises:
         ConfigError: a value, or a pair of values, is invalid; or ``state_dict`` returns a value
             that cannot be sent (if it raises, that is noticed in the first step).
-        PeerError: the group's store, or its manager, cannot be reached.
+        PeerError: the group's store, or its manager, cannot be reached; or this machine has not
+            passed the health check (`HealthCheckFailed`).
     """
 
     def __init__(

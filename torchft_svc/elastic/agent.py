@@ -37,6 +37,7 @@ from torchft_svc.core.launch.agent import AgentConfig, AgentMachine, Outcome
 from torchft_svc.core.launch.world import World
 from torchft_svc.core.restart_progress import RestartProgress
 from torchft_svc.elastic.driver import AgentDriver, Meeting, News
+from torchft_svc.elastic.health import NodeHealth
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.policy import RestartPolicyStrategy, SoftRestartPolicyStrategy
 from torchft_svc.elastic.progress import WorkerProgress, usable_s
@@ -67,15 +68,17 @@ class AgentSettings:
     """What an agent needs besides torch's own arguments.
 
     ``parameters`` are those of the rendezvous; ``signals`` end the agent and its workers;
-    ``progress`` is what the workers record; ``max_restarts_without_progress`` restarts in a row
-    that do not get beyond a step are the last ones (None: no limit); ``preload`` are the modules
-    that a fork server imports for workers (None: there is none).
+    ``progress`` is what the workers record, ``health`` checks the machine;
+    ``max_restarts_without_progress`` restarts in a row that do not get beyond a step are the last
+    ones (None: no limit); ``preload`` are the modules that a fork server imports for workers (None:
+    there is none).
     """
 
     strategy: RestartPolicyStrategy
     parameters: RendezvousParameters
     signals: str
     progress: WorkerProgress
+    health: NodeHealth
     max_restarts_without_progress: int | None = None
     preload: Sequence[str] | None = None
 
@@ -125,11 +128,17 @@ class ElasticAgent(LocalElasticAgent):
                 log.info("workers have failed because their world has broken")
                 return RunResult(state=WorkerState.HEALTHY)  # torch looks for changes then
             handler.record_failure()
+        self._settings.health.record_failure()
         why_in_vain = self._restart_progress.record_failure(self._settings.progress.step)
         if is_final or why_in_vain:
             self.final_reason = why_in_vain or f"a worker has ended with status {final_code}"
             self._remaining_restarts = 0  # torch ends then
         return result
+
+    def _initialize_workers(self, worker_group: WorkerGroup) -> None:
+        """Start the workers as torch does, unless their machine is why they have failed."""
+        self._settings.health.check()
+        super()._initialize_workers(worker_group)
 
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = KILL_AFTER_S, **more: Any
@@ -212,6 +221,7 @@ class ElasticAgent(LocalElasticAgent):
                 self._meet(config, open_things),
                 self._shutdown_timeout,
                 self._settings.progress,
+                self._settings.health,
                 config.connect_timeout_s,
                 strategy.stopped_timeout_s,
             )

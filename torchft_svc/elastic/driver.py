@@ -54,12 +54,13 @@ from torchft_svc.core.launch.world import (
     WorldNews,
     WorldReached,
 )
+from torchft_svc.elastic.health import NodeHealth
 from torchft_svc.elastic.local_group import LocalGroup
 from torchft_svc.elastic.messages import WorkerAck, WorkerMessage, WorkerStarted
 from torchft_svc.elastic.progress import WorkerProgress, usable_s
 from torchft_svc.elastic.rendezvous.handler import RunGivenUp
 from torchft_svc.elastic.rendezvous.polled import MeetingFailed, PolledNews, WorldOver
-from torchft_svc.errors import Unauthorized
+from torchft_svc.errors import ConfigError, HealthCheckFailed, Unauthorized
 from torchft_svc.host.address import LOOPBACK
 
 log = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class AgentDriver:
         meet: connects to the other agents; calls its argument with news, on any thread.
         grace_s: how long workers may take to end after the signal, before SIGKILL.
         progress: what the workers record.
+        health: checks the machine before failed workers are started again.
         connect_timeout_s: how long there may be no connection to the others in the beginning.
         stopped_timeout_s: how long a worker may be stopped (0: for ever).
     """
@@ -107,6 +109,7 @@ class AgentDriver:
         meet: Callable[[Callable[[News], None]], Meeting],
         grace_s: float,
         progress: WorkerProgress,
+        health: NodeHealth,
         connect_timeout_s: float,
         stopped_timeout_s: float,
     ) -> None:
@@ -116,6 +119,7 @@ class AgentDriver:
         self._grace_s = grace_s
         self._signal_grace_s = env.Environment().grace_s
         self._progress = progress
+        self._health = health
         self._connect_timeout_s = connect_timeout_s
         self._stopped = StoppedWorkers(stopped_timeout_s, time.monotonic())
         self._news: queue.SimpleQueue[News] = queue.SimpleQueue()
@@ -236,6 +240,7 @@ class AgentDriver:
         failed = [end for end in ends if end.failure is not None]
         if failed:
             shown = ", ".join(f"{end.local_rank} (exit code {end.exit_code})" for end in failed)
+            self._health.record_failure()
             self._queue.execute(
                 self._machine.workers_failed(
                     f"worker {shown} failed",
@@ -349,6 +354,11 @@ class AgentDriver:
         state: WorkerState,
         local_ranks: tuple[int, ...] | None,
     ) -> None:
+        try:
+            self._health.check(lambda: self._death is not None)
+        except (HealthCheckFailed, ConfigError) as error:
+            self._end_with_error(error, str(error))
+            return
         try:
             self._group.start(order.world, state, order.num_restarts, local_ranks)
         except OSError as error:

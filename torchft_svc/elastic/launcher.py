@@ -38,6 +38,7 @@ from torchft_svc import env
 from torchft_svc.core.launch.restart import RestartPolicy
 from torchft_svc.core.launch.world import FAILURE_WINDOW_S, MAX_FAILURES
 from torchft_svc.elastic.agent import AgentSettings, ElasticAgent
+from torchft_svc.elastic.health import NodeHealth
 from torchft_svc.elastic.policy import (
     MAX_SOFT_FAILURES,
     STOPPED_TIMEOUT_S,
@@ -51,7 +52,8 @@ from torchft_svc.elastic.rendezvous.plugin import create_handler
 from torchft_svc.elastic.rendezvous.polled import is_error_of_etcd
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, check_command
 from torchft_svc.elastic.workers import Entrypoint, tied
-from torchft_svc.errors import ConfigError, UsageError
+from torchft_svc.errors import ConfigError, HealthCheckFailed, UsageError
+from torchft_svc.host.health_check import DEFAULT_TIMEOUT_S
 
 __all__ = [
     "HardRestartPolicyStrategy",
@@ -91,6 +93,9 @@ class LaunchConfig(torch_launcher.LaunchConfig):
             (None: no limit); it needs workers that record their steps.
         max_node_failures: with more failures of one node within ``failure_window``, it is excluded
             from the run for as long (None: never).
+        health_check: a command that runs before this node joins, and again after its workers have
+            failed; if it fails, or takes longer than ``health_check_timeout`` seconds, the node
+            leaves the run.
         exit_barrier: whether a node whose workers have finished waits for the nodes that are
             ``alive``, or for ``all``, as torch's own back ends do.
         exit_barrier_timeout: seconds that a node whose workers have finished waits for the others.
@@ -110,6 +115,8 @@ class LaunchConfig(torch_launcher.LaunchConfig):
     max_run_failures: int | None = None
     max_node_failures: int | None = None
     max_restarts_without_progress: int | None = None
+    health_check: str = ""
+    health_check_timeout: float = DEFAULT_TIMEOUT_S
     exit_barrier: str = "alive"
     exit_barrier_timeout: float = 300.0
     warm_start: bool = False
@@ -125,6 +132,9 @@ class LaunchConfig(torch_launcher.LaunchConfig):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ConfigError(name, value, "use a finite number of seconds, 0 or more")
+        if not (math.isfinite(self.health_check_timeout) and self.health_check_timeout > 0):
+            timeout = self.health_check_timeout
+            raise ConfigError("health_check_timeout", timeout, "use more than 0 seconds")
         self._check_failures()
         if self.exit_barrier not in EXIT_BARRIERS:
             raise ConfigError("exit_barrier", self.exit_barrier, "use alive or all")
@@ -246,6 +256,7 @@ def launch_agent(
         TrainingFailed: they could not be started, or did not answer, and no restart is left.
         SignalException: this process has received a signal, and has ended the workers.
         RendezvousError: there is no world for this node.
+        HealthCheckFailed: this node has not passed its health check.
         ConfigError: a value that cannot work.
     """
     if not entrypoint:
@@ -273,9 +284,14 @@ def launch_agent(
         env.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
     handler = _rendezvous_handler(parameters)
     preload = config.warm_start_preload if config.warm_start else None
-    with recording_progress(config.nproc_per_node, socket.gethostname()) as progress:
+    health = NodeHealth(config.health_check, config.health_check_timeout)
+    health.check()
+    with (
+        recording_progress(config.nproc_per_node, socket.gethostname()) as progress,
+        health.owned(),
+    ):
         limit = config.max_restarts_without_progress
-        settings = AgentSettings(strategy, parameters, signals, progress, limit, preload)
+        settings = AgentSettings(strategy, parameters, signals, progress, health, limit, preload)
         agent = _agent(config, (entrypoint, args), settings, handler, health_check_server)
         return _run(agent, handler, name, config.event_log_handler)
 
@@ -287,7 +303,7 @@ def _run(
     ends_run = True
     try:
         return _run_agent(agent, name, event_log_handler)
-    except SignalException:
+    except (SignalException, HealthCheckFailed):
         # Shutting down would close the run for all, also for this node's next attempt.
         ends_run = False
         raise

@@ -41,6 +41,7 @@ from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.elastic.workers import check_program
 from torchft_svc.errors import ConfigError, PeerError, UsageError
 from torchft_svc.host.exit_verdict import DO_NOT_REQUEUE, do_not_requeue_exit_code, is_final
+from torchft_svc.host.health_check import DEFAULT_TIMEOUT_S
 from torchft_svc.host.line_writer import READER_PATIENCE_S, unblocked_output
 from torchft_svc.host.log_format import Speaker, make_formatter
 from torchft_svc.host.log_limit import LimitedLog, level_number
@@ -61,6 +62,7 @@ def get_args_parser() -> ArgumentParser:
             parser.set_defaults(**{name: None})  # to distinguish it from a default that is given
     _add_restart_arguments(parser)
     _add_failure_arguments(parser)
+    _add_health_arguments(parser)
     return parser
 
 
@@ -123,6 +125,25 @@ def _add_restart_arguments(parser: ArgumentParser) -> None:
         "What --warm-start imports, separated by commas (default torch).",
         default=",".join(DEFAULT_PRELOAD),
         metavar="MODULES",
+    )
+
+
+def _add_health_arguments(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("health of this node")
+    _add(
+        group,
+        "--health-check",
+        "A command that runs before this node joins, and before failed workers are started again; "
+        "with another status than 0 the node does not join (default: TORCHFT_HEALTH_CHECK).",
+        default="",
+        metavar="COMMAND",
+    )
+    _add(
+        group,
+        "--health-check-timeout",
+        f"How long it may take (default TORCHFT_HEALTH_CHECK_TIMEOUT_SEC, {DEFAULT_TIMEOUT_S:g}).",
+        type=float,
+        metavar="SECONDS",
     )
 
 
@@ -266,12 +287,19 @@ def config_from_args(
         max_run_failures=args.max_run_failures,
         max_node_failures=args.max_node_failures,
         max_restarts_without_progress=args.max_restarts_without_progress,
+        health_check=args.health_check or env.Environment().health_check or "",
+        health_check_timeout=_health_check_timeout(args.health_check_timeout),
         exit_barrier=args.exit_barrier,
         exit_barrier_timeout=args.exit_barrier_timeout,
         warm_start=args.warm_start,
         warm_start_preload=preload_list(args.warm_start_preload),
     )
     return ours, entrypoint, arguments
+
+
+def _health_check_timeout(given: float | None) -> float:
+    from_environment = env.Environment().health_check_timeout_s
+    return given if given is not None else from_environment or DEFAULT_TIMEOUT_S
 
 
 @record

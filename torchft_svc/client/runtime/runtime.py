@@ -38,6 +38,7 @@ from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.env import METRICS_PORT_VARIABLE, Environment
 from torchft_svc.errors import ConfigError
 from torchft_svc.host.address import advertised_host, parse_address, split_addresses
+from torchft_svc.host.health_check import DEFAULT_TIMEOUT_S, check_health
 from torchft_svc.host.progress_file import ProgressFile, open_progress
 from torchft_svc.host.uninterruptible import nothing
 from torchft_svc.settings import GroupPlace, ServiceOptions
@@ -126,7 +127,7 @@ def start_runtime(
 ) -> Runtime:
     """Start what ``given`` lacks; if a part fails, the earlier ones are stopped again."""
     position = StepPosition()
-    _begin_log(rules.place, options, environment, position)
+    _begin_worker(rules.place, options, environment, position)
     progress = open_progress(environment.progress_file)
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
@@ -242,13 +243,21 @@ def _listeners(worker: SharedRound, kill: Callable[[str], None]) -> coordination
     )
 
 
-def _begin_log(
+def _begin_worker(
     place: GroupPlace, options: ServiceOptions, environment: Environment, position: StepPosition
 ) -> None:
     speaker = speaker_of(place, options, position)
     speak_on_stderr(environment.log_level or "info", environment.log_format, speaker)
     level = logging.INFO if place.leads else logging.DEBUG
+    _check_health(environment)
     log.log(level, "joins job %s at %s", options.job_id, options.lighthouse_address)
+
+
+def _check_health(environment: Environment) -> None:
+    """Check this machine, once for all of its workers, before one of them joins the group."""
+    command = environment.health_check
+    if command is not None and not environment.local_rank:
+        check_health(command, environment.health_check_timeout_s or DEFAULT_TIMEOUT_S)
 
 
 def _end(
