@@ -44,6 +44,8 @@ OTHER_PROGRAMS = {
 } | {
     "docker",
     "kubectl",
+    "sbatch",
+    "torchx",
 }
 # Shown as they are: output, and what Sphinx makes of a block.
 SHOWN = {"", "text", "{eval-rst}", "{toctree}"}

@@ -16,12 +16,13 @@ import os, signal, sys
 from torchft_svc.trainer import Trainer
 
 def train(context):
-    if sys.argv[1] == "raises":
+    if context.config["kind"] == "raises":
         raise ValueError("a sample that cannot be read")
     os.kill(os.getpid(), signal.SIGKILL)
 
 if __name__ == "__main__":
-    with Trainer(train, max_restarts_without_progress=2, first_pause_s=0.1) as trainer:
+    settings = {"config": {"kind": sys.argv[1]}, "first_pause_s": 0.1}
+    with Trainer(train, max_restarts_without_progress=2, **settings) as trainer:
         trainer.train(max_retries=int(sys.argv[2]))
 """
 
