@@ -66,6 +66,9 @@ OTHER_FLAGS = {
     "--signal",  # of Slurm
     "--from-literal",  # of kubectl
     "--ready-file",  # of an example
+    *("--requeue", "--nodes", "--gpus-per-node"),  # of Slurm
+    *("--max-requeues", "--state-dir"),  # of our runner there
+    *("--env", "--workers", "--max"),  # of TorchX, in part: its names have underscores
     *("--rdzv-endpoint", "--rdzv-conf", "--local-addr"),  # of torchrun
 }
 

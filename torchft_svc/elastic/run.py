@@ -176,7 +176,7 @@ def _add_failure_arguments(parser: ArgumentParser) -> None:
         group,
         "--max-restarts-without-progress",
         "When so many restarts in a row have not got beyond the step that workers had committed "
-        "before, the run ends with a status that tells schedulers not to start it again (default: "
+        "before, the run ends with a status with which no scheduler starts it again (default: "
         "it does not). Workers with a Manager report their steps, others by "
         "torchft_svc.elastic.report_progress().",
         **number,

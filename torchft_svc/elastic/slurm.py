@@ -146,7 +146,7 @@ def _why_in_vain(file: Path, step: int | None, limit: int | None) -> str:
     return why
 
 
-def _say(sentence: str) -> None:
+def _print_sentence(sentence: str) -> None:
     print(f"torchft-slurm: {sentence}", file=sys.stderr, flush=True)
 
 
@@ -177,21 +177,23 @@ def run(args: Sequence[str] | None = None) -> int:
     if status == 0 and not command.was_signalled:
         return 0
     if status == final_code:
-        _say(f"status {status}: no restart would help, so the job is not requeued")
+        _print_sentence(f"status {status}: no restart would help, so the job is not requeued")
         return status
     if not command.was_signalled:
         limit = options.max_restarts_without_progress
         why = _why_in_vain(Path(f"{file}-failures.json"), highest_step(file), limit)
         if why:
-            _say(f"status {status}: {why}, so the job is not requeued")
+            _print_sentence(f"status {status}: {why}, so the job is not requeued")
             return final_code
     if options.max_requeues is not None and job.num_requeues >= options.max_requeues:
-        _say(f"status {status}: it was requeued {job.num_requeues} times, which is the limit")
+        _print_sentence(
+            f"status {status}: it was requeued {job.num_requeues} times, which is the limit"
+        )
         return status or 1
     reason = "it was asked to end" if command.was_signalled else "it has failed"
-    _say(f"status {status}: {reason}, requeueing job {job.name}")
+    _print_sentence(f"status {status}: {reason}, requeueing job {job.name}")
     if failure := job.requeue():
-        _say(f"job {job.name} is not requeued: {failure}")
+        _print_sentence(f"job {job.name} is not requeued: {failure}")
         return status or 1
     return status
 
@@ -201,7 +203,7 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         sys.exit(run(args))
     except UsageError as error:
-        _say(f"error: {error}")
+        _print_sentence(f"error: {error}")
         with contextlib.suppress(ConfigError):  # of the variable itself
             sys.exit(do_not_requeue_exit_code())
         sys.exit(DO_NOT_REQUEUE)
