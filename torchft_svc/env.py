@@ -422,6 +422,16 @@ class Environment:
         return self._int(METRICS_PORT_VARIABLE, 0, _MAX_PORT)
 
     @property
+    def exports_telemetry(self) -> bool:
+        """``OTEL_EXPORTER_OTLP_ENDPOINT``, ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` or
+        ``OTEL_EXPORTER_OTLP_LOGS_ENDPOINT``: where logs and traces are exported to, unless
+        ``OTEL_SDK_DISABLED`` is true; OpenTelemetry's library reads its other variables
+        (default: nowhere)."""
+        kinds = ("", "TRACES_", "LOGS_")
+        is_set = any(self._text(f"OTEL_EXPORTER_OTLP_{kind}ENDPOINT") for kind in kinds)
+        return is_set and (self._text("OTEL_SDK_DISABLED") or "").lower() != "true"
+
+    @property
     def tls_cert_file(self) -> str | None:
         """``TORCHFT_TLS_CERT``: this party's certificate and its intermediates, a PEM file
         (default: no TLS)."""

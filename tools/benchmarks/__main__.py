@@ -27,6 +27,7 @@ BENCHMARKS = (
     Benchmark("step_time", ("--steps=20", "--blocks=4"), ("--steps=50", "--blocks=12")),
     Benchmark("reading", ("--steps=30", "--blocks=3"), ()),
     Benchmark("state_checks", ("--steps=50", "--every=50", "--blocks=3"), ()),
+    Benchmark("observing", ("--steps=50", "--blocks=3"), ()),
     Benchmark("recovery", ("--kills=3", "--peer-kills=1"), ("--kills=20", "--peer-kills=10")),
     Benchmark("start", ("--starts=3",), ("--starts=11",)),
     Benchmark("quorum_rounds", ("--seconds=0.5", "--blocks=2"), ("--seconds=2", "--blocks=6")),

@@ -15,7 +15,7 @@ from tools.benchmarks.table import Column, Result, hand_over
 
 # Width and depth of the MLP, by name: one whose steps are as short as they get, and that of
 # `step_time`.
-_MODELS = {"small": (64, 2), "17 MB": (728, 8)}
+MODELS = {"small": (64, 2), "17 MB": (728, 8)}
 _COLUMNS = (
     Column("model", "model"),
     Column("off_ms", "step ms: off", 3),
@@ -29,7 +29,7 @@ _COLUMNS = (
 
 def measure(name: str, steps: int, blocks: int, every: int) -> dict[str, Any]:
     """A row: two groups that compare every ``every`` steps, and two that never do, in turns."""
-    width, depth = _MODELS[name]
+    width, depth = MODELS[name]
     model = [f"--width={width}", f"--depth={depth}"]
     with ExitStack() as stack:
         off, on = (
@@ -54,13 +54,13 @@ def measure(name: str, steps: int, blocks: int, every: int) -> dict[str, Any]:
         "on_ms": on_ms,
         "ratio": statistics.median(ratios),
         "ratios": ratios,
-        "cpu_ratio": _cpu_ms(on) / _cpu_ms(off),
+        "cpu_ratio": cpu_ms(on) / cpu_ms(off),
         "check_ms": check_ms,
         "share": check_ms / every / off_ms,
     }
 
 
-def _cpu_ms(pair: Pair) -> float:
+def cpu_ms(pair: Pair) -> float:
     """CPU time of a trainer for each step, which other work on the machine changes little."""
     return 1000 * pair.cpu_s["trainer"] / pair.num_steps
 
@@ -83,8 +83,8 @@ def _check_ms(pair: Pair, num_steps: int, every: int) -> float:
 @click.option("--steps", type=click.IntRange(2), default=500, help="Steps of a block.")
 @click.option("--blocks", type=click.IntRange(1), default=9, help="Blocks of each, in turns.")
 @click.option("--every", type=click.IntRange(1), default=500, help="Steps between two checks.")
-@click.option("--model", "models", type=click.Choice(list(_MODELS)), multiple=True,
-              default=list(_MODELS), help="Only this model.")  # fmt: skip
+@click.option("--model", "models", type=click.Choice(list(MODELS)), multiple=True,
+              default=list(MODELS), help="Only this model.")  # fmt: skip
 @json_option
 def main(
     steps: int, blocks: int, every: int, models: tuple[str, ...], json_file: Path | None

@@ -19,6 +19,7 @@ from torch.distributed import ReduceOp
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.process.deadlines import guard_future
 from torchft_svc.client.process.driven import DrivenManager
+from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.client.reduce.reduction import Reducing, Reduction
@@ -206,6 +207,7 @@ class Manager:
     # -- a step ----------------------------------------------------------------------------------
 
     @uncompiled
+    @profiled("torchft::start_quorum")
     def start_quorum(
         self, allow_heal: bool = True, shrink_only: bool = False, timeout: timedelta | None = None
     ) -> None:
@@ -325,6 +327,7 @@ class Manager:
         return self._sums.bucket_hook.average(grad)
 
     @uncompiled
+    @profiled("torchft::should_commit")
     def should_commit(self, timeout: timedelta | None = None) -> bool:
         """End the step; returns whether its update is to be applied.
 

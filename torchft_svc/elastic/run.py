@@ -45,6 +45,7 @@ from torchft_svc.host.health_check import DEFAULT_TIMEOUT_S
 from torchft_svc.host.line_writer import READER_PATIENCE_S, unblocked_output
 from torchft_svc.host.log_format import Speaker, make_formatter
 from torchft_svc.host.log_limit import LimitedLog, level_number
+from torchft_svc.telemetry.exporting import exporting
 
 _DEFAULT_MASTER_PORT = 29500  # torchrun's
 _USAGE = 2  # argparse's
@@ -357,6 +358,7 @@ def _logging_to_stderr(run_id: str) -> Iterator[None]:
         stack.callback(logger.removeHandler, ours)
         logger.addHandler(ours)
         logger.setLevel(level)
+        stack.enter_context(exporting("run", {"run": run_id}))
         yield
 
 

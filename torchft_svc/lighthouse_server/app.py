@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torchft_svc.core.launch.rendezvous import SETTLE_IN_S
 from torchft_svc.core.quorum.types import QuorumConfig
@@ -16,10 +17,14 @@ from torchft_svc.lighthouse_server.event_log import EventLog
 from torchft_svc.lighthouse_server.http.settings import HttpSettings
 from torchft_svc.lighthouse_server.leadership import Leadership
 from torchft_svc.lighthouse_server.servicer import lighthouse_service
+from torchft_svc.lighthouse_server.tracing import trace_changes
 from torchft_svc.rpc.channel import BEATING_KEEPALIVE_MS
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.security import PLAIN, Security
 from torchft_svc.rpc.serving import Patience, serve
+
+if TYPE_CHECKING:
+    from torchft_svc.telemetry.otel import Telemetry
 
 PATIENCE = Patience(keepalive_ms=BEATING_KEEPALIVE_MS)
 
@@ -41,10 +46,12 @@ async def run_lighthouse(
     settle_in_s: float = SETTLE_IN_S,
     http: HttpSettings | None = None,
     event_log: str | None = None,
+    telemetry: Telemetry | None = None,
 ) -> AsyncIterator[Listening]:
     """Serve until the block is left; gives the addresses that were bound. ``settle_in_s``: see the
     `RendezvousRules` of launched runs. ``http``: of the dashboard (None: it is off).
-    ``event_log``: the file to which incidents are written (None: none).
+    ``event_log``: the file to which incidents are written (None: none). ``telemetry``: exports the
+    changes of quorums as spans.
 
     Raises:
         AddressError: nothing can be bound there.
@@ -59,6 +66,8 @@ async def run_lighthouse(
             records = EventLog(event_log)
             stack.callback(records.close)
             driver.on_incident = records.write
+        if telemetry is not None:
+            driver.counts.on_change = trace_changes(telemetry)
         bound = await stack.enter_async_context(
             serve(
                 lambda _: lighthouse_service(driver, readiness),

@@ -31,6 +31,7 @@ from torchft_svc.rpc.cli import (
 from torchft_svc.rpc.commands import ServiceCommand
 from torchft_svc.rpc.running import run
 from torchft_svc.rpc.security import Security
+from torchft_svc.telemetry.exporting import exporting
 
 
 def _election_options(main: Callable[..., None]) -> Callable[..., None]:
@@ -230,12 +231,19 @@ def main(
         if quorum_tick_ms is not None:
             note = "note: --quorum-tick-ms is ignored: quorums form without polling"
             print(note, file=sys.stderr, flush=True)
-        async with run_lighthouse(
-            config, bind, security, election, http=http, event_log=event_log
-        ) as listening:
-            print(f"lighthouse listening on {listening.grpc}", flush=True)
-            print(_dashboard_line(listening, security), flush=True)
-            await stop.wait()
+        with exporting("lighthouse", {}) as telemetry:
+            async with run_lighthouse(
+                config,
+                bind,
+                security,
+                election,
+                http=http,
+                event_log=event_log,
+                telemetry=telemetry,
+            ) as listening:
+                print(f"lighthouse listening on {listening.grpc}", flush=True)
+                print(_dashboard_line(listening, security), flush=True)
+                await stop.wait()
         return 0
 
     run(serve, log_level)

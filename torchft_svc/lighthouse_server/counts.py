@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torchft_svc.core.launch.launched_run import Cause, ReportRunClosed, ReportWorld
@@ -84,11 +84,15 @@ class IncidentCounts:
 class Counts:
     """Counters of the last ``max_names`` jobs, and of as many launched runs; for one event loop.
 
+    ``on_change`` is called with each quorum that has another id, with the reason, and how long
+    groups have waited for it.
+
     A sign of life costs nothing, a quorum with an earlier one's id O(1).
     """
 
     def __init__(self, max_names: int) -> None:
         self._max_names = max_names
+        self.on_change: Callable[[Publish, str, float], None] = lambda *_: None
         self.jobs: dict[str, JobCounts] = {}
         self.runs: dict[str, Counter[str]] = {}
 
@@ -100,7 +104,9 @@ class Counts:
         if quorum.quorum_id == job.quorum_id:
             return
         members = frozenset(member.replica_id for member in quorum.participants)
-        job.changes[_reason(job, members)] += 1
+        reason = _reason(job, members)
+        job.changes[reason] += 1
+        self.on_change(order, reason, waited_s)
         job.quorum_id, job.members = quorum.quorum_id, members
         job.missing.clear()
 

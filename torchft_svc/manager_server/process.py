@@ -12,6 +12,7 @@ from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.liveness_pipe import write_signs
 from torchft_svc.manager_server.parent_watch import STOP_SIGNAL, end_parent, watch_parent
 from torchft_svc.rpc.running import run
+from torchft_svc.telemetry.exporting import exporting
 
 
 def run_as_process(
@@ -21,7 +22,8 @@ def run_as_process(
     running: list[RunningManager] = []
 
     async def serve(stop: asyncio.Event) -> int:
-        return await _serve(config, stop, liveness_descriptor, running.append)
+        with exporting("manager", fields):
+            return await _serve(config, stop, liveness_descriptor, running.append)
 
     def describe() -> Mapping[str, object]:
         return running[0].describe_position() if running else {}

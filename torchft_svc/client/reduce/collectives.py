@@ -14,6 +14,7 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.distributed import ReduceOp
 
+from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import CompletedWork
@@ -253,6 +254,7 @@ class Collectives:
         self._works.append(ManagedWork(finish))
         return self._works[-1]
 
+    @profiled("torchft::allreduce")
     def launch(
         self,
         tensor: torch.Tensor,

@@ -29,18 +29,17 @@ from torchft_svc.client.runtime.bootstrap import (
     StartingServices,
     open_store,
 )
+from torchft_svc.client.runtime.observing import Observers, observe
 from torchft_svc.client.runtime.trainer_log import StepPosition, speak_on_stderr, speaker_of
 from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.core.quorum.worker.step import StepMachine
-from torchft_svc.env import METRICS_PORT_VARIABLE, Environment
-from torchft_svc.errors import ConfigError
+from torchft_svc.env import Environment
 from torchft_svc.host.address import advertised_host, parse_address, split_addresses
 from torchft_svc.host.health_check import DEFAULT_TIMEOUT_S, check_health
 from torchft_svc.host.progress_file import ProgressFile, open_progress
-from torchft_svc.host.uninterruptible import nothing
 from torchft_svc.settings import GroupPlace, ServiceOptions
 
 if TYPE_CHECKING:
@@ -80,7 +79,7 @@ class Runtime:
     lighthouse_address: str
     term_signal: TermSignal | None
     recorder: FlightRecorder | None
-    hide_metrics: Callable[[], None]
+    observers: Observers
     closed: bool = False
 
     def close(self, wait: bool) -> None:
@@ -98,7 +97,7 @@ class Runtime:
             lambda: self.timer.close(_JOIN_S),
             self.deps.watchdog.close,
             self.deps.pg.shutdown,
-            self.hide_metrics,
+            self.observers.close,
             self._finish_records,
             self.services.close,
             self._drop_store,
@@ -132,9 +131,8 @@ def start_runtime(
     timeouts = rules.timeouts
     timeout = timedelta(seconds=timeouts.collective_s)
     with contextlib.ExitStack() as undo:
-        recorder = None
-        if options.flight_recorder:
-            recorder = FlightRecorder.of_job(options.flight_recorder, options.job_id)
+        records = options.flight_recorder
+        recorder = FlightRecorder.of_job(records, options.job_id) if records else None
         store = open_store(rules.place, options, environment, timeouts, *given.store)
         starting = StartingServices(rules.place, options, environment, timeouts, store)
         undo.callback(starting.close)
@@ -161,8 +159,8 @@ def start_runtime(
         position.worker = worker
         services.resume_with(worker.membership_to_resume)
         client.attach(rules.place.group_rank, _listeners(worker, kill), worker.time_use.tally)
-        hide_metrics = _show_metrics(rules.place, options, environment, given, worker)
-        undo.callback(hide_metrics)
+        shown = observe(rules.place, options, environment, given.metrics_registry, worker)
+        undo.callback(shown.close)
         runtime = Runtime(
             deps=Dependencies(
                 client=client,
@@ -171,6 +169,8 @@ def start_runtime(
                 registry=given.registry,
                 watchdog=Watchdog(timeouts.watchdog_s, functools.partial(end, lambda: True)),
                 progress=progress,
+                streams=shown.streams,
+                tracer=shown.tracer,
             ),
             worker=worker,
             thread=BackgroundThread("torchft-quorum"),
@@ -182,7 +182,7 @@ def start_runtime(
             if given.handles_term
             else None,
             recorder=recorder,
-            hide_metrics=hide_metrics,
+            observers=shown,
         )
         undo.pop_all()
     if progress.step is None:  # it was not restarted
@@ -205,29 +205,6 @@ def _term_signal(
         return grace_s if until is None else max(0.001, until - time.monotonic())
 
     return TermSignal(worker.drain, inform, left_s)
-
-
-def _show_metrics(
-    place: GroupPlace,
-    options: ServiceOptions,
-    environment: Environment,
-    given: CallerParts,
-    worker: SharedRound,
-) -> Callable[[], None]:
-    """Show the metrics of this worker, if the program or the environment asks for it; returns how
-    to end that."""
-    port = environment.metrics_port
-    if port is None and given.metrics_registry is None:
-        return nothing
-    try:
-        from torchft_svc.client.runtime.metrics import TrainerSource, show_trainer
-    except ImportError as error:
-        field = "metrics_registry" if port is None else METRICS_PORT_VARIABLE
-        raise ConfigError(field, port, f"{error}: install torchft-svc[metrics]") from None
-    if port:
-        port += environment.local_rank or 0  # each worker of a machine needs its own
-    labels = (options.job_id, options.replica_name, str(place.group_rank))
-    return show_trainer(TrainerSource(labels, worker), given.metrics_registry, port)
 
 
 def _listeners(worker: SharedRound, kill: Callable[[str], None]) -> coordination.Listeners:

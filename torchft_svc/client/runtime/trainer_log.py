@@ -43,6 +43,8 @@ class TrainerLog(LimitedLog):
     ``speaker`` names the replica group in the lines.
     """
 
+    is_ours = True
+
     def __init__(self, level: int, log_format: str, speaker: Speaker) -> None:
         super().__init__()
         self._level = level
@@ -66,7 +68,7 @@ class TrainerLog(LimitedLog):
 
     def emit(self, record: logging.LogRecord) -> None:
         package = logging.getLogger(_PACKAGE)
-        others = [handler for handler in package.handlers if handler is not self]
+        others = [each for each in package.handlers if not getattr(each, "is_ours", False)]
         if not others and not logging.root.handlers:
             super().emit(record)
             return
@@ -74,7 +76,7 @@ class TrainerLog(LimitedLog):
             package.setLevel(logging.NOTSET)
         if logging.getLogger(record.name).isEnabledFor(record.levelno):
             # The caller continues with the handlers of the old list, and then with the root logger.
-            package.handlers = others
+            package.handlers = [each for each in package.handlers if each is not self]
             package.propagate = True
 
 
@@ -88,6 +90,7 @@ def speak_on_stderr(level: str, log_format: str, speaker: Speaker) -> None:
     for handler in package.handlers:
         if isinstance(handler, TrainerLog):
             handler.name_group(speaker)
-    if package.handlers or logging.root.handlers or not package.propagate:
+    others = [each for each in package.handlers if not getattr(each, "is_exporter", False)]
+    if others or logging.root.handlers or not package.propagate:
         return
     TrainerLog(level_number(level), log_format, speaker).attach()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -19,8 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.process.background import BackgroundThread, Task
+from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.step.event_streams import EventStreams
 from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size, size_of
@@ -65,6 +68,18 @@ log = logging.getLogger(__name__)
 _POLL_S = 0.05
 
 
+class RoundTracer(ABC):
+    """Receives what the rounds of a worker do, on its background thread."""
+
+    @abstractmethod
+    def change_work(self, work: RoundWork | None) -> None:
+        """Record what the round does from now on."""
+
+    @abstractmethod
+    def end_round(self, quorum: QuorumResult | None, healed_bytes: int) -> None:
+        """Record that the round is over, and the bytes of the last heal."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dependencies:
     """The parts that a round uses."""
@@ -75,6 +90,8 @@ class Dependencies:
     registry: StateRegistry
     watchdog: Watchdog
     progress: ProgressFile
+    streams: EventStreams
+    tracer: RoundTracer | None = None
 
     def leave_members(self, reason: Exception) -> None:
         """Leave the members of the process group at once."""
@@ -228,6 +245,8 @@ class RoundRunner:
     def _begin_work(self, work: RoundWork | None) -> None:
         """Record what the background thread does from now on."""
         self._worker.time_use.change_work(work, time.monotonic())
+        if self._deps.tracer is not None:
+            self._deps.tracer.change_work(work)
 
     def cancel_round(self, error: Exception) -> None:
         """Cancel a round that has not begun; a running one continues, and so does its step."""
@@ -249,6 +268,7 @@ class RoundRunner:
             state = self._worker.state
         if is_first and state.error is error:  # the warning comes at the end of the step
             log.debug("step %d cannot be committed", state.step, exc_info=error)
+            self._deps.streams.log_error(self._last_quorum, error)
         if ready.leave is not None:
             self._deps.leave_members(ready.leave)
 
@@ -276,7 +296,10 @@ class RoundRunner:
             self._execute(ready)
         finally:
             self._begin_work(None)
+            quorum = self.quorum  # the training thread may begin another step from here on
             self._is_ready.set()
+            if self._deps.tracer is not None:
+                self._deps.tracer.end_round(quorum, self.healed_bytes)
 
     def _execute(self, ready: Ready) -> None:
         """Do what each input of the machine leads to, until nothing follows."""
@@ -311,7 +334,13 @@ class RoundRunner:
             case FetchState():
                 return self._fetch()
 
+    @property
+    def _last_quorum(self) -> QuorumResult | None:
+        """The quorum of this round, or that of the step before while there is none yet."""
+        return self.quorum or self._worker.round.peers.quorum
+
     def _log_failure(self, error: Exception) -> None:
+        self._deps.streams.log_error(self._last_quorum, error)
         if not isinstance(error, GroupLeft):
             log.debug("step %d cannot be committed", self._worker.state.step, exc_info=error)
 
@@ -366,6 +395,7 @@ class RoundRunner:
         level = logging.INFO if change and self._rules.place.leads else logging.DEBUG
         change = change or "the same groups connect again"
         quorum_id, step = self.quorum.quorum_id, self.quorum.max_step
+        self._deps.streams.log_quorum(self.quorum)
         log.log(level, "quorum %d from step %d: %s", quorum_id, step, change)
         return ready
 
@@ -376,6 +406,7 @@ class RoundRunner:
         with self._worker.changing() as round_:
             return round_.members_met(problem)
 
+    @profiled("torchft::reconfigure")
     def _configure(self) -> Exception | None:
         """Connect the members; returns the error if that fails."""
         quorum, place = self.quorum, self._rules.place
@@ -478,6 +509,7 @@ class RoundRunner:
             except Exception:
                 log.exception("it cannot be reported that step %d was given up", step)
 
+    @profiled("torchft::heal")
     def _fetch(self) -> Ready:
         quorum = self.quorum
         assert quorum is not None

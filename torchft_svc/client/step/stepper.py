@@ -10,6 +10,7 @@ from collections.abc import Hashable
 import torch
 
 from torchft_svc.client.process.background import BackgroundThread
+from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled
 from torchft_svc.client.step.comparison import Finding, StateChecks
 from torchft_svc.client.step.data_positions import DataPositions, needs_another_step
@@ -224,6 +225,8 @@ class Stepper:
         self.weights.begin_vote(ends_update=ends_update)
         try:
             committed = self._decide(timeout_s)
+            step = self.state.step - committed
+            self._deps.streams.log_commit(self._worker.round.quorum, step, committed=committed)
             self._clearing.record_vote()
             if committed:
                 self._deps.progress.record_step(self.state.step)
@@ -383,6 +386,7 @@ class Update:
         self.begun = True
 
     @uncompiled
+    @profiled("torchft::should_commit")
     def __enter__(self) -> bool:
         return self._stepper.decide(self._timeout_s, ends_update=True)
 
