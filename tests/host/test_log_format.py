@@ -10,6 +10,7 @@ from datetime import datetime, timezone
 import pytest
 from support.running import command, lighthouse_process, line_to
 
+from torchft_svc.host.exit_verdict import DO_NOT_REQUEUE
 from torchft_svc.host.log_format import JsonFormatter, Speaker
 
 
@@ -81,6 +82,6 @@ def test_a_lighthouse_logs_json() -> None:
 @pytest.mark.processes
 def test_torchft_run_refuses_another_format() -> None:
     done = command("elastic.run", "--nnodes=1", __file__, TORCHFT_LOG_FORMAT="xml")
-    assert done.returncode == 2
+    assert done.returncode == DO_NOT_REQUEUE
     assert "TORCHFT_LOG_FORMAT" in done.stderr
     assert "Traceback" not in done.stderr
