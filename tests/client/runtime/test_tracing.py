@@ -27,6 +27,7 @@ def test_a_quorum_change_is_one_trace_of_all_programs(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO, "torchft_svc")
+    caplog.set_level(logging.INFO, "torchft_commits")
     with collecting() as collector:
         endpoint = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.endpoint}
         with lighthouse_process(**endpoint) as lighthouse:
@@ -64,6 +65,7 @@ def test_a_quorum_change_is_one_trace_of_all_programs(
         assert any("healing to step" in body for body in bodies)
         commits = [attributes(log) for _, log in collector.logs if not log.body.string_value]
         assert any(each.get("commit_result") is True for each in commits)
+        assert any("commit_result" not in each and each.get("step") for each in commits)
 
 
 @again_if_late

@@ -10,8 +10,9 @@ import torch
 from support.training import Trainer, in_step, lighthouse, trainers
 from torch.profiler import ProfilerActivity, profile
 
-from torchft_svc.client.step.event_streams import COMMITS, ERRORS, QUORUMS, STREAMS
+from torchft_svc.client.step.event_streams import COMMITS, ERRORS, QUORUMS
 
+STREAMS = (QUORUMS, COMMITS, ERRORS)
 FIELDS = {"job_id", "replica_id", "rank", "quorum_id"}
 
 

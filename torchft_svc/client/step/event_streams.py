@@ -13,7 +13,6 @@ from torchft_svc.coordination import QuorumResult
 QUORUMS = logging.getLogger("torchft_quorums")
 COMMITS = logging.getLogger("torchft_commits")
 ERRORS = logging.getLogger("torchft_errors")
-STREAMS = (QUORUMS, COMMITS, ERRORS)
 
 
 class EventStreams:
