@@ -86,6 +86,7 @@ def test_kills_at_random_moments(algorithm: str) -> None:
             assert list(steps) == list(range(min(steps), max(steps) + 1)), "none is lost"
             text = "\n".join(program.lines)
             assert "Traceback" not in text, text
+            assert "was refused: the weights are" not in text, "nobody lost inner steps"
             for step, (digest, loss) in steps.items():
                 found[step].add(digest)
                 losses[step] = loss

@@ -276,7 +276,8 @@ class Manager:
             tensor: of any shape.
             should_quantize: send 8-bit numbers with a scale for each 256 of them, a quarter of the
                 bytes of float32; equal in all groups. True or ``"int8"``, or ``"float8"`` (e4m3).
-                All groups get the same bits. Wait for such works in the same order in all groups.
+                All groups get the same bits. Wait for such works at the same places between the
+                other calls in all groups: a second collective begins there.
                 Between two steps nothing is quantized.
             reduce_op: the operation; a sum or an average if it is quantized.
 

@@ -200,7 +200,7 @@ def test_the_numbers_of_one_fragment(address: str, delay: int, alpha: float) -> 
         assert columns(a.locals) == columns(b.locals) == [ONE[delay, alpha]]
 
 
-def test_a_sum_that_fails_once_restores_the_fragment_which_comes_again(address: str) -> None:
+def test_sums_that_fail_restore_the_fragment_which_comes_again(address: str) -> None:
     with groups(address, "ab") as (a, b):
 
         def fail_third(group: Group) -> Callable[[int], None]:
@@ -280,6 +280,13 @@ def test_a_manager_with_an_asynchronous_quorum_is_refused(address: str) -> None:
         inner, outer = (torch.optim.SGD(part.parameters(), lr=1.0) for _ in range(2))
         with pytest.raises(ConfigError, match=r"use_async_quorum.*has to be False"):
             DiLoCo(manager, [part], inner, outer, sync_every=3)
+
+
+def test_an_outer_optimizer_of_another_fragment_is_refused(address: str) -> None:
+    with groups(address, "a") as (group,):
+        swapped = list(reversed(group.outer))
+        with pytest.raises(ConfigError, match="outer optimizer 0 does not have it"):
+            DiLoCo(group.manager, list(group.parts), group.inner, swapped, 6)
 
 
 def test_groups_with_other_settings_are_refused(address: str) -> None:

@@ -60,6 +60,13 @@ def test_extreme_numbers(kind: Quantization) -> None:
         assert torch.equal(found[BLOCK:], values[BLOCK:]), "only its block is lost"
 
 
+@pytest.mark.parametrize("kind", BOTH)
+def test_tiny_numbers_stay_finite(kind: Quantization) -> None:
+    values = torch.zeros(BLOCK + 1)
+    values[7] = 1e-37
+    assert round_trip(values, kind).isfinite().all()
+
+
 def test_a_quarter_of_the_bytes_travels() -> None:
     assert encoded_bytes(64 * BLOCK) == 64 * (BLOCK + 4)
 
@@ -99,7 +106,7 @@ def reduce(manager: Manager, tensors: list[torch.Tensor], kind: bool | str, op: 
 def test_three_groups_get_the_same_bits(address: str, kind: bool | str, op: Any) -> None:
     with managers(address, "abc") as made:
         generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
-        shapes = [(7,), (1000, 3), (2, 3, 4, 5), (100_000,)]
+        shapes = [(7,), (1000, 3), (2, 3, 4, 5), (100_000,), (0,)]
         for _ in range(3):
             parts = [[torch.randn(s, generator=each) for s in shapes] for each in generators]
             parts[0][1] = parts[0][1].bfloat16()
@@ -115,7 +122,7 @@ def test_three_groups_get_the_same_bits(address: str, kind: bool | str, op: Any)
             if quorum is None or quorum.replica_world_size < 3:
                 continue
             assert bits(parts[0]) == bits(parts[1]) == bits(parts[2])
-            for found, total in zip(parts[0], exact, strict=True):
+            for found, total in zip(parts[0][:-1], exact[:-1], strict=True):
                 wanted = total / 3 if op == ReduceOp.AVG else total
                 assert relative_error(found.float(), wanted) < 0.06
             return

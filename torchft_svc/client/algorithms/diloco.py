@@ -40,11 +40,11 @@ class DiLoCo(PeriodicSync):
     its own weights a group keeps, from 0 (none) to 1 (all).
 
     Which fragment is next follows from `Manager.current_step`: a group that joins is in phase after
-    it has healed. A refused synchronization restores the fragment's weights of the last one, and
-    the same fragment comes again an interval later; if it was refused because a group was lost, the
-    others repeat it at once, and lose nothing.
+    it has healed. A refused synchronization is repeated at once, so a group that is lost costs the
+    others nothing. One that is refused again and again restores the fragment's weights of the last
+    one, and the same fragment comes again an interval later.
 
-    Gradients of the fragment are set to None in a synchronization: their memory holds the averages.
+    Gradients of the fragment are set to None in a synchronization, where they hold its averages.
 
     Args:
         manager: with ``use_async_quorum=False``; returns the model and ``inner_optimizer`` from its
@@ -97,6 +97,7 @@ class DiLoCo(PeriodicSync):
             backup_device=backup_device,
             pin_memory=pin_memory,
         )
+        _check_outer(self._agreed, outer)
         capacity_mb = bucket_cap_mb if bucket_cap_mb is not None else DEFAULT_BUCKET_MB
         self._interval = sync_every // len(fragments)
         self._delay = fragment_sync_delay
@@ -143,7 +144,7 @@ class DiLoCo(PeriodicSync):
             if attempt:
                 fragment = self._launch(is_last_step=True)
             fragment.wait()
-            if not self._commit_sync(fragment.apply, fragment.restore):
+            if self._commit_sync(fragment.apply, fragment.restore):
                 return
         self._restore(fragment.restore)
 
@@ -236,6 +237,15 @@ def _one_for_each(
         reason = f"one optimizer, or one for each of the {num_fragments} fragments"
         raise ConfigError("outer_optimizer", f"a list of {len(found)}", reason)
     return found
+
+
+def _check_outer(agreed: Sequence[AgreedWeights], outer: Sequence[torch.optim.Optimizer]) -> None:
+    for number, (weights, optimizer) in enumerate(zip(agreed, outer, strict=True)):
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        for name, parameter in zip(weights.names, weights.parameters, strict=True):
+            if parameter.requires_grad and id(parameter) not in held:
+                reason = f"outer optimizer {number} does not have it: it would never be trained"
+                raise ConfigError(name, f"in fragment {number}", reason)
 
 
 def _check(manager: Manager, num: int, sync_every: int, delay: int, alpha: float) -> None:

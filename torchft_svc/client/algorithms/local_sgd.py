@@ -29,9 +29,10 @@ class LocalSGD(PeriodicSync):
                 sgd.step()  # each 100th one averages the weights
 
     After a synchronization the parameters are bitwise equal in all groups; buffers, such as the
-    running averages of batch normalization, are not touched. If it is refused, the parameters are
-    those of the last synchronization again. A group that is lost costs the others nothing. The
-    averages need as much memory as the parameters until the vote.
+    running averages of batch normalization, are not touched. A refused synchronization is repeated
+    at once, so a group that is lost costs the others nothing. After several refusals the parameters
+    are those of the last synchronization again. The averages need twice the memory of the
+    parameters until the vote.
 
     Args:
         manager: returns the model and ``optimizer`` from its state functions.
@@ -64,9 +65,9 @@ class LocalSGD(PeriodicSync):
             self._begin_sync()
             self._average.launch(self._weights.copy_to)
             self._average.wait()
-            if not self._commit_sync(self._apply, self._weights.restore):
+            if self._commit_sync(self._apply, self._refuse):
                 return
-        self._restore(self._weights.restore)
+        self._restore(self._refuse)
 
     def _end_inner_step(self) -> None:
         if self._count >= self._sync_every:
@@ -78,6 +79,10 @@ class LocalSGD(PeriodicSync):
         for tensor, average in zip(self._weights.local_tensors(), averages, strict=True):
             tensor.copy_(average)
         self._weights.store()
+
+    def _refuse(self) -> None:
+        self._average.pop_averages()
+        self._weights.restore()
 
     def _state_dict(self) -> dict[str, Any]:
         return {"original_parameters": self._weights.state_dict()}

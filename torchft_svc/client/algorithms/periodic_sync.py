@@ -16,15 +16,15 @@ from torch.utils.hooks import RemovableHandle
 from torchft_svc.client.algorithms.agreed_weights import AgreedWeights
 from torchft_svc.client.optim import Optimizer
 from torchft_svc.client.reduce.reduction import CurrentParameter
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import ConfigError, TorchFTError
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
 log = logging.getLogger(__name__)
 
-# How often a synchronization is repeated at once, each time because another group was lost in it.
-MAX_ATTEMPTS = 5
+# How often a refused synchronization is tried before the weights are restored.
+MAX_ATTEMPTS = 3
 
 _NOT_HEALED = (
     "the %s not in the state that groups heal by: a group that joins would go on with its own; "
@@ -126,6 +126,7 @@ class PeriodicSync(abc.ABC):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._manager.allow_state_dict_read()  # an inner step may have raised
 
     @abc.abstractmethod
     def _end_inner_step(self) -> None:
@@ -139,21 +140,19 @@ class PeriodicSync(abc.ABC):
             self._check_state()
 
     def _commit_sync(self, apply: Callable[[], None], restore: Callable[[], None]) -> bool:
-        """Vote, and call ``apply`` on yes, ``restore`` on no; returns whether to try again at once.
+        """Vote, and call ``apply`` on yes; returns whether the synchronization was committed.
 
-        It is worth while if another group was lost in this step: then nothing was restored, and
-        the groups that are left have lost nothing.
+        All workers of a group get the same answer, so all of them repeat one that was refused.
+        ``restore`` is called if the vote raises.
         """
-        manager = self._manager
-        with manager.commit() as committed:
-            if committed:
-                apply()
-        if committed:
-            return False
-        if manager._worker.who_is_lost():
-            return True
-        self._restore(restore)
-        return False
+        try:
+            with self._manager.commit() as committed:
+                if committed:
+                    apply()
+        except TorchFTError:
+            self._restore(restore)
+            raise
+        return committed
 
     def _restore(self, restore: Callable[[], None]) -> None:
         self._manager.disallow_state_dict_read()

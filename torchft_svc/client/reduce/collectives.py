@@ -213,6 +213,8 @@ class Collectives:
         op: ReduceOp.RedOpType,
         participation: Participation,
         quantization: Quantization,
+        *,
+        part: float | None = None,
     ) -> dist.Work:
         """Start reducing a copy of ``tensor`` in 8-bit numbers, as `allreduce`.
 
@@ -221,14 +223,10 @@ class Collectives:
         """
         values, pg = tensor.detach(), self._pg
         kind = Kind.INT8 if quantization is Quantization.INT8 else Kind.FLOAT8
-        if pg.size() == 1:  # nothing travels
-            return self.allreduce(tensor, op, participation, kind)
-        part = values.to(torch.float32, copy=True)
-        if participation.participating_rank is None:
-            part.zero_()
-        elif op == ReduceOp.AVG:
-            part.div_(participation.num_participants)
-        sent = encode_chunks(part, pg.size(), quantization)
+        if pg.size() == 1 or not tensor.numel():  # nothing travels that could be encoded
+            return self.allreduce(tensor, op, participation, kind, part=part)
+        own = _contribution(values, op, participation, part)
+        sent = encode_chunks(own, pg.size(), quantization)
         received = torch.empty_like(sent)
         flat = received.view(-1)
         admitted = self._begin_operation(values, op, kind)
@@ -240,12 +238,16 @@ class Collectives:
         if first is None:
             return CompletedWork(tensor)
 
+        seconds: list[Reduction | None] = []  # once: a wait that is interrupted may be repeated
+
         def finish() -> torch.Tensor:
             if not first.wait():
                 return tensor
-            chunk = chunk_length(values.numel(), pg.size())
-            mine = sum_chunks(received, chunk, quantization)
-            second = self._launch(sent, pg.allgather, [list(sent.unbind())], [mine])
+            if not seconds:
+                chunk = chunk_length(values.numel(), pg.size())
+                mine = sum_chunks(received, chunk, quantization)
+                seconds.append(self._launch(sent, pg.allgather, [list(sent.unbind())], [mine]))
+            (second,) = seconds
             if second is not None and second.wait():
                 decode_chunks(sent, values, quantization)
             return tensor
@@ -546,6 +548,20 @@ class Collectives:
             self._end_comparison(end)
         self._works = []
         self._pg.tidy()
+
+
+def _contribution(
+    values: torch.Tensor, op: ReduceOp.RedOpType, participation: Participation, part: float | None
+) -> torch.Tensor:
+    """Return what this group adds to a sum, as float32; see `Collectives.allreduce`."""
+    own = values.to(torch.float32, copy=True)
+    if participation.participating_rank is None:
+        return own.zero_()
+    if op != ReduceOp.AVG:
+        return own
+    if part == 0.0:
+        return own.zero_()
+    return own.div_(participation.num_participants) if part is None else own.mul_(part)
 
 
 def _options(op: ReduceOp.RedOpType) -> dist.AllreduceOptions:

@@ -18,6 +18,7 @@ BLOCK = 256
 # Elements that are encoded at once, so that intermediate values stay in a cache.
 _SLICE = BLOCK * 2048
 _SCALE_BYTES = 4
+_SMALLEST = torch.finfo(torch.float32).tiny
 _NAMES = "True or 'int8', 'float8', or False"
 
 
@@ -87,7 +88,8 @@ def encode(values: torch.Tensor, out: torch.Tensor, kind: Quantization) -> None:
         largest = torch.linalg.vector_norm(blocks, ord=float("inf"), dim=1)
         scale = largest / kind.largest
         scales[start // BLOCK : (start + blocks.numel()) // BLOCK] = scale
-        inverse = torch.where(scale > 0, 1.0 / scale, torch.zeros_like(scale))
+        # The reciprocal of a smaller scale is infinite, and would turn zeros into no numbers.
+        inverse = torch.where(scale >= _SMALLEST, 1.0 / scale, torch.zeros_like(scale))
         scaled = blocks * inverse.unsqueeze(1)
         if kind is Quantization.INT8:
             scaled.round_()

@@ -27,18 +27,18 @@ class EventStreams:
         """Log the quorum that the worker has entered, unless it is the one before."""
         if quorum.quorum_id != self._quorum_id:
             self._quorum_id = quorum.quorum_id
-            if QUORUMS.isEnabledFor(logging.INFO):
+            if _is_wanted(QUORUMS):
                 QUORUMS.info("", extra={**self._of(quorum), "step": quorum.max_step})
 
     def log_commit(self, quorum: QuorumResult | None, step: int, *, committed: bool) -> None:
         """Log the decision on ``step``."""
-        if COMMITS.isEnabledFor(logging.INFO):
+        if _is_wanted(COMMITS):
             fields = {**self._of(quorum), "step": step, "commit_result": committed}
             COMMITS.info("", extra=fields)
 
     def log_error(self, quorum: QuorumResult | None, error: Exception) -> None:
         """Log an error that costs a step."""
-        if ERRORS.isEnabledFor(logging.INFO):
+        if _is_wanted(ERRORS):
             ERRORS.info("", extra={**self._of(quorum), "error": str(error)})
 
     def _of(self, quorum: QuorumResult | None) -> dict[str, object]:
@@ -46,3 +46,11 @@ class EventStreams:
             return {**self._fields, "replica_id": self._group, "quorum_id": 0}
         replica_id = quorum.replica_ids[quorum.replica_rank]
         return {**self._fields, "replica_id": replica_id, "quorum_id": quorum.quorum_id}
+
+
+def _is_wanted(logger: logging.Logger) -> bool:
+    """Whether the program has set the level of ``logger`` itself.
+
+    A level of the root logger does not count: its handlers would print empty messages.
+    """
+    return logger.level != logging.NOTSET and logger.isEnabledFor(logging.INFO)

@@ -290,10 +290,12 @@ class StepSums:
             return self._report(tensor, op)
         if quantization is None:
             return self._allreduce(tensor, op, kind)
-        if not self.can_reduce():
+        if not self.can_reduce() or not self._has_read_data():
             return CompletedWork(tensor)
-        participation = self._state.participation
-        return self.collectives.allreduce_quantized(tensor, op, participation, quantization)
+        part = None if self._part is None else self._part[1]
+        return self.collectives.allreduce_quantized(
+            tensor, op, self._state.participation, quantization, part=part
+        )
 
     def _allreduce_bucket(self, bucket: torch.Tensor, kind: Kind) -> dist.Work:
         """See `Manager.allreduce_grad`; ``kind``: which pass of torch's wrapper it belongs to."""
