@@ -205,8 +205,13 @@ def test_groups_come_and_go_and_the_window_changes(lighthouse: Process, line: Li
         shown.wait_for("joined a: ", "goodput ")
         shown.resize(120, 40)
         text = shown.wait_for("MANAGER")
-        shown.read(1.0)
-        assert shown.text.splitlines()[39].startswith("q quit"), text
+        for _ in range(50):
+            shown.read(0.2)
+            rows = shown.text.splitlines()
+            if len(rows) == 40 and rows[39].startswith("q quit"):
+                break
+        else:
+            raise AssertionError(text)
         shown.resize(60, 10)
         shown.read(1.0)
         assert shown.text.splitlines()[9].startswith("q quit"), shown.text
