@@ -68,6 +68,46 @@ def test_n6_another_reference_follows_and_no_time_counts_twice() -> None:
     assert goodput.committed_s == 8.0
 
 
+def test_n6_steps_between_the_last_tallies_of_two_references_count() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a", "b"}, 0.0)
+    for replica_id in ("a", "b"):
+        accounts.record_tally(replica_id, Tally(committed_s=4.0, num_committed=4), 4.0)
+    for num in range(5, 11):  # the manager of "a" is dead, and its workers continue
+        accounts.record_tally("b", Tally(committed_s=num, num_committed=num), num)
+    accounts.forget_group("a")
+    accounts.record_tally("b", Tally(committed_s=11.0, num_committed=11), 11.0)
+    goodput = accounts.goodput(11.0)
+    check_sums(goodput, 11.0)
+    assert (goodput.committed_s, lost(goodput)) == (11.0, {})
+
+
+def test_n6_a_loss_is_found_in_the_tallies_of_a_member_that_is_always_a_little_ahead() -> None:
+    accounts, ahead_s = TimeAccounts(0.0), 1 / 64
+    accounts.record_quorum({"a", "b"}, 0.0)
+    accounts.record_tally("a", Tally(committed_s=1.0, num_committed=1), 1.0)
+    for num in range(2, 101):
+        accounts.record_tally("b", Tally(num + ahead_s, num_committed=num), num + ahead_s)
+        accounts.record_tally("a", Tally(committed_s=num, num_committed=num), num)
+    accounts.forget_group("a")
+    after = Tally(101 + ahead_s, waiting_s=3.0, num_committed=101)
+    accounts.record_tally("b", after, 104 + ahead_s)
+    goodput = accounts.goodput(104 + ahead_s)
+    check_sums(goodput, 104 + ahead_s)
+    assert (goodput.committed_s, lost(goodput)) == (101.0, {"waiting": 3.0 + ahead_s})
+
+
+def test_n6_the_counters_of_a_new_process_begin_again() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    accounts.record_tally("a", Tally(committed_s=20.0, num_committed=20), 20.0)
+    accounts.record_tally("a", Tally(committed_s=1.0, waiting_s=2.0, num_committed=1), 23.0)
+    accounts.record_tally("a", Tally(committed_s=3.0, waiting_s=2.0, num_committed=3), 25.0)
+    goodput = accounts.goodput(25.0)
+    check_sums(goodput, 25.0)
+    assert (goodput.committed_s, lost(goodput)) == (23.0, {"waiting": 2.0})
+
+
 def test_n6_a_group_that_heals_is_no_reference() -> None:
     accounts = TimeAccounts(0.0)
     accounts.record_quorum({"a"}, 0.0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.tally import NO_TALLY, Tally
@@ -35,12 +36,35 @@ OLDER_S = 1.0
 ADOPT_S = 10.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The last tally of a group, and the instant up to which it accounts for the time."""
+class _Mark(NamedTuple):
+    """A tally of a group, and the instant up to which it accounts for the time."""
 
     tally: Tally
     until: float
+
+
+@dataclass(slots=True)
+class _Known:
+    """The last tally of a group, and two earlier ones around the instant at which the accounts end:
+    one ``before`` it, and one ``after`` it (None: there is none)."""
+
+    last: _Mark
+    before: _Mark
+    after: _Mark | None = None
+
+    def follow(self, mark: _Mark, end: float) -> Tally:
+        """Record the next tally; returns the earlier one that ends nearest to the accounts, which
+        end at ``end``."""
+        if self.last.until <= end:
+            self.before, self.after = self.last, None
+        elif self.after is None:
+            self.after = self.last
+        elif self.after.until <= end:
+            self.before, self.after = self.after, self.last
+        self.last = mark
+        if self.after is not None and self.after.until - end < end - self.before.until:
+            return self.after.tally
+        return self.before.tally
 
 
 class TimeAccounts:
@@ -76,15 +100,14 @@ class TimeAccounts:
 
     def record_tally(self, replica_id: str, tally: Tally, until: float) -> None:
         """Record the tally of a group, which accounts for the time up to ``until``."""
-        known = self._known.get(replica_id, _Known(NO_TALLY, until))
-        self._known[replica_id] = _Known(tally, until)
+        base = self._follow(replica_id, _Mark(tally, until))
         if self._knows_more(tally, until):
             self._adopt(replica_id, tally, until)
             return
         if self._reference is None and (self._eligible is None or replica_id in self._eligible):
             self._reference = replica_id
         if replica_id == self._reference and until > self._until:
-            self._add_delta(known.tally, tally, until)
+            self._add_delta(base, tally, until)
 
     def forget_group(self, replica_id: str) -> None:
         """Forget a group that is gone."""
@@ -140,9 +163,9 @@ class TimeAccounts:
     def _usual_s(self) -> float:
         """How long a step under way counts as committed."""
         reference = self._known.get(self._reference or "")
-        if reference is None or not reference.tally.num_committed:
+        if reference is None or not reference.last.tally.num_committed:
             return FIRST_STEP_S
-        tally = reference.tally
+        tally = reference.last.tally
         return USUAL_STEPS * tally.committed_s / tally.num_committed
 
     # -- the accounts ----------------------------------------------------------------------------
@@ -160,6 +183,16 @@ class TimeAccounts:
             self._committed_s += under_way_s
             self._until += under_way_s
             self._add_lost(OTHER, at)
+
+    def _follow(self, replica_id: str, mark: _Mark) -> Tally:
+        """Record the next tally of a group; returns the one from which on it is added, if the group
+        is the reference: an earlier reference may have accounted for less, or more."""
+        known = self._known.get(replica_id)
+        if known is not None and _num_steps(known.last.tally) <= _num_steps(mark.tally):
+            return known.follow(mark, self._until)
+        began = _Mark(NO_TALLY, mark.until - mark.tally.total_s)  # its process is a new one
+        self._known[replica_id] = _Known(mark, began)
+        return NO_TALLY
 
     def _add_delta(self, before: Tally, now: Tally, until: float) -> None:
         """Add what the reference has done since ``before``; what an earlier reference has
@@ -199,6 +232,10 @@ class TimeAccounts:
         self._committed_s = tally.committed_s
         self._lost_s = dict.fromkeys(CAUSES, 0.0) | _parts(NO_TALLY, tally)
         self._has_quorum, self._reference = True, replica_id
+
+
+def _num_steps(tally: Tally) -> int:
+    return tally.num_committed + tally.num_discarded
 
 
 def _parts(before: Tally, now: Tally) -> dict[str, float]:
