@@ -439,6 +439,17 @@ def test_n6_the_tally_of_group_rank_0_travels_with_each_beat() -> None:
     assert made.make_beat(101.0).tally == Tally(committed_s=3.0, ago_s=1.5)
 
 
+def test_n6_the_tally_of_a_dead_worker_is_not_that_of_the_next_incarnation() -> None:
+    made = Group(2)
+    for rank in (0, 1):
+        made.worker_attached(rank, f"x{rank}")
+    made.tally_reported(0, Tally(committed_s=3.0), 100.0)
+    made.worker_detached(1, "x1", "killed", 101.0)
+    assert made.make_beat(101.0).tally is not None
+    made.worker_detached(0, "x0", "killed", 101.0)
+    assert made.make_beat(101.0).tally is None
+
+
 def test_n5_an_event_is_sent_once_and_again_to_the_next_lighthouse() -> None:
     made = called()
     for number in range(MAX_EVENTS_KEPT + 2):

@@ -383,7 +383,7 @@ class Group:
         self._activities.gone(group_rank)
         self._rounds_before.pop(group_rank, None)
         if group_rank == 0:
-            self._leader_ends = ends
+            self._leader_ends, self._tally = ends, None
         self._all_gone_since = not self._attached
         self._workers.setdefault(group_rank, worker_id)  # it may only have been frozen
         self._restarted = True
