@@ -97,6 +97,21 @@ def test_n6_a_loss_is_found_in_the_tallies_of_a_member_that_is_always_a_little_a
     assert (goodput.committed_s, lost(goodput)) == (101.0, {"waiting": 3.0 + ahead_s})
 
 
+def test_n6_a_reference_that_is_silent_while_others_train_is_replaced() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a", "b"}, 0.0)
+    for replica_id in ("a", "b"):
+        accounts.record_tally(replica_id, Tally(committed_s=4.0, num_committed=4), 4.0)
+    for num in range(5, 21):
+        accounts.record_tally("b", Tally(committed_s=num, num_committed=num), num)
+    goodput = accounts.goodput(20.0)
+    check_sums(goodput, 20.0)
+    assert (goodput.committed_s, lost(goodput)) == (20.0, {})
+    accounts.record_tally("a", Tally(committed_s=21.0, num_committed=21), 21.0)
+    accounts.record_tally("b", Tally(committed_s=21.0, num_committed=21), 21.0)
+    assert accounts.goodput(21.0).committed_s == 21.0
+
+
 def test_n6_the_counters_of_a_new_process_begin_again() -> None:
     accounts = TimeAccounts(0.0)
     accounts.record_quorum({"a"}, 0.0)

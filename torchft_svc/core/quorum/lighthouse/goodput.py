@@ -104,7 +104,8 @@ class TimeAccounts:
         if self._knows_more(tally, until):
             self._adopt(replica_id, tally, until)
             return
-        if self._reference is None and (self._eligible is None or replica_id in self._eligible):
+        is_eligible = self._eligible is None or replica_id in self._eligible
+        if is_eligible and (self._reference is None or self._is_behind(until)):
             self._reference = replica_id
         if replica_id == self._reference and until > self._until:
             self._add_delta(base, tally, until)
@@ -183,6 +184,10 @@ class TimeAccounts:
             self._committed_s += under_way_s
             self._until += under_way_s
             self._add_lost(OTHER, at)
+
+    def _is_behind(self, until: float) -> bool:
+        """Whether the reference has reported no step for long before ``until``."""
+        return until - self._until > max(FIRST_STEP_S, self._usual_s())
 
     def _follow(self, replica_id: str, mark: _Mark) -> Tally:
         """Record the next tally of a group; returns the one from which on it is added, if the group
