@@ -80,6 +80,25 @@ def test_a_wait_for_the_same_quorum_is_a_part_of_the_step() -> None:
     assert (tally(use, 3.0).committed_s, tally(use, 3.0).waiting_s) == (3.0, 0.0)
 
 
+def test_a_wait_for_another_quorum_counts_beyond_a_usual_step() -> None:
+    use = TimeUse()
+    use.begin_step(0.0)
+    use.end_committed(1.0, 7, 1)
+    for step in (2, 3):  # each waits for its quorum for half of its time
+        use.begin_round()
+        use.change_work(RoundWork.WAITING, step - 1.0)
+        use.stood_still(step - 1.0, step - 0.5)
+        use.end_committed(float(step), 7, step)
+    use.begin_round()
+    use.change_work(RoundWork.WAITING, 3.0)
+    use.change_work(RoundWork.RECONFIGURING, 4.0)
+    use.change_work(None, 4.25)
+    use.stood_still(3.0, 4.25)
+    use.end_committed(4.75, 8, 4)
+    found = tally(use, 4.75)
+    assert (found.committed_s, found.waiting_s, found.reconfiguring_s) == (4.0, 0.5, 0.25)
+
+
 def test_steps_that_the_others_commit_while_a_group_is_away_are_of_use() -> None:
     use = TimeUse()
     use.begin_step(0.0)

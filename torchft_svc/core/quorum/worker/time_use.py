@@ -96,14 +96,15 @@ class TimeUse:
         recovery, if that is another quorum than that of the last commit.
 
         What its first step takes beyond a usual one, such as the state that it offers to others, is
-        a part of the change. A wait for the same quorum is a part of the step. Steps that the
-        others have committed meanwhile were of use to the job.
+        a part of the change. A wait for the same quorum is a part of the step; of a wait for
+        another one, as much as fits into a usual step. Steps that the others have committed
+        meanwhile were of use to the job.
         """
         usual_s = self._usual_s
-        if quorum_id == self._quorum_id:  # a wait for the others, as in any sum
-            self._still_s -= self._still[RoundWork.WAITING]
-            self._still[RoundWork.WAITING] = 0.0
-        at_most_s = math.inf if usual_s is None or quorum_id == self._quorum_id else usual_s
+        is_same = quorum_id == self._quorum_id
+        at_most_s = math.inf if is_same or usual_s is None else usual_s
+        if is_same or usual_s is not None:  # usual steps contain waits for their quorum, too
+            self._move_wait_into_step(now, at_most_s)
         took_s = self._end_step(now, committed=True, at_most_s=at_most_s)
         if self._step is not None and step > self._step + 1 and usual_s is not None:
             self._add_steps_of_others((step - self._step - 1) * usual_s)
@@ -116,6 +117,15 @@ class TimeUse:
         spent, self._spent = self._spent, dict.fromkeys(RoundWork, 0.0)
         paused_s = None if last_at is None else max(0.0, now - last_at - (usual_s or took_s))
         return Recovery(paused_s, spent[RoundWork.RECONFIGURING], spent[RoundWork.HEALING] or None)
+
+    def _move_wait_into_step(self, now: float, at_most_s: float) -> None:
+        """Count the wait of this step as a part of the step, as long as that has taken no more than
+        ``at_most_s``."""
+        since = now if self._since is None else self._since
+        took_s = now - since - self._still_s
+        moved_s = max(0.0, min(at_most_s - took_s, self._still[RoundWork.WAITING]))
+        self._still_s -= moved_s
+        self._still[RoundWork.WAITING] -= moved_s
 
     def _add_steps_of_others(self, seconds: float) -> None:
         """Count so much of what was lost since the last commit as committed, in which the others
