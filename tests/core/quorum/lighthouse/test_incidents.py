@@ -294,6 +294,30 @@ def test_n2_a_manager_that_died_in_a_term_costs_nothing_and_is_a_record() -> Non
     assert not records(scene)[1].is_open
 
 
+def test_n1_a_manager_that_dies_after_the_group_was_back_is_another_fault() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    scene.leave("b:1")
+    scene.ask("a:1", step=4)
+    scene.now = 105.0
+    scene.ask("b:2")
+    scene.ask("a:1", step=5)
+    scene.now = 120.0
+    report(scene, "b:2", event(EventKind.MANAGER_DIED, 0, 0, cause="it died"))
+    assert kinds(scene) == ["joined", "lost", "joined", "manager_died"]
+    assert records(scene)[3].at == records(scene)[1].at + 20.0
+
+
+def test_n2_a_dead_manager_that_is_reported_after_the_return_is_no_lost_group() -> None:
+    scene = formed("a:1", "b:1", step=4)
+    scene.leave("b:1")
+    scene.ask("a:1", step=4)
+    scene.now = 105.0
+    scene.ask("b:2")
+    scene.ask("a:1", step=5)
+    report(scene, "b:2", event(EventKind.MANAGER_DIED, 0, 0, cause="it died", ago_s=2.0))
+    assert kinds(scene) == ["joined", "manager_died", "joined"]
+
+
 def away(lasts_s: float = 3.0) -> GroupEvent:
     return event(EventKind.LIGHTHOUSE_AWAY, 0, 0, cause="it ended", lasts_s=lasts_s)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -158,7 +159,8 @@ class _Entry:
     ``awaits_quorum``: the quorum that follows. ``awaits_step``: a commit above this step (None:
     none is awaited). ``awaits_return``: the stable names of lost groups. ``awaits_heal``: groups
     that are behind. ``followed_by``: the quorum that follows, and ``returned_in``: with the group
-    again (0: there is none yet). ``discarded``: quorum id and step of each step that it has cost.
+    again, formed at ``returned_at`` (0, 0 and infinite: there is none yet). ``discarded``: quorum
+    id and step of each step that it has cost.
     """
 
     incident: Incident
@@ -168,6 +170,7 @@ class _Entry:
     awaits_heal: set[str] = dataclasses.field(default_factory=set)
     followed_by: int = 0
     returned_in: int = 0
+    returned_at: float = math.inf
     discarded: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     blamed: bool = False  # the groups are the cause, as they report themselves
     is_of_member: bool = False  # the step of its quorum cannot be committed
@@ -337,7 +340,7 @@ class JobLedger:
                 entry.awaits_step, entry.followed_by = step, quorum.quorum_id
             if entry.awaits_return & members and entry.incident.kind in _LASTING:
                 entry.awaits_return -= members
-                entry.returned_in = quorum.quorum_id
+                entry.returned_in, entry.returned_at = quorum.quorum_id, moment.at
             self._update(entry)
         if self.healing:
             self.record_healed(each.replica_id for each in quorum.up_to_date)
@@ -537,7 +540,8 @@ class JobLedger:
             incident = entry.incident
             is_same = any(stable_name(each) == name for each in incident.groups)
             if is_same and incident.kind is IncidentKind.LOST:
-                if abs(incident.at - moment.at) <= SAME_FAULT_S:
+                was_gone = moment.at <= entry.returned_at
+                if was_gone and abs(incident.at - moment.at) <= SAME_FAULT_S:
                     self._change(entry, kind=IncidentKind.MANAGER_DIED, cause=event.cause)
                     return
                 break
