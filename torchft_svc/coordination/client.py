@@ -69,18 +69,16 @@ class Client:
     def _open(self, addr: str) -> grpc.Channel:
         return self._caller.call(lambda: open_channel(addr, self.security, self._keepalive_ms))
 
-    def _move(self, addr: str) -> bool:
-        """Go on at ``addr``; calls that are under way elsewhere fail as `Unreachable`. Returns
-        whether it was at another address before."""
+    def _move(self, addr: str) -> None:
+        """Go on at ``addr``; calls that are under way elsewhere fail as `Unreachable`."""
         with self._lock:
             if self._closed or addr == self._addr:
-                return False
+                return
             left = self._channel
             self._channel = self._open(addr)
             self._addr = addr
         log.warning("the %s is at %s now", self._peer, addr)
         self._caller.call(left.close)
-        return True
 
     def _lost_contact(self) -> None:
         """A call could not reach the service."""

@@ -19,7 +19,7 @@ from torchft_svc.coordination.types import ManagerLocator
 from torchft_svc.core.limits import limited_s, whole_milliseconds
 from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.tally import EventKind, GroupEvent, Tally
+from torchft_svc.core.quorum.tally import GroupEvent, Tally
 from torchft_svc.core.quorum.term import Fate
 from torchft_svc.core.quorum.types import DEFAULT_JOB, DifferenceReport, Vote, WorkerRequest
 from torchft_svc.core.quorum.worker.round import WorkerCalls
@@ -113,13 +113,6 @@ class ManagerClient(Client):
             with self._lock:
                 event = self._calls.sign_event(event)
             self._attachment.report_event(event)
-
-    def _move(self, addr: str) -> bool:
-        has_moved = super()._move(addr)
-        if has_moved:
-            cause = "its manager died, or stopped responding, and was started again"
-            self.report_event(GroupEvent(kind=EventKind.MANAGER_DIED, cause=cause, is_own=True))
-        return has_moved
 
     def stands_still(self) -> bool:
         """Whether this worker has been in one phase for long, or begun no step yet, and does not

@@ -29,7 +29,8 @@ class ManagerConfig:
     quorum is requested again before they do. ``min_replicas`` is the fewest groups that the job
     trains with (0: the lighthouse knows; else the largest that its groups report counts).
     ``owner_pid`` is the process to die with. ``resumed`` is the incarnation that it continues
-    (None: a new one). ``metrics_bind``: where its metrics are served (None: nowhere).
+    (None: a new one), ``predecessor_end`` how the manager before this one died (empty: there was
+    none). ``metrics_bind``: where its metrics are served (None: nowhere).
     """
 
     lighthouse_address: str
@@ -45,6 +46,7 @@ class ManagerConfig:
     min_replicas: int = 0
     owner_pid: int | None = None
     resumed: Resumed | None = None
+    predecessor_end: str = ""
     metrics_bind: str | None = None
     security: Security = PLAIN
 

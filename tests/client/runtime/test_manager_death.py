@@ -17,9 +17,13 @@ from support.running import eventually, lives, sidecar_of
 from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together, trainers
 
 from tools.chaos.bounds import MANAGER_BACK_S
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.core.route import MANAGER_PATIENCE_S
 from torchft_svc.errors import GivenUp, QuorumFailed, TorchFTError, Unreachable
 from torchft_svc.manager_server import liveness_pipe, supervisor
+from torchft_svc.proto import torchft_pb2 as pb
+from torchft_svc.rpc.commands import ask
+from torchft_svc.rpc.security import PLAIN
 
 from .test_workers import workers
 
@@ -158,6 +162,23 @@ def test_all_workers_of_a_group_follow_its_manager(address: str) -> None:
         again_at = goes_on(group, until=4)
         check("a manager of two workers dies", again_at - killed_at, MANAGER_BACK_S)
         assert [worker.manager.current_step() for worker in group] == [4, 4]
+
+
+def troubles(address: str) -> list[str]:
+    """The kinds of the records of the job, without its beginning."""
+    request, answer = pb.LighthouseIncidentsRequest(), pb.LighthouseIncidentsResponse
+    found = ask("lighthouse", address, PLAIN, DEFAULT_JOB, request, answer).incidents
+    return [each.kind for each in found if each.kind != "joined"]
+
+
+def test_n1_each_death_of_a_manager_of_two_workers_is_one_record(address: str) -> None:
+    with workers(address, "a", 2, in_process=False) as group:
+        together(*(worker.step for worker in group))
+        for num in (1, 2):
+            kill_manager("a")
+            eventually(lambda num=num: troubles(address) == num * ["manager_died"])
+            goes_on(group, until=group[0].manager.current_step() + 2)
+        assert troubles(address) == ["manager_died", "manager_died"]
 
 
 @pytest.mark.parametrize("votes", [(True, True), (True, False)], ids=["commits", "discards"])

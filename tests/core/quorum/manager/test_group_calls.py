@@ -465,6 +465,17 @@ def test_n5_an_event_is_sent_once_and_again_to_the_next_lighthouse() -> None:
     assert [each.ago_s for each in again][-2:] == [4.25, 2.0]
 
 
+def test_n1_a_manager_reports_once_that_the_one_before_has_died() -> None:
+    made = Group(2)
+    made.record_predecessor("was killed by SIGKILL", 100.0)
+    (event,) = made.make_beat(101.0).events
+    assert (event.kind, event.ago_s) == (EventKind.MANAGER_DIED, 1.0)
+    assert event.cause == "its manager was killed by SIGKILL, and was started again"
+    assert made.make_beat(101.0).events == ()
+    made.link_changed(103.0, is_open=True)
+    assert [each.number for each in made.make_beat(104.0).events] == [event.number], "repeated"
+
+
 def test_n6_an_absence_counts_while_the_group_asks() -> None:
     made = called(1, attached=1)
     made.tally_reported(0, Tally(committed_s=3.0), 100.0)

@@ -487,6 +487,14 @@ class Group:
         if group_rank == 0:
             self._tally = replace(tally, away_s=0.0), now - tally.ago_s
 
+    def record_predecessor(self, how_it_ended: str, now: float) -> None:
+        """Record that the manager before this one has died.
+
+        The workers need not notice it, and all of them may.
+        """
+        cause = f"its manager {how_it_ended}, and was started again"
+        self._report_event(EventKind.MANAGER_DIED, cause, now)
+
     def event_reported(self, event: GroupEvent, now: float) -> None:
         """A worker reports what has happened to the group."""
         self._events.append((event, now - event.ago_s))
@@ -890,13 +898,17 @@ class Group:
         if self._asking:
             since = max(absence.since, now - (self._clock.now(now) - self._asked_at))
             self._away_s += max(0.0, now - since)
+        lasts_s = max(0.0, now - absence.since)
+        self._report_event(EventKind.LIGHTHOUSE_AWAY, absence.reason, now, lasts_s)
+
+    def _report_event(self, kind: EventKind, cause: str, now: float, lasts_s: float = 0.0) -> None:
         self._num_events += 1
         event = GroupEvent(
-            kind=EventKind.LIGHTHOUSE_AWAY,
+            kind=kind,
             source=self._source,
             number=self._num_events,
-            cause=absence.reason,
-            lasts_s=max(0.0, now - absence.since),
+            cause=cause,
+            lasts_s=lasts_s,
         )
         self.event_reported(event, now)
 
