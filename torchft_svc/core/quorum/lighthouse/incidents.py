@@ -13,6 +13,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 from torchft_svc.core.quorum.names import stable_name
@@ -25,6 +26,8 @@ from torchft_svc.core.quorum.types import Quorum
 MAX_INCIDENTS, MAX_INCIDENTS_OF_ALL = 1000, 50_000
 # Of groups that one record is about, as the groups of a cold start.
 MAX_GROUPS_NAMED = 64
+# How many of the last records a group's first commit in a quorum may complete.
+MAX_COMPLETED = 64
 # More groups than this that join with one quorum share one record.
 MAX_JOINED_ONE_BY_ONE = 16
 MAX_CAUSE_LENGTH = 400
@@ -188,6 +191,10 @@ class _Entry:
     def is_of_run(self) -> bool:
         """Whether this is about the launched run, and not about groups."""
         return self.incident.kind is IncidentKind.RUN_CHANGED
+
+    def concerns(self, name: str) -> bool:
+        """Whether this is about the group with that stable name."""
+        return any(stable_name(each) == name for each in self.incident.groups)
 
     def explains(self, report: _Report) -> bool:
         """Whether this is why a step was discarded."""
@@ -390,10 +397,8 @@ class JobLedger:
     def _was_lost(self, replica_id: str) -> bool:
         name = stable_name(replica_id)
         return any(
-            name == stable_name(each)
+            entry.incident.kind is not IncidentKind.JOINED and entry.concerns(name)
             for entry in self._entries.values()
-            if entry.incident.kind is not IncidentKind.JOINED
-            for each in entry.incident.groups
         )
 
     def _end_joining(self, replica_id: str) -> None:
@@ -500,7 +505,7 @@ class JobLedger:
     def _complete(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
         """Complete the records that the first commit in a quorum ends."""
         is_known = False
-        for entry in list(self._entries.values())[-MAX_GROUPS_NAMED:]:
+        for entry in islice(reversed(self._entries.values()), MAX_COMPLETED):
             incident = entry.incident
             is_about = replica_id in incident.groups
             if entry.followed_by == event.quorum_id:
@@ -537,11 +542,9 @@ class JobLedger:
     def _record_dead_manager(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
         name = stable_name(replica_id)
         for entry in reversed(self._entries.values()):
-            incident = entry.incident
-            is_same = any(stable_name(each) == name for each in incident.groups)
-            if is_same and incident.kind is IncidentKind.LOST:
+            if entry.incident.kind is IncidentKind.LOST and entry.concerns(name):
                 was_gone = moment.at <= entry.returned_at
-                if was_gone and abs(incident.at - moment.at) <= SAME_FAULT_S:
+                if was_gone and abs(entry.incident.at - moment.at) <= SAME_FAULT_S:
                     self._change(entry, kind=IncidentKind.MANAGER_DIED, cause=event.cause)
                     return
                 break
@@ -552,7 +555,6 @@ class JobLedger:
         name = stable_name(replica_id)
         for entry in reversed(self._entries.values()):
             incident = entry.incident
-            is_same = any(stable_name(each) == name for each in incident.groups)
             is_away = incident.kind is IncidentKind.LIGHTHOUSE_AWAY
             overlap_s = min(entry.until, moment.at) - max(incident.at, began_at)
             if is_away and overlap_s >= -SAME_ABSENCE_S:
@@ -562,7 +564,7 @@ class JobLedger:
                 return
             # If the lighthouse was there, the group was cut off, or frozen.
             is_recorded = began_at <= incident.at <= moment.at or bool(entry.awaits_return)
-            if is_same and incident.kind in _LASTING and is_recorded:
+            if incident.kind in _LASTING and is_recorded and entry.concerns(name):
                 return
         entry = self._add(
             IncidentKind.LIGHTHOUSE_AWAY,
