@@ -80,8 +80,8 @@ class TimeAccounts:
         self._known: dict[str, _Known] = {}
         self._reference: str | None = None
         self._eligible: Set[str] | None = None  # as the reference; None: any
-        # What members wait for, or discard steps because of, and until when.
         self._adopted_at: float | None = None  # the first time
+        # What members wait for, or discard steps because of, and until when.
         self._blamed: str | None = None
         self._blamed_until: float | None = None
 
@@ -210,10 +210,8 @@ class TimeAccounts:
             scale = min(1.0, span_s / total_s)
             self._committed_s += committed_s * scale
             for cause, seconds in parts.items():
-                is_blamed = self._blamed is not None and cause in (WAITING, DISCARDED)
-                self._lost_s[self._blamed if is_blamed and self._blamed else cause] += (
-                    seconds * scale
-                )
+                blamed = self._blamed if cause in (WAITING, DISCARDED) else None
+                self._lost_s[blamed or cause] += seconds * scale
             span_s -= total_s * scale
         self._lost_s[WAITING] += max(0.0, span_s)  # nobody was there who could account for it
         self._until = until
@@ -224,11 +222,12 @@ class TimeAccounts:
         """Whether a group has been in the job for longer than it is known here; or as long, and was
         there in more of its steps, while the one whose time was adopted stood still."""
         began_at = until - tally.total_s
+        if began_at < self._began_at - OLDER_S:
+            return True
         if self._adopted_at is None or until - self._adopted_at > ADOPT_S:
-            return began_at < self._began_at - OLDER_S
+            return False
         most_s = self._committed_s + max(0.0, until - self._until)
-        is_as_old = began_at <= self._began_at + OLDER_S
-        return began_at < self._began_at - OLDER_S or (is_as_old and tally.committed_s > most_s)
+        return began_at <= self._began_at + OLDER_S and tally.committed_s > most_s
 
     def _adopt(self, replica_id: str, tally: Tally, until: float) -> None:
         """Begin the accounts with those of a group that was in the job before this lighthouse."""

@@ -841,8 +841,8 @@ class Jobs:
                 raise RequestRefused(f"this lighthouse serves no job {shown!r} now")
             return self._ended[job_name].accounts.goodput(self._unix_s(now))
         groups = job.members.groups
-        waits = bool(groups[GroupState.ASKING] or groups[GroupState.JOINING])
-        waits &= not job.members.quorum_left() or bool(groups[GroupState.ASKING])
+        joins = groups[GroupState.JOINING] and not job.members.quorum_left()
+        waits = bool(groups[GroupState.ASKING] or joins)
         return job.accounts.goodput(self._unix_s(now), waits=waits, hangs=bool(job.ledger.hung))
 
     def _describe(self, job_name: str, now: float) -> JobStatus:
