@@ -11,6 +11,7 @@ from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus, name_some
 from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.doctor.quantities import show_bytes
 from torchft_svc.host.log_format import escaped
 
 # A screen full; the groups that somebody may have to look after come first.
@@ -77,7 +78,7 @@ _INCIDENT_HEAD = (
 def _incident_row(incident: Incident) -> tuple[str, ...]:
     healed = _seconds(incident.healed_s)
     if incident.healed_bytes:
-        healed += f" ({_size(incident.healed_bytes)})"
+        healed += f" ({show_bytes(incident.healed_bytes)})"
     return (
         time.strftime("%m-%d %H:%M:%S", time.localtime(incident.at)),
         incident.kind.value + "*" * incident.is_open,
@@ -92,14 +93,6 @@ def _incident_row(incident: Incident) -> tuple[str, ...]:
         str(incident.steps_discarded or "-"),
         escaped(incident.cause),
     )
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if num_bytes < 1000:
-            return f"{num_bytes:.3g} {unit}"
-        num_bytes /= 1000
-    return f"{num_bytes:.3g} GB"
 
 
 def _seconds(seconds: float | None) -> str:
