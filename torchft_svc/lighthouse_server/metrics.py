@@ -75,6 +75,7 @@ class LighthouseMetrics:
         shown = [job for job in jobs if _state_of_job(job) != "finished"]
         yield from self._of_jobs(shown)
         yield from self._of_ledgers([job.job for job in shown])
+        yield from self._of_goodputs({job.job: job.goodput for job in shown if job.goodput})
         yield from self._of_quorums({job.job for job in jobs})
         yield from self._of_runs(driver.runs.status(""))
 
@@ -108,7 +109,8 @@ class LighthouseMetrics:
             [((name, how), num) for name, each in counts for how, num in each.heals.items()],
         )
         yield values(catalog.HEAL_BYTES, [((name,), each.healed_bytes) for name, each in counts])
-        goodputs = {name: self._driver.goodput(name) for name in names}
+
+    def _of_goodputs(self, goodputs: Mapping[str, Goodput]) -> Iterator[Family]:
         yield values(catalog.GOODPUT, [((name,), each.ratio) for name, each in goodputs.items()])
         yield values(catalog.LOST, self._lost_seconds(goodputs).items())
 

@@ -37,6 +37,5 @@ class Timelines:
         timelines = {job.job: self._by_job.get(job.job) or Timeline() for job in jobs}
         for job in jobs:
             if job.ended_s is None:
-                goodput = self._driver.goodput(job.job)
-                timelines[job.job].record_sample(job, at, goodput.wall_s, goodput.committed_s)
+                timelines[job.job].record_sample(job, at)
         self._by_job = timelines

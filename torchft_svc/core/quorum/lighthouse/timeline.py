@@ -6,6 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 
 SAMPLE_S = 5.0
@@ -41,13 +42,12 @@ class Timeline:
         self._steps = array("q")
         self._counts = tuple(array("i") for _ in range(4))
 
-    def record_sample(
-        self, status: JobStatus, at: float, wall_s: float = 0.0, committed_s: float = 0.0
-    ) -> None:
-        """Record the status of the job ``at`` that instant, with the seconds of its goodput."""
+    def record_sample(self, status: JobStatus, at: float) -> None:
+        """Record the status of the job ``at`` that instant."""
+        goodput = status.goodput or Goodput()
         self._at.append(at)
-        self._wall_s.append(wall_s)
-        self._committed_s.append(committed_s)
+        self._wall_s.append(goodput.wall_s)
+        self._committed_s.append(goodput.committed_s)
         self._steps.append(status.committed_step)
         counted = (
             len(status.groups),
