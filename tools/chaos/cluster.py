@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import selectors
@@ -19,7 +20,6 @@ from typing import Any
 from tools.chaos.faults import HANG_TIMEOUT_S, HEARTBEAT_TIMEOUT_S, JOIN_TIMEOUT_S
 from tools.chaos.fleet import Fleet, Worker
 from tools.chaos.fork_server import worker_server
-from tools.chaos.goodputs import read_goodput
 from tools.chaos.samples import PROGRAM
 from tools.demo.orphans import MARK, die_with_parent
 from torchft_svc.coordination import LighthouseClient
@@ -28,6 +28,7 @@ from torchft_svc.testing.proxy import Proxy
 
 LIGHTHOUSE_START_S = 20.0
 _OPERATOR_WAITS = timedelta(seconds=10)
+_COMMAND_S = 20.0
 # Ports below those that the system gives to connections: a restarted lighthouse gets its own again.
 _PORTS = range(15_000, 32_000)
 _FLAGS = (
@@ -80,6 +81,18 @@ class Lighthouse:
             assert self._process.stdout is not None
             self._process.stdout.close()
             self._process = None
+
+    def goodput(self, job: str) -> dict[str, Any] | None:
+        """What `lighthouse incidents` shows of a job's time (None: it does not know the job)."""
+        command = [sys.executable, "-m", "torchft_svc.lighthouse_server", "incidents", "--json"]
+        flags = ["--lighthouse", self.address, "--job-id", job]
+        answer = subprocess.run(
+            [*command, *flags], capture_output=True, text=True, timeout=_COMMAND_S, check=False
+        )
+        if answer.returncode:
+            return None
+        goodput: dict[str, Any] | None = json.loads(answer.stdout)["goodput"]
+        return goodput
 
 
 def _steady_address() -> str:
@@ -197,7 +210,7 @@ class Cluster:
 
     def goodput(self, job: str) -> dict[str, Any] | None:
         """How much of the job's time ended in committed steps, as its lighthouse knows."""
-        found = (read_goodput(lighthouse.address, job) for lighthouse in self.lighthouses)
+        found = (lighthouse.goodput(job) for lighthouse in self.lighthouses)
         return next((each for each in found if each is not None), None)
 
     def cut(self, group: int) -> None:
