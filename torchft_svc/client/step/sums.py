@@ -171,7 +171,12 @@ class StepSums:
         participation = self._state.participation
         if participation.participating_rank is None:
             return 0.0
-        return 1.0 / participation.num_participants if self._part is None else self._part[1]
+        return 1.0 / participation.num_participants if self._weight is None else self._weight
+
+    @property
+    def _weight(self) -> float | None:
+        """This group's part of the samples of this step (None: no loader has set it)."""
+        return None if self._part is None else self._part[1]
 
     def _has_read_data(self) -> bool:
         """Whether the samples of the step were read; otherwise its error is latched.
@@ -292,9 +297,8 @@ class StepSums:
             return self._allreduce(tensor, op, kind)
         if not self.can_reduce() or not self._has_read_data():
             return CompletedWork(tensor)
-        part = None if self._part is None else self._part[1]
         return self.collectives.allreduce_quantized(
-            tensor, op, self._state.participation, quantization, part=part
+            tensor, op, self._state.participation, quantization, part=self._weight
         )
 
     def _allreduce_bucket(self, bucket: torch.Tensor, kind: Kind) -> dist.Work:
@@ -306,11 +310,7 @@ class StepSums:
         if not self.can_reduce() or not self._has_read_data():
             return CompletedWork(tensor)
         return self.collectives.allreduce(
-            tensor,
-            op,
-            self._state.participation,
-            kind,
-            part=None if self._part is None else self._part[1],
+            tensor, op, self._state.participation, kind, part=self._weight
         )
 
     def sum_numbers(self, numbers: Sequence[float | torch.Tensor]) -> list[float] | None:
