@@ -33,6 +33,7 @@ JOB = JobStatus(
     groups=GROUPS,
     num_expected=8,
     stalled_s=4.0,
+    goodput=Goodput(wall_s=90.0, committed_s=30.0, lost_s={"other": 60.04}, ratio=1 / 3),
     gone=(
         GoneGroup(replica_id="g:2", reason="crashed", gone_s=1.0),
         GoneGroup(replica_id="g:1", reason="before", gone_s=60.0),
@@ -43,7 +44,7 @@ JOB = JobStatus(
 
 
 def document(job: JobStatus = JOB, now: float = NOW, *incidents: Incident) -> Document:
-    return job_document(job, now, None, incidents, Goodput())
+    return job_document(job, now, None, incidents)
 
 
 def test_a_group_has_the_state_that_matters_most() -> None:
@@ -58,6 +59,11 @@ def test_a_group_has_the_state_that_matters_most() -> None:
         "g": "lost",
         "h": "left",
     }
+
+
+def test_the_goodput_is_in_it_where_it_is_known() -> None:
+    assert document()["goodput"] == {"ratio": 0.333, "lost_s": {"other": 60.0}}
+    assert "goodput" not in document(JobStatus(job="j"))
 
 
 def test_the_next_incarnation_takes_over_the_row_of_its_name() -> None:

@@ -112,9 +112,7 @@ class Dashboard:
         self._readiness.check()
         status = self._jobs_at(now).get(job) or self._driver.status(job)[0]
         incidents = self._driver.incidents(job)[-MAX_INCIDENTS_SHOWN:]
-        return job_document(
-            status, now, self._timelines.last_point(job), incidents, self._driver.goodput(job)
-        )
+        return job_document(status, now, self._timelines.last_point(job), incidents)
 
     def _jobs_at(self, now: float) -> dict[str, JobStatus]:
         """All jobs, looked at once for all channels that are updated ``now``."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
+from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.lighthouse.timeline import TimelinePoint
 from torchft_svc.core.quorum.names import stable_name
@@ -71,7 +71,6 @@ def job_document(
     now: float,
     last_point: TimelinePoint | None,
     incidents: Iterable[Incident],
-    goodput: Goodput,
 ) -> Document:
     """Return what the page of a job shows."""
     names = Counter(stable_name(group.replica_id) for group in job.groups)
@@ -90,11 +89,10 @@ def job_document(
         "summary": summary(job, now),
         "groups": groups,
         "incidents": {str(each.number): _known(**plain(each)) for each in incidents},
-        "goodput": {
-            "ratio": round(goodput.ratio, 3),
-            "lost_s": {cause: round(lost_s, 1) for cause, lost_s in goodput.lost_s.items()},
-        },
     }
+    if job.goodput is not None:
+        lost_s = {cause: round(seconds, 1) for cause, seconds in job.goodput.lost_s.items()}
+        document["goodput"] = {"ratio": round(job.goodput.ratio, 3), "lost_s": lost_s}
     if last_point is not None:
         document["point"] = _known(**plain(last_point))
     return document
