@@ -86,7 +86,7 @@ def test_time_alone_changes_nothing() -> None:
         return JobStatus(job="j", groups=groups, gone=gone, stalled_s=2 + by_s)
 
     assert document(later(0.0)) == document(later(3.25), NOW + 3.25)
-    ended = [JobStatus(job="j", ended_s=5 + by_s) for by_s in (0.0, 9.5)]
+    ended = [JobStatus(job="j", stalled_s=6 + by_s, ended_s=5 + by_s) for by_s in (0.0, 9.5)]
     assert overview(ended[:1], (), NOW) == overview(ended[1:], (), NOW + 9.5)
 
 
