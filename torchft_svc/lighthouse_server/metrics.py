@@ -13,9 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from torchft_svc.core.launch.launched_run import RunStatus
 from torchft_svc.core.launch.world import AgentStatus
-from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput
-from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.overview import GROUP_STATES, JobStatus
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.errors import NotLeader, RequestRefused
 from torchft_svc.lighthouse_server.counts import IncidentCounts
@@ -31,8 +30,6 @@ from torchft_svc.telemetry.exposition import (
     values,
 )
 
-# In this order, the first that holds is the state of a group.
-GROUP_STATES = ("hung", "left_out", "healing", "in_quorum", "waiting", "idle")
 JOB_STATES = ("alive", "finished", "lost")
 _JOB_VALUES: tuple[tuple[catalog.Metric, Callable[[JobStatus], float]], ...] = (
     (catalog.GROUPS_EXPECTED, lambda job: job.num_expected),
@@ -82,7 +79,7 @@ class LighthouseMetrics:
     def _of_jobs(self, jobs: list[JobStatus]) -> Iterator[Family]:
         by_state = []
         for job in jobs:
-            states = Counter(map(_state_of_group, job.groups))
+            states = Counter(group.state for group in job.groups)
             by_state += [((job.job, state), states[state]) for state in GROUP_STATES]
         yield values(catalog.GROUPS, by_state)
         for metric, read in _JOB_VALUES:
@@ -167,18 +164,6 @@ def _state_of_job(job: JobStatus) -> str:
     if job.ended_s is None:
         return "alive"
     return "finished" if job.finished else "lost"
-
-
-def _state_of_group(group: GroupStatus) -> str:
-    if group.hung:
-        return "hung"
-    if group.left_out:
-        return "left_out"
-    if group.phase is Phase.HEALING:
-        return "healing"
-    if group.in_quorum:
-        return "in_quorum"
-    return "waiting" if group.asking else "idle"
 
 
 def _silences(jobs: list[JobStatus]) -> Iterator[tuple[tuple[str, str], float]]:

@@ -13,13 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
-from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.lighthouse.timeline import TimelinePoint
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.lighthouse_server.http.answers import plain
 from torchft_svc.lighthouse_server.http.differences import Document
+
+# Where they differ from those of `GROUP_STATES`.
+_WORDS = {"left_out": "left out", "in_quorum": "training", "idle": "outside"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,15 +101,8 @@ def job_document(
 
 
 def group_state(group: GroupStatus) -> str:
-    """Return the state that matters most to who looks after a group."""
-    states = {
-        "hung": group.hung,
-        "left out": group.left_out,
-        "healing": group.phase is Phase.HEALING,
-        "training": group.in_quorum,
-        "waiting": group.asking,
-    }
-    return next((name for name, holds in states.items() if holds), "outside")
+    """Return the state of a group in the words of the page."""
+    return _WORDS.get(group.state, group.state)
 
 
 def run_document(run: RunStatus, now: float) -> Document:

@@ -86,6 +86,10 @@ def name_some(replica_ids: Iterable[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+# All values of `GroupStatus.state`; of several that hold, it is the first.
+GROUP_STATES = ("hung", "left_out", "healing", "in_quorum", "waiting", "idle")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatus:
     """One living replica group; durations in seconds.
@@ -105,6 +109,18 @@ class GroupStatus:
     silent_s: float = 0.0
     hung: bool = False
     left_out: bool = False
+
+    @property
+    def state(self) -> str:
+        """The one of `GROUP_STATES` that matters most to who looks after the group."""
+        states = {
+            "hung": self.hung,
+            "left_out": self.left_out,
+            "healing": self.phase is Phase.HEALING,
+            "in_quorum": self.in_quorum,
+            "waiting": self.asking,
+        }
+        return next((name for name, holds in states.items() if holds), "idle")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
