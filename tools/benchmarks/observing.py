@@ -43,10 +43,7 @@ def measure(name: str, steps: int, blocks: int) -> list[dict[str, Any]]:
         off = pairs.pop("")
         rows = []
         for kind, pair in pairs.items():
-            ratios = [
-                statistics.median(mine["total"]) / statistics.median(theirs["total"])
-                for mine, theirs in zip(pair.blocks, off.blocks, strict=True)
-            ]
+            ratios = pair.ratios(off)
             off_ms, on_ms = (
                 statistics.median(statistics.median(block["total"]) for block in each.blocks)
                 for each in (off, pair)
