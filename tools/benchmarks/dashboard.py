@@ -8,16 +8,14 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import click
 import httpx
 
-from tools.benchmarks.fleet import Fleet, trainers
+from tools.benchmarks.fleet import Fleet, fleet
 from tools.benchmarks.options import json_option
-from tools.benchmarks.processes import START_TIMEOUT_S, Child, lighthouse_address, program
-from tools.benchmarks.quorum_rounds import shares
+from tools.benchmarks.processes import START_TIMEOUT_S, start_lighthouse
 from tools.benchmarks.table import Column, Result, Value, hand_over
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 
@@ -66,29 +64,8 @@ class _Reader(threading.Thread):
         self._client.close()
 
 
-@contextmanager
-def _fleet(groups: int, processes: int, flags: list[str]) -> Iterator[tuple[Fleet, str]]:
-    """A lighthouse with a dashboard and groups that train; and the dashboard's address."""
-    with ExitStack() as stack:
-        bind = ["--bind=127.0.0.1:0", "--http-bind=127.0.0.1:0", "--log-level=error"]
-        command = program("torchft_svc.lighthouse_server", *bind, f"--min-replicas={groups}")
-        lighthouse = stack.enter_context(Child(command))
-        address = lighthouse_address(lighthouse)
-        url = lighthouse.read_line(START_TIMEOUT_S).rpartition(" ")[2]
-        load = [
-            stack.enter_context(Child(trainers(address, first, count, flags)))
-            for first, count in shares(groups, processes)
-        ]
-        for child in load:
-            child.read_line(START_TIMEOUT_S)
-        fleet = Fleet(lighthouse, address, load, groups, flags, [], 0)
-        fleet.start()
-        time.sleep(_PAUSE_S)
-        yield fleet, url
-
-
 def _readers(
-    fleet: Fleet, url: str, count: int, seconds: float, idle_percent: float
+    found: Fleet, url: str, count: int, seconds: float, idle_percent: float
 ) -> dict[str, object]:
     """Train with ``count`` readers, which cost what is above the CPU time without any."""
     readers = [_Reader(url) for _ in range(count)]
@@ -96,13 +73,12 @@ def _readers(
         reader.start()
     time.sleep(_PAUSE_S)  # the whole document is there, once for each
     before = [(reader.num_updates, reader.num_bytes) for reader in readers]
-    row = fleet.train(seconds)
+    cpu_percent = found.train(seconds)["cpu_percent"]
     now = [(reader.num_updates, reader.num_bytes) for reader in readers]
     for reader in readers:
         reader.close()
     num_updates = sum(after[0] - first[0] for after, first in zip(now, before, strict=True))
     num_bytes = sum(after[1] - first[1] for after, first in zip(now, before, strict=True))
-    cpu_percent = float(str(row["cpu_percent"]))
     looks = num_updates / max(1, count) / 2  # one for the overview, one for the job
     return {
         "what": f"{count} reader{'s' * (count != 1)}",
@@ -172,11 +148,17 @@ def main(
     result = Result("dashboard", "The dashboard of a job with many groups", _COLUMNS, settings)
     result.notes.append("trainers, readers and browser run on the same cores as the lighthouse")
     flags = [f"--step-s={1 / steps_per_s}", "--steady"]
-    with _fleet(groups, load_processes, flags) as (fleet, url):
-        idle_percent = float(str(fleet.train(seconds)["cpu_percent"]))
+    with (
+        start_lighthouse(min_replicas=groups, http_bind="127.0.0.1:0") as lighthouse,
+        fleet(lighthouse, groups, load_processes, flags) as found,
+    ):
+        url = lighthouse.read_line(START_TIMEOUT_S).rpartition(" ")[2]
+        found.start()
+        time.sleep(_PAUSE_S)
+        idle_percent = found.train(seconds)["cpu_percent"]
         rows = [
             {"what": "no reader", "cpu_percent": idle_percent},
-            *(_readers(fleet, url, count, seconds, idle_percent) for count in readers),
+            *(_readers(found, url, count, seconds, idle_percent) for count in readers),
             *(_requests(url, path) for path in (f"/api/v1/jobs/{DEFAULT_JOB}", "/metrics")),
             *_paints(url, groups, repeat),
         ]

@@ -89,7 +89,7 @@ class Fleet:
         began_at = min(each["at"] for each in self._ask_all({"do": "start"}))
         return float(max(each["quorum_at"] for each in self.all_in(self.groups)) - began_at)
 
-    def train(self, seconds: float) -> dict[str, object]:
+    def train(self, seconds: float) -> dict[str, float]:
         """Train while no group joins or leaves."""
         before, server_s, load_s = self._steps(), self.lighthouse.cpu_s(), self._load_cpu_s()
         began_at = time.monotonic()
@@ -136,9 +136,10 @@ def trainers(address: str, first: int, count: int, flags: list[str]) -> list[str
 
 
 @contextmanager
-def fleet(groups: int, processes: int, flags: list[str], num_deaf: int = 0) -> Iterator[Fleet]:
+def fleet(
+    lighthouse: Child, groups: int, processes: int, flags: list[str], num_deaf: int = 0
+) -> Iterator[Fleet]:
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(start_lighthouse(min_replicas=groups + num_deaf))
         address = lighthouse_address(lighthouse)
         load = [
             stack.enter_context(Child(trainers(address, first, count, flags)))
@@ -164,7 +165,10 @@ def measure(
     num_deaf: int,
 ) -> dict[str, object]:
     flags = [f"--step-s={1 / steps_per_s}"] + ["--steady"] * steady
-    with fleet(groups, processes, flags, num_deaf) as found:
+    with (
+        start_lighthouse(min_replicas=groups + num_deaf) as lighthouse,
+        fleet(lighthouse, groups, processes, flags, num_deaf) as found,
+    ):
         row: dict[str, object] = {
             "groups": groups,
             "mode": "steady" if steady else "asking in each step",

@@ -227,11 +227,11 @@ def root_with_package_of(checkout: Path | None) -> Iterator[Path | None]:
 
 
 def start_lighthouse(
-    *, min_replicas: int, peer: str | None = None, root: Path = ROOT, **flags: int
+    *, min_replicas: int, peer: str | None = None, root: Path = ROOT, **flags: int | str
 ) -> Child:
     """Start our lighthouse, or with ``peer`` (a Python) the public release's, and do not wait.
 
-    ``flags`` are durations in milliseconds; what is not named has the default of each.
+    ``flags``: others of its command line; what is not named has the default of each.
     """
     options = [f"--min-replicas={min_replicas}"]
     options += [f"--{name.replace('_', '-')}={value}" for name, value in flags.items()]
