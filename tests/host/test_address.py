@@ -10,6 +10,7 @@ from torchft_svc.errors import AddressError
 from torchft_svc.host.address import (
     HostPort,
     advertised_host,
+    listen,
     parse_address,
     reachable_host,
     split_addresses,
@@ -133,3 +134,26 @@ def test_the_advertised_host_is_that_of_the_first_lighthouse_with_a_route() -> N
     nowhere, here = HostPort("no-such-host.invalid", 1), HostPort("127.0.0.1", 1)
     assert advertised_host(nowhere, here) == "127.0.0.1"
     assert advertised_host(nowhere) == socket.gethostname()
+
+
+@pytest.mark.parametrize("host", ["", "127.0.0.1", "localhost"])
+def test_a_listener_is_reached_where_it_was_asked_to_listen(host: str) -> None:
+    with listen(HostPort(host, 0), 1) as listener:
+        port = listener.getsockname()[1]
+        socket.create_connection((host or "127.0.0.1", port), 5.0).close()
+        with pytest.raises(
+            AddressError, match=f"'{host}:{port}': cannot be bound: Address already"
+        ):
+            listen(HostPort(host, port), 1)
+
+
+@pytest.mark.parametrize(
+    ("bind", "reason"),
+    [
+        (HostPort("192.0.2.1", 0), "Cannot assign requested address"),
+        (HostPort("", 70_000), "port must be 0-65535"),
+    ],
+)
+def test_an_address_at_which_nothing_can_listen(bind: HostPort, reason: str) -> None:
+    with pytest.raises(AddressError, match=f"cannot be bound: .*{reason}"):
+        listen(bind, 1)

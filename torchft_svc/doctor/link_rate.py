@@ -21,8 +21,7 @@ from typing import Any
 
 from torchft_svc.core.limits import one_line
 from torchft_svc.doctor.findings import Running
-from torchft_svc.errors import AddressError
-from torchft_svc.host.address import HostPort
+from torchft_svc.host.address import HostPort, listen
 from torchft_svc.rpc.security import Security
 
 # Long enough for a connection to reach its speed, short enough for a check.
@@ -75,7 +74,7 @@ def measure_link(peer: HostPort, advertised: str, security: Security) -> LinkRat
     nonce = secrets.token_hex(16)
     with contextlib.ExitStack() as stack:
         try:
-            listener = stack.enter_context(_listen(HostPort("", 0)))
+            listener = stack.enter_context(listen(HostPort("", 0), MAX_CONNECTIONS))
             began_at = time.monotonic()
             control = stack.enter_context(_connect(peer, security))
             round_trip_s = time.monotonic() - began_at
@@ -131,10 +130,7 @@ class LinkServer:
         self._report = report
         self._room = threading.Semaphore(MAX_CONNECTIONS)
         self._free = threading.Semaphore(MAX_AT_A_TIME)
-        try:
-            self._listener = _listen(bind)
-        except OSError as error:
-            raise AddressError(str(bind), f"cannot be bound: {error.strerror}") from error
+        self._listener = listen(bind, MAX_CONNECTIONS)
         self.address = HostPort(bind.host or socket.gethostname(), self._listener.getsockname()[1])
 
     def serve(self, stop: threading.Event) -> None:
@@ -208,17 +204,6 @@ class LinkServer:
                 return _receive(connection), ""
         except (OSError, ValueError) as error:
             return None, f"{back} cannot be reached from the peer: {_reason(error)}"
-
-
-def _listen(bind: HostPort) -> socket.socket:
-    family = socket.AF_INET6 if not bind.host or ":" in bind.host else socket.AF_INET
-    both = not bind.host and socket.has_dualstack_ipv6()
-    if not bind.host and not both:
-        family = socket.AF_INET
-    where = (bind.host, bind.port)
-    if bind.host and ":" not in bind.host:
-        where = (socket.gethostbyname(bind.host), bind.port)
-    return socket.create_server(where, family=family, dualstack_ipv6=both, backlog=16)
 
 
 def _connect(where: HostPort, security: Security) -> socket.socket:

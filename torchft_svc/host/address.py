@@ -1,4 +1,4 @@
-"""Parses and chooses addresses."""
+"""Parses and chooses addresses, and listens at them."""
 
 from __future__ import annotations
 
@@ -97,6 +97,26 @@ def _is_ipv6(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def listen(bind: HostPort, backlog: int) -> socket.socket:
+    """Return a socket that listens at ``bind``; every interface includes IPv6, where there is any.
+
+    Raises:
+        AddressError: nothing can be bound there.
+    """
+    is_dual = not bind.host and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual else socket.AF_INET
+    try:
+        if bind.host:
+            family = socket.getaddrinfo(bind.host, bind.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server(
+            (bind.host, bind.port), family=family, backlog=backlog, dualstack_ipv6=is_dual
+        )
+    except OSError as error:
+        raise AddressError(str(bind), f"cannot be bound: {error.strerror}") from error
+    except OverflowError as error:  # the port
+        raise AddressError(str(bind), f"cannot be bound: {error}") from error
 
 
 def advertised_host(*peers: HostPort) -> str:

@@ -12,7 +12,7 @@ import socket
 import threading
 
 from torchft_svc.client.process.forks import drop_after_fork
-from torchft_svc.host.address import HostPort
+from torchft_svc.host.address import HostPort, listen
 
 log = logging.getLogger(__name__)
 
@@ -26,11 +26,7 @@ class LeaderSign:
     """Rank 0's end, at ``port`` of every interface; open until ``close`` or the process' death."""
 
     def __init__(self) -> None:
-        dual = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if dual else socket.AF_INET
-        self._listener = socket.create_server(
-            ("", 0), family=family, backlog=_BACKLOG, dualstack_ipv6=dual
-        )
+        self._listener = listen(HostPort("", 0), _BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         drop_after_fork(self)
 

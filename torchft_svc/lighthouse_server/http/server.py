@@ -11,8 +11,7 @@ from collections.abc import AsyncIterator, Iterator
 import uvicorn
 from starlette.types import ASGIApp
 
-from torchft_svc.errors import AddressError
-from torchft_svc.host.address import HostPort
+from torchft_svc.host.address import HostPort, listen
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.lighthouse_server.http.connection import KEEP_ALIVE_S, LimitedConnection
 from torchft_svc.rpc.security import Security
@@ -77,24 +76,8 @@ async def serve_http(app: ASGIApp, bind: HostPort, security: Security) -> AsyncI
 
 def _listen(bind: HostPort) -> socket.socket:
     """Return a socket that listens there; connections inherit its options."""
-    try:
-        family = _family(bind)
-        listener = socket.create_server(
-            (bind.host, bind.port),
-            family=family,
-            backlog=BACKLOG,
-            dualstack_ipv6=family is socket.AF_INET6 and not bind.host,
-        )
-    except OSError as error:
-        raise AddressError(str(bind), f"cannot be bound: {error.strerror}") from None
+    listener = listen(bind, BACKLOG)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_AFTER_MS)
     listener.setblocking(False)
     return listener
-
-
-def _family(bind: HostPort) -> socket.AddressFamily:
-    if not bind.host:
-        return socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-    found = socket.getaddrinfo(bind.host, bind.port, type=socket.SOCK_STREAM)
-    return found[0][0]

@@ -20,7 +20,7 @@ from torchft_svc.client.checkpointing.http.requests import (
 from torchft_svc.client.checkpointing.http.served import OfferSlot, ServedState
 from torchft_svc.client.checkpointing.http.wire import Wire, wrap
 from torchft_svc.client.process.forks import drop_after_fork
-from torchft_svc.errors import AddressError
+from torchft_svc.host.address import HostPort, listen
 from torchft_svc.rpc.security import PLAIN, Security
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class CheckpointServer:
         self._tls = security.server_context()
         self.secret = secrets.token_urlsafe(16)
         self._slots = slots
-        self._listener = _listen(bind_host, port)
+        self._listener = listen(HostPort(bind_host, port), _BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self._wake_reader, self._wake_writer = socket.socketpair()
         self._lock = threading.Lock()
@@ -199,17 +199,3 @@ def _is_on_same_host(sock: socket.socket) -> bool:
         return bool(sock.getpeername()[0] == sock.getsockname()[0])
     except OSError:
         return False  # the peer is gone again
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    try:
-        if host:
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            return socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(
-                ("", port), family=socket.AF_INET6, backlog=_BACKLOG, dualstack_ipv6=True
-            )
-        return socket.create_server(("", port), backlog=_BACKLOG)
-    except (OSError, OverflowError) as error:
-        raise AddressError(f"{host}:{port}", f"cannot be bound: {error}") from error
