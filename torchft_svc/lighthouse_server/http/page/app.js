@@ -490,12 +490,13 @@ class JobPage {
 
   updateIncidents(job, now) {
     const incidents = Object.values(job.incidents || {}).sort((a, b) => b.number - a.number);
-    const key = JSON.stringify(incidents) + Math.floor(now / 20);
+    const records = JSON.stringify(incidents);
+    const key = records + Math.floor(now / 20);
     if (key === this.incidentsKey) return;
-    const isNew = JSON.stringify(incidents) !== this.incidentsDrawn;
+    const isNew = records !== this.incidentsDrawn;
     const longest = Math.max(0, ...incidents.map((incident) => total(anatomy(incident))));
     this.incidentsKey = key;
-    this.incidentsDrawn = JSON.stringify(incidents);
+    this.incidentsDrawn = records;
     this.incidents.replaceChildren(incidents.length
       ? make("ul", { class: "incidents" }, incidents.map((incident) => incidentItem(incident, now, longest)))
       : make("p", { class: "empty" }, "Nothing has happened."));
@@ -719,7 +720,7 @@ function link(tone, text) {
 
 // -- the whole -------------------------------------------------------------------------------------
 
-const state = { documents: new Map(), page: null, stream: null, job: null, acceptsCommands: false, isDrawing: false };
+const state = { documents: new Map(), page: null, stream: null, acceptsCommands: false, isDrawing: false };
 
 function redraw() {
   if (state.isDrawing) return;
@@ -758,7 +759,6 @@ function showRoute() {
   try { job = found ? decodeURIComponent(found[1]) : null; } catch { /* a broken address is the first page */ }
   state.stream?.close();
   state.page?.close?.();
-  state.job = job;
   state.documents = new Map();
   const root = byId("main");
   state.page = job === null ? new OverviewPage(root) : new JobPage(root, job);
