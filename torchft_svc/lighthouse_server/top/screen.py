@@ -120,7 +120,7 @@ def _body(view: View, selection: Selection, width: int, height: int) -> Iterator
 
 
 def _job_table(jobs: Sequence[JobStatus], view: View, chosen: int) -> Table:
-    """At most `MAX_JOB_ROWS` jobs, the chosen one among them."""
+    """Return a table of at most `MAX_JOB_ROWS` jobs around the chosen one."""
     table = _table("JOB", "GROUPS", "STEP", "STEPS/S", "GOODPUT", "WAITS FOR")
     first = max(0, min(chosen - MAX_JOB_ROWS // 2, len(jobs) - MAX_JOB_ROWS))
     for number, job in list(enumerate(jobs))[first : first + MAX_JOB_ROWS]:
