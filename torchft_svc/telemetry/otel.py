@@ -14,7 +14,8 @@ from collections.abc import Mapping, Sequence
 from opentelemetry import trace
 from opentelemetry.exporter.otlp.proto.http._log_exporter import OTLPLogExporter
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from opentelemetry.sdk._logs import LoggerProvider, LoggingHandler
+from opentelemetry.instrumentation.logging.handler import LoggingHandler
+from opentelemetry.sdk._logs import LoggerProvider
 from opentelemetry.sdk._logs.export import BatchLogRecordProcessor
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
@@ -67,7 +68,7 @@ class Telemetry:
         self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
         self._logs = LoggerProvider(resource=resource, shutdown_on_exit=False)
         self._logs.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter()))
-        self._handler = OtelHandler(logger_provider=self._logs)
+        self._handler = OtelHandler(logger_provider=self._logs, log_code_attributes=True)
         self._handled: list[tuple[logging.Logger, bool]] = []
         self.tracer = self._traces.get_tracer(_SCOPE, VERSION)
 

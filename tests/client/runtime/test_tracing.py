@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+import warnings
 
 import pytest
 from support.bounds import again_if_late, check
@@ -11,7 +12,7 @@ from support.otlp import Collector, attributes, collecting
 from support.running import eventually, lighthouse_process, refusing
 from support.training import Trainer, in_step, trainers
 
-from torchft_svc.telemetry.otel import FLUSH_S
+from torchft_svc.telemetry.otel import FLUSH_S, Telemetry
 from torchft_svc.telemetry.trace_ids import change_span_id, trace_id
 
 pytestmark = pytest.mark.processes
@@ -66,6 +67,12 @@ def test_a_quorum_change_is_one_trace_of_all_programs(
         commits = [attributes(log) for _, log in collector.logs if not log.body.string_value]
         assert any(each.get("commit_result") is True for each in commits)
         assert any("commit_result" not in each and each.get("step") for each in commits)
+
+
+def test_exporters_open_in_a_program_that_makes_errors_of_warnings() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Telemetry("trainer", {}).close()
 
 
 @again_if_late
