@@ -12,11 +12,11 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torchft_svc.core.limits import MAX_DURATION_S
+from torchft_svc.core.limits import MAX_DURATION_S, MAX_REASON_LENGTH
 from torchft_svc.version import VERSION
 
 _PLAIN = {str: "string", int: "integer", float: "number", bool: "boolean"}
-_REASON_TEXT = {"type": "string", "maxLength": 1000, "pattern": r"^[ -~]*$"}
+_REASON_TEXT = {"type": "string", "maxLength": MAX_REASON_LENGTH, "pattern": r"^[ -~]*$"}
 _WITHIN_S = {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_DURATION_S}
 # The bodies of commands.
 NOTHING: dict[str, Any] = {"type": "object", "additionalProperties": False}
