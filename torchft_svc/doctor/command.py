@@ -12,10 +12,10 @@ import click
 
 from torchft_svc.core.limits import MAX_NAME_LENGTH
 from torchft_svc.core.quorum.types import MAX_WORLD_SIZE
-from torchft_svc.doctor.quantities import parse_bytes, parse_rate
 from torchft_svc.env import Environment
 from torchft_svc.errors import UsageError
 from torchft_svc.host.address import HostPort
+from torchft_svc.host.quantities import parse_bytes, parse_rate
 from torchft_svc.rpc.cli import Address, Addresses, Text, option, showing_usage
 from torchft_svc.rpc.security import resolve_security
 

@@ -23,9 +23,9 @@ from torchft_svc.doctor.findings import (
     found_problem,
     found_warning,
 )
-from torchft_svc.doctor.quantities import show_seconds
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError, Unauthorized
 from torchft_svc.host.address import HostPort, parse_address
+from torchft_svc.host.quantities import show_seconds
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.about import About, about_from_wire
 from torchft_svc.rpc.channel import open_channel

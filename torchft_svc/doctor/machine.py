@@ -17,7 +17,7 @@ from torchft_svc.doctor.findings import (
     found_problem,
     found_warning,
 )
-from torchft_svc.doctor.quantities import show_bytes
+from torchft_svc.host.quantities import show_bytes
 from torchft_svc.rpc.descriptors import TRAINER_DESCRIPTORS
 from torchft_svc.version import VERSION
 

@@ -21,11 +21,11 @@ from torchft_svc.doctor.findings import (
     found_warning,
 )
 from torchft_svc.doctor.link_rate import LinkError, LinkRate, measure_link
-from torchft_svc.doctor.quantities import show_rate
 from torchft_svc.env import INTERFACE_VARIABLE, Environment
 from torchft_svc.errors import AddressError, ConfigError
 from torchft_svc.host.address import HostPort, advertised_host, parse_address
 from torchft_svc.host.interfaces import Interface, chosen_host, interface_of, list_interfaces
+from torchft_svc.host.quantities import show_rate
 from torchft_svc.rpc.security import Security
 
 # Of a job with a thousand groups, the first ones show whether they can be reached.

@@ -7,8 +7,8 @@ import json
 from collections.abc import Iterator, Sequence
 
 from torchft_svc.doctor.findings import Diagnosis, Level
-from torchft_svc.doctor.quantities import show_bytes, show_rate, show_seconds
 from torchft_svc.doctor.timeouts import SettingsPlan
+from torchft_svc.host.quantities import show_bytes, show_rate, show_seconds
 
 _MARKS = {Level.OK: "ok", Level.WARNING: "warning", Level.PROBLEM: "PROBLEM", Level.UNCHECKED: "-"}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torchft_svc.doctor.findings import Diagnosis, found_ok, found_problem, found_warning
-from torchft_svc.doctor.quantities import round_up, show_rate, show_seconds
+from torchft_svc.host.quantities import round_up, show_rate, show_seconds
 from torchft_svc.rpc.about import About
 from torchft_svc.settings import Timeouts
 

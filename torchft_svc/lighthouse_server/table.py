@@ -13,6 +13,7 @@ from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus, 
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.doctor.quantities import show_bytes
 from torchft_svc.host.log_format import escaped
+from torchft_svc.host.quantities import show_bytes
 
 # A screen full; the groups that somebody may have to look after come first.
 MAX_ROWS = 40

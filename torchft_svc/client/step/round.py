@@ -26,7 +26,7 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.step.event_streams import EventStreams
 from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.client.step.shared_round import SharedRound
-from torchft_svc.client.step.state import EarlyTensors, StateRegistry, readable_size, size_of
+from torchft_svc.client.step.state import EarlyTensors, StateRegistry, size_of
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.names import stable_name
@@ -57,6 +57,7 @@ from torchft_svc.errors import (
     UsageError,
 )
 from torchft_svc.host.progress_file import ProgressFile
+from torchft_svc.host.quantities import show_bytes
 from torchft_svc.settings import GroupPlace, Timeouts, WorldSizeMode
 
 if TYPE_CHECKING:
@@ -531,7 +532,7 @@ class RoundRunner:
         self.healed_bytes = size_of(state)
         self._worker.num_heals += 1
         self._worker.healed_bytes += self.healed_bytes
-        self.healed_from = f"{source}: {readable_size(self.healed_bytes)} in {took_s:.2f} s"
+        self.healed_from = f"{source}: {show_bytes(self.healed_bytes)} in {took_s:.2f} s"
         with self._worker.changing() as round_:
             return round_.state_fetched()
 

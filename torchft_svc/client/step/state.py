@@ -357,16 +357,6 @@ def size_of(state: Any) -> int:
     return sum(each.nbytes for each in tree_leaves(state) if isinstance(each, torch.Tensor))
 
 
-def readable_size(num_bytes: int) -> str:
-    """The size with a unit."""
-    size = float(num_bytes)
-    for unit in ("B", "kB", "MB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3f} GB"
-
-
 def join(early: Any, rest: Any, source: str) -> Any:
     """The state, from an `EarlyTensors.state` and the result of `collect_rest`.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from torchft_svc.doctor.quantities import (
+from torchft_svc.host.quantities import (
     parse_bytes,
     parse_rate,
     round_up,
