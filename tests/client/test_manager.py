@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import random
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
 from support.bounds import check
@@ -19,6 +21,7 @@ from support.training import (
     bits,
     in_step,
     lighthouse,
+    make_manager,
     together,
     trainers,
 )
@@ -317,6 +320,21 @@ def test_the_name_gets_an_incarnation(address: str) -> None:
         assert a.manager.replica_id() == "a"
         a.step()
         assert a.manager.replica_id().startswith("a:")
+
+
+def test_the_random_numbers_of_the_program_are_left_alone(address: str) -> None:
+    """Samples are seeded by them, also while the threads of a manager draw their pauses."""
+
+    def states() -> tuple[object, ...]:
+        _, key, place, *_ = np.random.get_state()
+        return random.getstate(), bytes(key), place, torch.get_rng_state().tolist()
+
+    before = states()
+    with make_manager(address, "a", state_dict=dict, load_state_dict=lambda _: None) as manager:
+        for _ in range(2):
+            manager.start_quorum()
+            assert manager.should_commit()
+        assert states() == before
 
 
 def test_futures_never_fail(address: str) -> None:

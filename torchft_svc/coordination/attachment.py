@@ -192,7 +192,7 @@ class Attachment:
             self._stop_awaiting()
 
     def _keep_open(self) -> None:
-        retry = AttachRetry(random.random)
+        retry = AttachRetry(random.SystemRandom().random)
         while True:
             outgoing = self._outgoing = Outgoing(self._hello, self._tally)
             votes = self._votes = StreamVotes(outgoing.send)

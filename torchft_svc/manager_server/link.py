@@ -29,6 +29,9 @@ from torchft_svc.manager_server.unary_transport import UnaryTransport
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.link_driver import LinkDriver
 
+# Python's own random numbers belong to the program in whose process a manager may be.
+_DICE = random.SystemRandom()
+
 
 class LighthouseLink(LinkDriver[ManagerLink]):
     """A manager's way to its lighthouses; to be used on one event loop.
@@ -36,7 +39,7 @@ class LighthouseLink(LinkDriver[ManagerLink]):
     ``on_news`` receives losses, newcomers and commands, ``on_term`` that the term of a quorum has
     to end, ``on_outcome`` the outcome of each question, by its round; ``beat`` returns what the
     group does, and ``reached`` how far its workers are. They and ``machine.address`` are set before
-    `start`. ``draw`` is for pauses.
+    `start`. ``draw`` is for pauses and beats.
     """
 
     on_news: Callable[[pb.SessionNews], None]
@@ -46,7 +49,7 @@ class LighthouseLink(LinkDriver[ManagerLink]):
     reached: Callable[[], int] = int
 
     def __init__(
-        self, config: ManagerConfig, tasks: Tasks, draw: Callable[[], float] = random.random
+        self, config: ManagerConfig, tasks: Tasks, draw: Callable[[], float] = _DICE.random
     ) -> None:
         settings = ManagerLinkConfig(
             lighthouses=config.lighthouses,

@@ -8,6 +8,7 @@ what waits for it is bounded, and dropped.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -39,18 +40,22 @@ class OtelHandler(LoggingHandler):
 
 
 class _Ids(RandomIdGenerator):
-    """Random ids, unless a span of the thread has fixed ones."""
+    """Random ids, unless a span of the thread has fixed ones.
+
+    The base class would draw from the random numbers of the program.
+    """
 
     def __init__(self) -> None:
         self.fixed = threading.local()
+        self._random = random.SystemRandom()
 
     def generate_span_id(self) -> int:
         fixed = getattr(self.fixed, "change", None)
-        return super().generate_span_id() if fixed is None else change_span_id(*fixed)
+        return self._random.randrange(1, 1 << 64) if fixed is None else change_span_id(*fixed)
 
     def generate_trace_id(self) -> int:
         fixed = getattr(self.fixed, "change", None)
-        return super().generate_trace_id() if fixed is None else trace_id(*fixed)
+        return self._random.randrange(1, 1 << 128) if fixed is None else trace_id(*fixed)
 
 
 class Telemetry:

@@ -399,7 +399,8 @@ class TrainerDriver:
 
     def _look_for_resources(self, _: LookForResources) -> RetryOrders:
         num = self._backend.num_startable(self._parts.resources)
-        return self._machine.resources_found(num, time.monotonic(), random.random())  # noqa: S311
+        jitter = random.SystemRandom().random()
+        return self._machine.resources_found(num, time.monotonic(), jitter)
 
     def _request_workers(self, order: RequestWorkers) -> None:
         self._backend.request(order.num, self._parts.resources)

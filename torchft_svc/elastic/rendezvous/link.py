@@ -104,7 +104,8 @@ class RendezvousLink:
     @contextlib.asynccontextmanager
     async def _driven(self) -> AsyncIterator[_AgentLinkDriver]:
         """Look for lighthouses and stay connected, while the block runs."""
-        machine = AgentLink(self._config, self._node, self._settings, random.random)
+        draw = random.SystemRandom().random
+        machine = AgentLink(self._config, self._node, self._settings, draw)
         async with Tasks() as tasks:
             driver = _AgentLinkDriver(
                 machine,
