@@ -252,6 +252,8 @@ def test_a_group_that_joins_is_in_phase(address: str) -> None:
         ({"fragment_update_alpha": 1.5}, "fragment_update_alpha.*from 0 to 1"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb.*above 0"),
         ({"wrapped": True}, "optimizer.*plain torch optimizer"),
+        ({"should_quantize": "int4"}, "should_quantize.*'int8', 'float8'"),
+        ({"float64": True, "should_quantize": True}, "weight.*made in float32"),
         ({"twice": True}, "weight.*belongs to fragment 0"),
     ],
 )
@@ -261,17 +263,20 @@ def test_wrong_arguments(address: str, change: dict[str, Any], words: str) -> No
         inner: Any = group.inner
         if change.pop("wrapped", False):
             inner = Optimizer(group.manager, group.inner)
-        parts = list(group.parts)
+        parts, outer = list(group.parts), group.outer[:num_outer]
         if change.pop("twice", False):
             parts[1] = parts[0]
+        if change.pop("float64", False):
+            group.parts.double()
         with pytest.raises(ConfigError, match=words):
             DiLoCo(
                 group.manager,
                 parts,
                 inner,
-                group.outer[:num_outer],
+                outer,
                 **{"sync_every": 6, **change},
             )
+        DiLoCo(group.manager, list(group.parts), group.inner, group.outer, 6)
 
 
 def test_a_manager_with_an_asynchronous_quorum_is_refused(address: str) -> None:
@@ -289,11 +294,38 @@ def test_an_outer_optimizer_of_another_fragment_is_refused(address: str) -> None
             DiLoCo(group.manager, list(group.parts), group.inner, swapped, 6)
 
 
-def test_groups_with_other_settings_are_refused(address: str) -> None:
+@pytest.mark.parametrize(
+    ("change", "mine", "theirs"),
+    [
+        ({"fragment_update_alpha": 0.5}, r"alpha 0\b", r"alpha 0\.5"),
+        ({"bucket_cap_mb": 1.5}, "buckets of 25 MiB", r"buckets of 1\.5 MiB"),
+        ({"use_bucketization": False}, "buckets of 25 MiB", "no buckets"),
+        ({"should_quantize": "float8"}, "not quantized", "quantized float8"),
+    ],
+)
+def test_groups_with_other_settings_are_refused(
+    address: str, change: dict[str, Any], mine: str, theirs: str
+) -> None:
     with groups(address, "ab", extra_steps=0) as (a, b):
-        b._options["fragment_update_alpha"] = 0.5
-        with pytest.raises(RequestRefused, match=r"alpha 0\b.*alpha 0\.5|alpha 0\.5.*alpha 0\b"):
+        b._options.update(change)
+        with pytest.raises(RequestRefused, match=rf"{mine}.*{theirs}|{theirs}.*{mine}"):
             together(lambda: a.train(4), lambda: b.train(4))
+
+
+def test_a_group_with_another_outer_optimizer_for_one_fragment_is_refused(address: str) -> None:
+    with groups(address, "ab", extra_steps=0) as (a, b):
+        b.outer[1] = torch.optim.Adam(b.parts[1].parameters())  # type: ignore[call-overload]
+        with pytest.raises(
+            RequestRefused, match=r"outer SGD,.*outer SGD/Adam,|outer SGD/Adam,.*outer SGD,"
+        ):
+            together(lambda: a.train(4), lambda: b.train(4))
+
+
+def test_two_names_of_one_number_format_are_the_same_setting(address: str) -> None:
+    with groups(address, "ab", extra_steps=0) as (a, b):
+        a._options["should_quantize"], b._options["should_quantize"] = True, "int8"
+        together(lambda: a.train(4), lambda: b.train(4))
+        assert a.manager.current_step() == b.manager.current_step() == 1
 
 
 def test_one_outer_optimizer_updates_only_the_fragment_whose_turn_it_is(address: str) -> None:

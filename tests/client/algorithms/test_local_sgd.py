@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.training import bits, lighthouse, make_manager, together
 from torch import nn
 
 from torchft_svc.client.algorithms import LocalSGD
+from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.errors import ConfigError
 
 
@@ -19,6 +21,18 @@ from torchft_svc.errors import ConfigError
 def address() -> Iterator[str]:
     with lighthouse(min_replicas=2) as address:
         yield address
+
+
+class RecordingGloo(ProcessGroupGloo):
+    """gloo, which records the memory that it sums."""
+
+    def __init__(self) -> None:
+        super().__init__(timedelta(seconds=20))
+        self.memory: set[int] = set()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
+        self.memory |= {each.untyped_storage().data_ptr() for each in tensors}
+        return super().allreduce(tensors, opts)
 
 
 class Group:
@@ -109,6 +123,48 @@ def test_a_refused_synchronization_restores_the_last_agreed_weights(address: str
         assert a.moved() == b.moved() == -4.5
         together(lambda: a.train(3), lambda: b.train(3))
         assert a.moved() == b.moved() == -9
+
+
+def test_what_is_summed_is_the_memory_of_the_averages(address: str) -> None:
+    """A copy would be held until the vote: as much memory as the model once more."""
+    pgs = RecordingGloo(), RecordingGloo()
+    made = together(
+        lambda: Group(address, "a", 1.0, pg=pgs[0]), lambda: Group(address, "b", 2.0, pg=pgs[1])
+    )
+
+    def average(group: Group) -> list[torch.Tensor]:
+        algorithm = group.algorithm
+        algorithm._begin_sync()
+        algorithm._averaging.launch(algorithm._weights.write_weights)
+        algorithm._averaging.wait()
+        averages = algorithm._averaging.pop_averages()
+        assert group.manager.should_commit()
+        return averages
+
+    try:
+        found = together(*(lambda group=group: average(group) for group in made))
+    finally:
+        for group in made:
+            group.manager.shutdown()
+    for pg, averages in zip(pgs, found, strict=True):
+        assert {each.untyped_storage().data_ptr() for each in averages} <= pg.memory
+
+
+def test_groups_at_different_operations_apply_nothing(address: str) -> None:
+    """One of them sums a number more than the other in each synchronization."""
+    with groups(address, init_sync=False) as (a, b):
+        together(lambda: a.train(9), lambda: b.train(9))
+        agreed = a.moved()
+        begin = a.algorithm._begin_sync
+
+        def begin_and_sum() -> None:
+            begin()
+            a.manager.allreduce(torch.ones(1)).wait()
+
+        a.algorithm._begin_sync = begin_and_sum  # type: ignore[method-assign]
+        together(lambda: a.train(3), lambda: b.train(3))
+        assert a.moved() == b.moved() == agreed
+        assert "gradients: sum of" in str(a.manager.errored())
 
 
 def test_hooks_are_removed_at_the_end_of_the_block(address: str) -> None:

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from torchft_svc.client.gradients.buckets import describe_tensors, plain_name
+from torchft_svc.client.reduce.quantized import Quantization
+from torchft_svc.client.reduce.reduction import Reduction
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,15 +61,15 @@ class AgreedWeights:
         for value, tensor in zip(self.values, self.local_tensors(), strict=True):
             tensor.copy_(value)
 
-    def copy_to(self, index: int, out: torch.Tensor) -> None:
+    def write_weights(self, index: int, out: torch.Tensor) -> None:
         """Write the present weights of parameter ``index`` to ``out``."""
         out.copy_(local_tensor(self.parameters[index]))
 
     @torch.no_grad()
-    def subtract(self, index: int, out: torch.Tensor) -> None:
+    def write_pseudo_gradient(self, index: int, out: torch.Tensor) -> None:
         """Write to ``out`` what parameter ``index`` has lost since the last synchronization.
 
-        That is the pseudo-gradient of DiLoCo: the weights then, minus those now.
+        The weights then, minus those now: the pseudo-gradient of DiLoCo.
         """
         out.copy_(self.values[index])
         out.sub_(local_tensor(self.parameters[index]))
@@ -103,7 +105,8 @@ class BucketedAverage:
 
     ``like``: tensors with the shapes, dtypes and devices of what is averaged. ``capacity_mb``: the
     size of a bucket in MiB (None: a collective for each tensor). One average at a time is under
-    way; its memory is as large as ``like``, and is allocated when it begins.
+    way; its memory is as large as ``like``, is allocated when it begins, and is summed in place.
+    With ``quantization`` the 8-bit numbers that are sent and received come on top.
     """
 
     def __init__(
@@ -112,34 +115,56 @@ class BucketedAverage:
         like: Sequence[torch.Tensor],
         capacity_mb: float | None,
         *,
-        should_quantize: bool | str = False,
+        quantization: Quantization | None = None,
     ) -> None:
         if capacity_mb is not None and not capacity_mb > 0:
             raise ConfigError("bucket_cap_mb", capacity_mb, "a bucket needs a size above 0")
         self._manager = manager
         self._like = list(like)
-        self._should_quantize = should_quantize
+        self._quantization = quantization
         self._plan = plan_parts(self._like, capacity_mb)
-        self._works: list[dist.Work] = []
+        self._works: list[dist.Work | Reduction] = []
         self._views: dict[int, torch.Tensor] = {}
 
     @torch.no_grad()
     def launch(self, fill: Callable[[int, torch.Tensor], None]) -> None:
         """Begin to average; ``fill`` writes the tensor with a number into a view of its shape."""
-        self._works, self._views = [], {}
+        self.drop_averages()
         for part in self._plan:
-            numel = sum(self._like[index].numel() for index in part)
-            first = self._like[part[0]]
-            memory = torch.empty(numel, dtype=first.dtype, device=first.device)
-            offset = 0
-            for index in part:
-                like = self._like[index]
-                view = memory[offset : offset + like.numel()].view(like.shape)
-                fill(index, view)
-                self._views[index] = view
-                offset += like.numel()
-            work = self._manager.allreduce(memory, should_quantize=self._should_quantize)
-            self._works.append(work)
+            memory = self._fill_memory(part, fill)
+            if self._quantization is None:
+                self._launch_sum(memory)
+            else:
+                quantized = self._quantization.value
+                self._works.append(self._manager.allreduce(memory, should_quantize=quantized))
+
+    def _fill_memory(
+        self, part: list[int], fill: Callable[[int, torch.Tensor], None]
+    ) -> torch.Tensor:
+        numel = sum(self._like[index].numel() for index in part)
+        first = self._like[part[0]]
+        memory = torch.empty(numel, dtype=first.dtype, device=first.device)
+        offset = 0
+        for index in part:
+            like = self._like[index]
+            view = memory[offset : offset + like.numel()].view(like.shape)
+            fill(index, view)
+            self._views[index] = view
+            offset += like.numel()
+        return memory
+
+    def _launch_sum(self, memory: torch.Tensor) -> None:
+        """Average ``memory`` in place: `Manager.allreduce` would hold a copy of it until the vote.
+
+        If the step fails, the memory is not used again.
+        """
+        scale = self._manager.reduction_scale()
+        if scale is None:
+            return
+        memory.mul_(scale) if scale else memory.zero_()
+        reduction = self._manager.launch_sum(memory)
+        if reduction is not None:
+            self._works.append(reduction)
 
     def wait(self) -> None:
         """Wait until all collectives have ended; an error is one of the manager's step."""
@@ -149,8 +174,13 @@ class BucketedAverage:
 
     def pop_averages(self) -> list[torch.Tensor]:
         """Return the averages in the order of ``like``; their memory is the caller's."""
-        views, self._views = self._views, {}
+        views = self._views
+        self.drop_averages()
         return [views[index] for index in range(len(self._like))]
+
+    def drop_averages(self) -> None:
+        """Free the memory of the averages."""
+        self._works, self._views = [], {}
 
 
 def plan_parts(tensors: Sequence[torch.Tensor], capacity_mb: float | None) -> list[list[int]]:

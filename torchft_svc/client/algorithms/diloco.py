@@ -19,6 +19,7 @@ from torchft_svc.client.algorithms.agreed_weights import (
     like_parameter,
 )
 from torchft_svc.client.algorithms.periodic_sync import MAX_ATTEMPTS, PeriodicSync
+from torchft_svc.client.reduce.quantized import check_quantizable, resolve_quantization
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -83,10 +84,13 @@ class DiLoCo(PeriodicSync):
         fragments = list(model_fragments)
         outer = _one_for_each(outer_optimizer, len(fragments))
         _check(manager, len(fragments), sync_every, fragment_sync_delay, fragment_update_alpha)
+        quantization = resolve_quantization(should_quantize)
+        capacity_mb = DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb
         settings = (
             f"{len(fragments)} fragments, delay {fragment_sync_delay}, alpha "
-            f"{fragment_update_alpha:g}, outer {type(outer[0]).__name__}, quantized "
-            f"{should_quantize}"
+            f"{fragment_update_alpha:g}, outer {_describe_outer(outer)}, "
+            f"{f'buckets of {capacity_mb:g} MiB' if use_bucketization else 'no buckets'}, "
+            f"{f'quantized {quantization.value}' if quantization else 'not quantized'}"
         )
         super().__init__(
             manager,
@@ -98,7 +102,8 @@ class DiLoCo(PeriodicSync):
             pin_memory=pin_memory,
         )
         _check_outer(self._agreed, outer)
-        capacity_mb = bucket_cap_mb if bucket_cap_mb is not None else DEFAULT_BUCKET_MB
+        if quantization is not None:
+            _check_quantizable(self._agreed)
         self._interval = sync_every // len(fragments)
         self._delay = fragment_sync_delay
         self._fragments = [
@@ -109,23 +114,23 @@ class DiLoCo(PeriodicSync):
                     manager,
                     weights.local_tensors(),
                     capacity_mb if use_bucketization else None,
-                    should_quantize=should_quantize,
+                    quantization=quantization,
                 ),
                 fragment_update_alpha,
             )
             for weights, optimizer in zip(self._agreed, outer, strict=True)
         ]
-        self._present: _Fragment | None = None  # whose average is under way
+        self._in_flight: _Fragment | None = None  # whose average is under way
         for number, each in enumerate(self._fragments):
             key = f"{_STATE_KEY}{number}"
             manager.register_state_dict_fn(key, each.load_state_dict, each.state_dict)
 
     def _end_inner_step(self) -> None:
         is_last_step = self._count >= self._interval
-        if self._present is None and self._count >= self._interval - self._delay:
-            self._present = self._launch(is_last_step=is_last_step)
-        if is_last_step and self._present is not None:
-            fragment, self._present, self._count = self._present, None, 0
+        if self._in_flight is None and self._count >= self._interval - self._delay:
+            self._in_flight = self._launch(is_last_step=is_last_step)
+        if is_last_step and self._in_flight is not None:
+            fragment, self._in_flight, self._count = self._in_flight, None, 0
             self._finish(fragment)
 
     def _launch(self, *, is_last_step: bool) -> _Fragment:
@@ -156,12 +161,12 @@ class _Fragment:
         self,
         weights: AgreedWeights,
         outer: torch.optim.Optimizer,
-        average: BucketedAverage,
+        averaging: BucketedAverage,
         alpha: float,
     ) -> None:
         self._weights = weights
         self._outer = outer
-        self._average = average
+        self._averaging = averaging
         self._alpha = alpha
 
     def launch(self, *, frees_gradients: bool) -> None:
@@ -169,15 +174,15 @@ class _Fragment:
         if frees_gradients:
             for parameter in self._weights.parameters:
                 parameter.grad = None
-        self._average.launch(self._weights.subtract)
+        self._averaging.launch(self._weights.write_pseudo_gradient)
 
     def wait(self) -> None:
         """Wait until the average is there, or has failed."""
-        self._average.wait()
+        self._averaging.wait()
 
     def restore(self) -> None:
         """Set the fragment to the weights of the last synchronization."""
-        self._average.pop_averages()
+        self._averaging.drop_averages()
         self._weights.restore()
 
     @torch.no_grad()
@@ -186,7 +191,7 @@ class _Fragment:
         weights = self._weights
         mine = [each.clone() for each in weights.local_tensors()] if self._alpha else []
         weights.restore()
-        averages = self._average.pop_averages()
+        averages = self._averaging.pop_averages()
         others = _take_gradients(self._outer)
         try:
             for parameter, average in zip(weights.parameters, averages, strict=True):
@@ -230,13 +235,16 @@ def _take_gradients(
 def _one_for_each(
     outer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer], num_fragments: int
 ) -> list[torch.optim.Optimizer]:
-    if isinstance(outer, torch.optim.Optimizer):
-        return [outer] * num_fragments
-    found = list(outer)
+    found = [outer] * num_fragments if isinstance(outer, torch.optim.Optimizer) else list(outer)
     if len(found) != num_fragments:
         reason = f"one optimizer, or one for each of the {num_fragments} fragments"
         raise ConfigError("outer_optimizer", f"a list of {len(found)}", reason)
     return found
+
+
+def _describe_outer(outer: Sequence[torch.optim.Optimizer]) -> str:
+    names = [type(each).__name__ for each in outer]
+    return names[0] if len(set(names)) == 1 else "/".join(names)
 
 
 def _check_outer(agreed: Sequence[AgreedWeights], outer: Sequence[torch.optim.Optimizer]) -> None:
@@ -246,6 +254,12 @@ def _check_outer(agreed: Sequence[AgreedWeights], outer: Sequence[torch.optim.Op
             if parameter.requires_grad and id(parameter) not in held:
                 reason = f"outer optimizer {number} does not have it: it would never be trained"
                 raise ConfigError(name, f"in fragment {number}", reason)
+
+
+def _check_quantizable(agreed: Sequence[AgreedWeights]) -> None:
+    for weights in agreed:
+        for name, tensor in zip(weights.names, weights.local_tensors(), strict=True):
+            check_quantizable(tensor, name)
 
 
 def _check(manager: Manager, num: int, sync_every: int, delay: int, alpha: float) -> None:

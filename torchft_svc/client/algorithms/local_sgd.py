@@ -31,8 +31,8 @@ class LocalSGD(PeriodicSync):
     After a synchronization the parameters are bitwise equal in all groups; buffers, such as the
     running averages of batch normalization, are not touched. A refused synchronization is repeated
     at once, so a group that is lost costs the others nothing. After several refusals the parameters
-    are those of the last synchronization again. The averages need twice the memory of the
-    parameters until the vote.
+    are those of the last synchronization again. The averages need as much memory as the parameters
+    until the vote.
 
     Args:
         manager: returns the model and ``optimizer`` from its state functions.
@@ -48,7 +48,7 @@ class LocalSGD(PeriodicSync):
     ) -> None:
         super().__init__(manager, [model], optimizer, sync_every)
         (self._weights,) = self._agreed
-        self._average = BucketedAverage(manager, self._weights.local_tensors(), DEFAULT_BUCKET_MB)
+        self._averaging = BucketedAverage(manager, self._weights.local_tensors(), DEFAULT_BUCKET_MB)
         manager.register_state_dict_fn(_STATE_KEY, self._load_state_dict, self._state_dict)
 
     def sync(self) -> None:
@@ -63,8 +63,8 @@ class LocalSGD(PeriodicSync):
         self._count = 0
         for _ in range(MAX_ATTEMPTS):
             self._begin_sync()
-            self._average.launch(self._weights.copy_to)
-            self._average.wait()
+            self._averaging.launch(self._weights.write_weights)
+            self._averaging.wait()
             if self._commit_sync(self._apply, self._refuse):
                 return
         self._restore(self._refuse)
@@ -75,13 +75,13 @@ class LocalSGD(PeriodicSync):
 
     @torch.no_grad()
     def _apply(self) -> None:
-        averages = self._average.pop_averages()
+        averages = self._averaging.pop_averages()
         for tensor, average in zip(self._weights.local_tensors(), averages, strict=True):
             tensor.copy_(average)
         self._weights.store()
 
     def _refuse(self) -> None:
-        self._average.pop_averages()
+        self._averaging.drop_averages()
         self._weights.restore()
 
     def _state_dict(self) -> dict[str, Any]:

@@ -55,14 +55,14 @@ def resolve_quantization(wanted: bool | str) -> Quantization | None:
         raise ConfigError("should_quantize", wanted, _NAMES) from None
 
 
-def check_quantizable(tensor: torch.Tensor) -> None:
+def check_quantizable(tensor: torch.Tensor, name: str = "tensor") -> None:
     """Raise `ConfigError` if ``tensor`` cannot be summed in 8 bits; it is not sent otherwise."""
     if not tensor.dtype.is_floating_point:
         reason = "only floating-point numbers can be quantized: use should_quantize=False"
-        raise ConfigError("tensor", tensor.dtype, reason)
+        raise ConfigError(name, tensor.dtype, reason)
     if tensor.dtype is torch.float64:
         reason = "the sums are made in float32: convert the tensor, or use should_quantize=False"
-        raise ConfigError("tensor", tensor.dtype, reason)
+        raise ConfigError(name, tensor.dtype, reason)
 
 
 def chunk_length(numel: int, num_members: int) -> int:
