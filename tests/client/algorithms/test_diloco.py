@@ -15,7 +15,7 @@ from support.training import DEADLINE_S, bits, lighthouse, make_manager, togethe
 from torch import nn
 
 from torchft_svc.client import Optimizer
-from torchft_svc.client.algorithms import DiLoCo
+from torchft_svc.client.algorithms import DiLoCo, LocalSGD
 from torchft_svc.client.algorithms.agreed_weights import plan_parts
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.errors import ConfigError, RequestRefused
@@ -252,6 +252,7 @@ def test_a_group_that_joins_is_in_phase(address: str) -> None:
         ({"fragment_update_alpha": 1.5}, "fragment_update_alpha.*from 0 to 1"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb.*above 0"),
         ({"wrapped": True}, "optimizer.*plain torch optimizer"),
+        ({"wrapped_outer": True}, "outer_optimizer.*plain torch optimizer"),
         ({"should_quantize": "int4"}, "should_quantize.*'int8', 'float8'"),
         ({"float64": True, "should_quantize": True}, "weight.*made in float32"),
         ({"twice": True}, "weight.*belongs to fragment 0"),
@@ -266,6 +267,8 @@ def test_wrong_arguments(address: str, change: dict[str, Any], words: str) -> No
         parts, outer = list(group.parts), group.outer[:num_outer]
         if change.pop("twice", False):
             parts[1] = parts[0]
+        if change.pop("wrapped_outer", False):
+            outer[1] = Optimizer(group.manager, outer[1])  # type: ignore[call-overload]
         if change.pop("float64", False):
             group.parts.double()
         with pytest.raises(ConfigError, match=words):
@@ -326,6 +329,59 @@ def test_two_names_of_one_number_format_are_the_same_setting(address: str) -> No
         a._options["should_quantize"], b._options["should_quantize"] = True, "int8"
         together(lambda: a.train(4), lambda: b.train(4))
         assert a.manager.current_step() == b.manager.current_step() == 1
+
+
+@pytest.mark.parametrize("votes", [False, True])
+def test_an_average_is_not_applied_in_another_step(address: str, votes: bool) -> None:
+    """The program has a step of its own while the average of an algorithm is under way."""
+    with groups(address, "ab", extra_steps=0, fragment_sync_delay=1) as (a, b):
+
+        def train(group: Group) -> None:
+            def before(step: int) -> None:
+                if step == 2:
+                    group.manager.start_quorum()
+                    group.manager.allreduce(torch.ones(1)).wait()
+                    assert not votes or group.manager.should_commit()
+
+            with pytest.raises(RequestRefused, match="so the average is not applied"):
+                group.train(4, before)
+            assert [each.weight.item() for each in group.parts] == [1, -5]
+            assert group.agreed() == [1, 1]
+
+        together(lambda: train(a), lambda: train(b))
+
+
+def test_a_manager_serves_one_algorithm(address: str) -> None:
+    with groups(address, "a") as (group,):
+        local = LocalSGD(group.manager, group.parts, group.inner, 2)
+        with pytest.raises(ConfigError, match=r"DiLoCo.*its manager serves another algorithm"):
+            DiLoCo(group.manager, list(group.parts), group.inner, group.outer, 6)
+        assert local.inner_steps == 0
+
+
+def test_parameters_that_only_the_inner_optimizer_has_are_reported(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with groups(address, "ab", extra_steps=0) as (a, b):
+        for group in (a, b):
+            group.inner.add_param_group({"params": [torch.ones(4, requires_grad=True)]})
+        with caplog.at_level(logging.WARNING, "torchft_svc"):
+            together(lambda: a.train(7), lambda: b.train(7))
+        words = "SGD trains 1 parameters (the first one's shape is (4,)) that are in none"
+        assert caplog.text.count(words) == 2
+
+
+def test_each_parameter_that_does_not_heal_is_reported(
+    address: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with groups(address, "ab", extra_steps=0) as (a, b):
+        for group in (a, b):
+            part = group.parts[0]
+            group.manager._registry._pieces.clear()
+            group.manager.register_state_dict_fn("model", part.load_state_dict, part.state_dict)
+        with caplog.at_level(logging.WARNING, "torchft_svc"):
+            together(lambda: a.train(4), lambda: b.train(4))
+        assert caplog.text.count("1 of 2 parameters of the model are not in the state") == 2
 
 
 def test_one_outer_optimizer_updates_only_the_fragment_whose_turn_it_is(address: str) -> None:

@@ -188,5 +188,5 @@ def test_wrong_arguments(address: str) -> None:
         with pytest.raises(ConfigError, match="no parameters that could be averaged"):
             LocalSGD(manager, nn.Tanh(), sgd, 2)
         LocalSGD(manager, model, sgd, 2)
-        with pytest.raises(ConfigError, match="another piece of state has this name"):
+        with pytest.raises(ConfigError, match="its manager serves another algorithm"):
             LocalSGD(manager, model, sgd, 2)

@@ -18,7 +18,11 @@ from torchft_svc.client.algorithms.agreed_weights import (
     BucketedAverage,
     like_parameter,
 )
-from torchft_svc.client.algorithms.periodic_sync import MAX_ATTEMPTS, PeriodicSync
+from torchft_svc.client.algorithms.periodic_sync import (
+    MAX_ATTEMPTS,
+    PeriodicSync,
+    check_is_plain,
+)
 from torchft_svc.client.reduce.quantized import check_quantizable, resolve_quantization
 from torchft_svc.errors import ConfigError
 
@@ -121,9 +125,12 @@ class DiLoCo(PeriodicSync):
             for weights, optimizer in zip(self._agreed, outer, strict=True)
         ]
         self._in_flight: _Fragment | None = None  # whose average is under way
-        for number, each in enumerate(self._fragments):
-            key = f"{_STATE_KEY}{number}"
-            manager.register_state_dict_fn(key, each.load_state_dict, each.state_dict)
+        self._register(
+            {
+                f"{_STATE_KEY}{number}": (each.load_state_dict, each.state_dict)
+                for number, each in enumerate(self._fragments)
+            }
+        )
 
     def _end_inner_step(self) -> None:
         is_last_step = self._count >= self._interval
@@ -239,6 +246,8 @@ def _one_for_each(
     if len(found) != num_fragments:
         reason = f"one optimizer, or one for each of the {num_fragments} fragments"
         raise ConfigError("outer_optimizer", f"a list of {len(found)}", reason)
+    for each in found:
+        check_is_plain("outer_optimizer", each)
     return found
 
 

@@ -49,7 +49,7 @@ class LocalSGD(PeriodicSync):
         super().__init__(manager, [model], optimizer, sync_every)
         (self._weights,) = self._agreed
         self._averaging = BucketedAverage(manager, self._weights.local_tensors(), DEFAULT_BUCKET_MB)
-        manager.register_state_dict_fn(_STATE_KEY, self._load_state_dict, self._state_dict)
+        self._register({_STATE_KEY: (self._load_state_dict, self._state_dict)})
 
     def sync(self) -> None:
         """Average the weights now; all groups have to call it at the same point.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from torchft_svc.client.algorithms.agreed_weights import AgreedWeights
 from torchft_svc.client.optim import Optimizer
 from torchft_svc.client.reduce.reduction import CurrentParameter
-from torchft_svc.errors import ConfigError, TorchFTError
+from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
@@ -27,8 +27,16 @@ log = logging.getLogger(__name__)
 MAX_ATTEMPTS = 3
 
 _NOT_HEALED = (
-    "the %s not in the state that groups heal by: a group that joins would go on with its own; "
-    "return them from the manager's state_dict function"
+    "%d of %d %s are not in the state that groups heal by: a group that joins would go on with its "
+    "own; return them from the manager's state_dict function"
+)
+_NOT_SYNCHRONIZED = (
+    "%s trains %d parameters (the first one's shape is %s) that are in none of the modules which "
+    "are synchronized: they will differ between groups"
+)
+_ANOTHER_STEP = (
+    "the program has ended the step of the manager in which an average was under way, or has begun "
+    "another one, so the average is not applied: do neither between its launch and its end"
 )
 
 
@@ -37,9 +45,9 @@ class PeriodicSync(abc.ABC):
 
     A context manager around the training loop, on the thread that trains. An update inside of it is
     an *inner step*: this group applies it alone, and asks nobody. `Manager.current_step` counts
-    synchronizations, not inner steps. A recipe derives from this class: it decides in
-    `_end_inner_step` when to synchronize, and calls `_commit_sync` between the sums of a step and
-    its update.
+    synchronizations, not inner steps. A recipe derives from this class: it calls `_register` at the
+    end of its constructor, decides in `_end_inner_step` when to synchronize, and calls
+    `_commit_sync` between the sums of a step and its update.
 
     The groups of a job synchronize together, so they make as many inner steps. One that makes fewer
     a second lets the others wait in their next synchronization: for at most the lighthouse's join
@@ -69,9 +77,7 @@ class PeriodicSync(abc.ABC):
         backup_device: torch.device | str | None = None,
         pin_memory: bool = True,
     ) -> None:
-        if isinstance(optimizer, Optimizer) or not isinstance(optimizer, torch.optim.Optimizer):
-            reason = "inner steps ask nobody: give the plain torch optimizer, without a wrapper"
-            raise ConfigError("optimizer", type(optimizer).__name__, reason)
+        check_is_plain("optimizer", optimizer)
         if isinstance(sync_every, bool) or not isinstance(sync_every, int) or sync_every < 1:
             raise ConfigError("sync_every", sync_every, "a number of inner steps, 1 or more")
         device = torch.device("cpu" if backup_device is None else backup_device)
@@ -82,6 +88,7 @@ class PeriodicSync(abc.ABC):
         _check_disjoint(self._agreed)
         self._count = 0
         self._hooks: list[RemovableHandle] = []
+        self._epoch = 0  # of the manager's step in which the synchronization is under way
         self._has_checked_state = False
         name = type(self).__name__
         parts = ", ".join(each.layout for each in self._agreed)
@@ -89,7 +96,38 @@ class PeriodicSync(abc.ABC):
         self._synced = _SyncedWeights(
             f"{name} every {sync_every} inner steps{described}: {parts}", self._agreed
         )
-        manager.register_reducer(self._synced)
+
+    def _register(
+        self, pieces: Mapping[str, tuple[Callable[[Any], None], Callable[[], Any]]]
+    ) -> None:
+        """Register ``pieces`` of state to heal by, and what is compared with other groups.
+
+        ``pieces``: by name, functions that load and save it. Called once, as soon as all arguments
+        are known to be valid.
+
+        Raises:
+            ConfigError: the manager serves another such algorithm.
+        """
+        if any(isinstance(each, _SyncedWeights) for each in self._manager._sums.reducers()):
+            reason = "its manager serves another algorithm: use one of them"
+            raise ConfigError(type(self).__name__, "a second one", reason)
+        for key, (load, save) in pieces.items():
+            self._manager.register_state_dict_fn(key, load, save)
+        self._manager.register_reducer(self._synced)
+        self._warn_of_unsynchronized()
+
+    def _warn_of_unsynchronized(self) -> None:
+        """Warn of parameters that only the inner steps of this group change."""
+        known = {id(parameter) for each in self._agreed for parameter in each.parameters}
+        apart = [
+            parameter
+            for group in self._optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad and id(parameter) not in known
+        ]
+        if apart:
+            name, shape = type(self._optimizer).__name__, tuple(apart[0].shape)
+            log.warning(_NOT_SYNCHRONIZED, name, len(apart), shape)
 
     @property
     def inner_steps(self) -> int:
@@ -135,6 +173,7 @@ class PeriodicSync(abc.ABC):
     def _begin_sync(self) -> None:
         """Begin a step of the manager: a quorum."""
         self._manager.start_quorum()
+        self._epoch = self._manager._worker.state.epoch
         if not self._has_checked_state:
             self._has_checked_state = True
             self._check_state()
@@ -144,8 +183,15 @@ class PeriodicSync(abc.ABC):
 
         All workers of a group get the same answer, so all of them repeat one that was refused.
         ``restore`` is called if the vote raises.
+
+        Raises:
+            RequestRefused: the step of `_begin_sync` is over: the averages do not belong to this
+                one.
         """
         try:
+            is_over = self._manager._sums.is_between_steps()
+            if is_over or self._manager._worker.state.epoch != self._epoch:
+                raise RequestRefused(_ANOTHER_STEP)
             with self._manager.commit() as committed:
                 if committed:
                     apply()
@@ -167,18 +213,22 @@ class PeriodicSync(abc.ABC):
 
     def _check_state(self) -> None:
         """Warn of what a group that joins would lack."""
-        registry = self._manager._registry
-        parameters = [each for agreed in self._agreed for each in agreed.parameters]
-        if not registry.holds_any(parameters):
-            log.warning(_NOT_HEALED, "parameters of the model are")
+        parameters: list[torch.Tensor] = [
+            each for agreed in self._agreed for each in agreed.parameters if each.requires_grad
+        ]
         moments = [
             value
             for state in self._optimizer.state.values()
             for value in state.values()
             if isinstance(value, torch.Tensor)
         ]
-        if moments and not registry.holds_any(moments):
-            log.warning(_NOT_HEALED, f"values of {type(self._optimizer).__name__} are")
+        for name, tensors in (
+            ("parameters of the model", parameters),
+            (f"values of {type(self._optimizer).__name__}", moments),
+        ):
+            missing = self._manager._registry.missing(tensors)
+            if missing:
+                log.warning(_NOT_HEALED, len(missing), len(tensors), name)
 
 
 class _SyncedWeights:
@@ -220,6 +270,13 @@ class _SyncedWeights:
     def settle_step(self) -> Exception | None:
         """See `Reducing.settle_step`."""
         return None
+
+
+def check_is_plain(argument: str, optimizer: Any) -> None:
+    """Raise `ConfigError` unless ``optimizer`` is one of torch, whose step asks nobody."""
+    if isinstance(optimizer, Optimizer) or not isinstance(optimizer, torch.optim.Optimizer):
+        reason = "only a synchronization votes: give the plain torch optimizer, without a wrapper"
+        raise ConfigError(argument, type(optimizer).__name__, reason)
 
 
 def _check_disjoint(agreed: Sequence[AgreedWeights]) -> None:

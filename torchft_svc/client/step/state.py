@@ -215,6 +215,11 @@ class StateRegistry:
         """Whether one of ``tensors`` shares its memory with the state."""
         return bool(self._held_storages() & _storages(list(tensors)))
 
+    def missing(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of ``tensors`` whose memory is no part of the state."""
+        held = self._held_storages()
+        return [each for each in tensors if not held.issuperset(_storages([each]))]
+
     def collect_copied(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
         """Collect the whole state, with copies of what may change outside of an update."""
         owned = self._owned_storages()
