@@ -24,6 +24,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from torchft_svc.client.data.order import Order, StraightOrder
 from torchft_svc.client.data.plan import Turn
+from torchft_svc.client.data.reading import loader_like, read_samples
 from torchft_svc.client.data.sampler import ElasticSampler, on_host, sampler_of
 from torchft_svc.client.data.seeds import ORDER, SAMPLES, RandomStream, mix, seed_everything
 from torchft_svc.errors import ConfigError
@@ -164,19 +165,12 @@ class IndexedData:
         self._epoch, self._batches = epoch, None
 
     def _run_ahead(self, epoch: int, num_samples: int, turn: Turn) -> DataLoader[Any]:
-        loader = self._loader
         seed = mix(self._seed, SAMPLES, epoch)
-        return DataLoader(
-            _SeededDataset(loader.dataset, seed),
-            batch_sampler=_Cuts(self._samples, num_samples, turn, self._batch_size),
-            generator=torch.Generator("cpu").manual_seed(seed),
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            prefetch_factor=loader.prefetch_factor,
+        return loader_like(
+            self._loader,
+            _SeededDataset(self._loader.dataset, seed),
+            _Cuts(self._samples, num_samples, turn, self._batch_size),
+            torch.Generator("cpu").manual_seed(seed),
         )
 
 
@@ -210,11 +204,7 @@ class _SeededDataset(Dataset[Any]):
     def __getitems__(self, wanted: list[int]) -> list[Any]:
         place, *indices = wanted
         seed_everything(self._seed, place)
-        get_all = getattr(self._dataset, "__getitems__", None)
-        if callable(get_all):
-            samples: list[Any] = get_all(indices)
-            return samples
-        return [self._dataset[index] for index in indices]
+        return read_samples(self._dataset, indices)
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -96,10 +96,24 @@ def _planned(loader: DataLoader[Any], plan: _Plan, seed: int | None) -> DataLoad
     """A loader like ``loader`` that reads by ``plan``."""
     own = torch.Generator("cpu")
     own.seed()  # the workers of two groups must not draw the same numbers
+    dataset = _RequestedDataset(loader.dataset, seed, loader.num_workers > 0)
+    return loader_like(loader, dataset, plan, own)
+
+
+def loader_like(
+    loader: DataLoader[Any],
+    dataset: Dataset[Any],
+    requests: Iterable[Any],
+    generator: torch.Generator,
+) -> DataLoader[Any]:
+    """Return a loader like ``loader`` that asks ``dataset`` for one of ``requests`` after another.
+
+    ``generator``: one of the host, for the seeds of its worker processes.
+    """
     return DataLoader(
-        _RequestedDataset(loader.dataset, seed, loader.num_workers > 0),
-        batch_sampler=plan,  # type: ignore[arg-type]
-        generator=own,
+        dataset,
+        batch_sampler=requests,
+        generator=generator,
         num_workers=loader.num_workers,
         collate_fn=loader.collate_fn,
         pin_memory=loader.pin_memory,
@@ -108,6 +122,15 @@ def _planned(loader: DataLoader[Any], plan: _Plan, seed: int | None) -> DataLoad
         multiprocessing_context=loader.multiprocessing_context,
         prefetch_factor=loader.prefetch_factor,
     )
+
+
+def read_samples(dataset: Any, indices: list[int]) -> list[Any]:
+    """Return the samples of ``indices``, at once if the data set can read several."""
+    get_all = getattr(dataset, "__getitems__", None)
+    if callable(get_all):
+        samples: list[Any] = get_all(indices)
+        return samples
+    return [dataset[index] for index in indices]
 
 
 class _RequestedDataset(Dataset[Any]):
@@ -119,11 +142,7 @@ class _RequestedDataset(Dataset[Any]):
     def __getitems__(self, request: Request) -> list[Any]:
         epoch, indices = request
         if self._seed is None:
-            get_all = getattr(self._dataset, "__getitems__", None)
-            if callable(get_all):
-                samples: list[Any] = get_all(indices)
-                return samples
-            return [self._dataset[index] for index in indices]
+            return read_samples(self._dataset, indices)
         with contextlib.nullcontext() if self._in_worker else host_states_kept():
             return self._read_seeded(SampleSeeds(self._seed, epoch), indices)
 
