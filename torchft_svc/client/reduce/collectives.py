@@ -181,20 +181,10 @@ class Collectives:
         So an abandoned operation cannot corrupt the tensor. ``part``: the weight of this group in
         an average (None: all groups have the same).
         """
-        average = op == ReduceOp.AVG
-        sent_op = ReduceOp.SUM if average else op
         values = tensor.detach()
         copy = torch.empty_like(values, memory_format=torch.contiguous_format)
-        if participation.participating_rank is None or (average and part == 0.0):
-            copy.fill_(neutral_element(sent_op, tensor.dtype))
-        elif average and part is not None:
-            torch.mul(values, part, out=copy)
-        elif average:
-            # Dividing before the sum saves a pass after it.
-            torch.div(values, participation.num_participants, out=copy)
-        else:
-            copy.copy_(values)
-        reduction = self.launch(copy, sent_op, kind, op)
+        _write_contribution(values, copy, op, participation, part)
+        reduction = self.launch(copy, _sent_op(op), kind, op)
         if reduction is None:
             return CompletedWork(tensor)
 
@@ -225,7 +215,8 @@ class Collectives:
         kind = Kind.INT8 if quantization is Quantization.INT8 else Kind.FLOAT8
         if pg.size() == 1 or not tensor.numel():  # nothing travels that could be encoded
             return self.allreduce(tensor, op, participation, kind, part=part)
-        own = _contribution(values, op, participation, part)
+        own = values.to(torch.float32, copy=True)
+        _write_contribution(own, own, op, participation, part)
         sent = encode_chunks(own, pg.size(), quantization)
         received = torch.empty_like(sent)
         flat = received.view(-1)
@@ -550,18 +541,31 @@ class Collectives:
         self._pg.tidy()
 
 
-def _contribution(
-    values: torch.Tensor, op: ReduceOp.RedOpType, participation: Participation, part: float | None
-) -> torch.Tensor:
-    """Return what this group adds to a sum, as float32; see `Collectives.allreduce`."""
-    own = values.to(torch.float32, copy=True)
-    if participation.participating_rank is None:
-        return own.zero_()
-    if op != ReduceOp.AVG:
-        return own
-    if part == 0.0:
-        return own.zero_()
-    return own.div_(participation.num_participants) if part is None else own.mul_(part)
+def _sent_op(op: ReduceOp.RedOpType) -> ReduceOp.RedOpType:
+    return ReduceOp.SUM if op == ReduceOp.AVG else op
+
+
+def _write_contribution(
+    values: torch.Tensor,
+    out: torch.Tensor,
+    op: ReduceOp.RedOpType,
+    participation: Participation,
+    part: float | None,
+) -> None:
+    """Write to ``out``, which may be ``values``, what this group adds to a reduction by ``op``.
+
+    ``part``: see `Collectives.allreduce`.
+    """
+    average = op == ReduceOp.AVG
+    if participation.participating_rank is None or (average and part == 0.0):
+        out.fill_(neutral_element(_sent_op(op), out.dtype))
+    elif average and part is not None:
+        torch.mul(values, part, out=out)
+    elif average:
+        # Dividing before the sum saves a pass after it.
+        torch.div(values, participation.num_participants, out=out)
+    elif out is not values:
+        out.copy_(values)
 
 
 def _options(op: ReduceOp.RedOpType) -> dist.AllreduceOptions:
