@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from torchft_svc.client.data.seeds import ORDER, mix
+from torchft_svc.client.data.seeds import ORDER, SPLITMIX, SPLITMIX_LAST, mix
 
 _Indices = npt.NDArray[np.uint64]
 # An order is computed in blocks, because numpy needs as long for 30 numbers as for 1000.
@@ -22,9 +22,6 @@ BLOCK = 4096
 _NUM_ROUNDS = 8
 # Of the numbers that are permuted: those of fewer bits would be shuffled less evenly.
 _MIN_BITS = 8
-# The finalizer of SplitMix64: any bit of its input changes half of those of its output.
-_MIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
-_LAST_SHIFT = np.uint64(31)
 
 
 class Order(Protocol):
@@ -126,8 +123,8 @@ class ShuffledOrder:
 
 def _scramble(numbers: _Indices, key: np.uint64) -> _Indices:
     mixed = numbers + key
-    for shift, factor in _MIX:
+    for shift, factor in SPLITMIX:
         mixed ^= mixed >> np.uint64(shift)
         mixed *= np.uint64(factor)
-    mixed ^= mixed >> _LAST_SHIFT
+    mixed ^= mixed >> np.uint64(SPLITMIX_LAST)
     return mixed

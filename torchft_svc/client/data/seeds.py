@@ -15,6 +15,9 @@ _NUMPY_SEEDS = 2**32
 # Random numbers of different uses do not repeat those of another: of what is trained, and so on.
 CREATION, VALIDATION, BETWEEN_STEPS = 11, 12, 13
 ORDER, SAMPLES = 1, 2
+# The finalizer of SplitMix64: any bit of its input changes half of those of its output.
+SPLITMIX = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB))
+SPLITMIX_LAST = 31
 
 
 def mix(*numbers: int) -> int:
@@ -82,9 +85,9 @@ class SampleSeeds:
     def seed_sample(self, index: int) -> None:
         """Make the random numbers that follow depend on the sample, and on nothing else."""
         number = (self._base + index * 0x9E3779B97F4A7C15) & _WORD
-        number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-        number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _WORD
-        number ^= number >> 31
+        for shift, factor in SPLITMIX:
+            number = ((number ^ (number >> shift)) * factor) & _WORD
+        number ^= number >> SPLITMIX_LAST
         random.seed(number)
         np.random.seed(number % _NUMPY_SEEDS)
         torch.default_generator.manual_seed(number)
