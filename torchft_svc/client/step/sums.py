@@ -17,6 +17,7 @@ from torchft_svc.client.process_groups.operations import CompletedWork
 from torchft_svc.client.reduce.bucket_hook import BucketHook
 from torchft_svc.client.reduce.collectives import Collectives, check_arguments
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder, Mismatch
+from torchft_svc.client.reduce.quantized import Quantization
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner
 from torchft_svc.client.step.shared_round import SharedRound
@@ -293,24 +294,27 @@ class StepSums:
         quantization = check_arguments(tensor, should_quantize, op)
         if self.is_between_steps():
             return self._report(tensor, op)
-        if quantization is None:
-            return self._allreduce(tensor, op, kind)
-        if not self.can_reduce() or not self._has_read_data():
-            return CompletedWork(tensor)
-        return self.collectives.allreduce_quantized(
-            tensor, op, self._state.participation, quantization, part=self._weight
-        )
+        return self._allreduce(tensor, op, kind, quantization)
 
     def _allreduce_bucket(self, bucket: torch.Tensor, kind: Kind) -> dist.Work:
         """See `Manager.allreduce_grad`; ``kind``: which pass of torch's wrapper it belongs to."""
         check_arguments(bucket, False, ReduceOp.AVG)
         return self._allreduce(bucket, ReduceOp.AVG, kind)
 
-    def _allreduce(self, tensor: torch.Tensor, op: ReduceOp.RedOpType, kind: Kind) -> dist.Work:
+    def _allreduce(
+        self,
+        tensor: torch.Tensor,
+        op: ReduceOp.RedOpType,
+        kind: Kind,
+        quantization: Quantization | None = None,
+    ) -> dist.Work:
         if not self.can_reduce() or not self._has_read_data():
             return CompletedWork(tensor)
-        return self.collectives.allreduce(
-            tensor, op, self._state.participation, kind, part=self._weight
+        participation = self._state.participation
+        if quantization is None:
+            return self.collectives.allreduce(tensor, op, participation, kind, part=self._weight)
+        return self.collectives.allreduce_quantized(
+            tensor, op, participation, quantization, part=self._weight
         )
 
     def sum_numbers(self, numbers: Sequence[float | torch.Tensor]) -> list[float] | None:
