@@ -1,7 +1,6 @@
 """The Python blocks of the pages as programs: which belong together, and what surrounds them.
 
-A block is known by the begin of its first line. What a page leaves out (a model, data) is written
-here.
+A block is known by its first characters. What a page leaves out (a model, data) is written here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ class PageProgram:
 
     ``before``: what stands before them. ``between``: what stands before one of them. ``after``:
     what shows that they did what the page says. ``changes``: what is replaced in the blocks.
-    ``launched``: torchft-run starts it. Each program prints ``done`` at its end.
+    ``is_launched``: torchft-run starts it. Each program prints ``done`` at its end.
     """
 
     page: str
@@ -138,6 +137,19 @@ from prometheus_client import generate_latest
 manager.start_quorum()
 assert manager.should_commit()
 assert b"torchft_" in generate_latest(REGISTRY)
+manager.shutdown()
+""",
+    ),
+    "a log of votes": PageProgram(
+        page="docs/observability.md",
+        blocks=("import logging\n",),
+        before=_MODEL,
+        after=_MANAGER
+        + """\
+manager.start_quorum()
+assert manager.should_commit()
+with open("commits.log") as log:
+    assert log.read().endswith("step 0: True\\n")
 manager.shutdown()
 """,
     ),
