@@ -10,7 +10,6 @@ INK, QUIET, LINE = "#1f2933", "#5f6b7a", "#c5ccd5"
 BLUE, ORANGE, GREEN = "#3568b8", "#d9772b", "#2f8f5b"
 RED, YELLOW, PALE = "#c0392b", "#e3a008", "#eef1f5"
 _FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif"
-_MONOSPACE = "ui-monospace, 'SFMono-Regular', Menlo, 'DejaVu Sans Mono', monospace"
 
 
 def number(value: float) -> str:
@@ -29,11 +28,10 @@ class Picture:
 
     def text(
         self, x: float, y: float, text: str, *, size: float = 13, color: str = INK,
-        anchor: str = "start", bold: bool = False, code: bool = False,
+        anchor: str = "start", bold: bool = False,
     ) -> None:  # fmt: skip
         style = f'font-size="{number(size)}" fill="{color}" text-anchor="{anchor}"'
         style += ' font-weight="600"' if bold else ""
-        style += f' font-family="{_MONOSPACE}"' if code else ""
         self._parts.append(f'<text x="{number(x)}" y="{number(y)}" {style}>{escape(text)}</text>')
 
     def box(
@@ -53,10 +51,6 @@ class Picture:
         more += ' marker-end="url(#arrow)"' if arrow else ""
         shape = f'd="{path}" fill="none" stroke="{stroke}" stroke-width="{number(width)}"'
         self._parts.append(f"<path {shape}{more}/>")
-
-    def circle(self, x: float, y: float, radius: float, *, fill: str) -> None:
-        place = f'cx="{number(x)}" cy="{number(y)}" r="{number(radius)}"'
-        self._parts.append(f'<circle {place} fill="{fill}"/>')
 
     def render(self, description: str = "") -> str:
         """The whole file; ``description`` is for those who read its source."""
