@@ -26,6 +26,7 @@ import click
 
 from tools.benchmarks.options import json_option
 from tools.benchmarks.processes import (
+    START_TIMEOUT_S,
     Child,
     ChildError,
     lighthouse_address,
@@ -50,8 +51,6 @@ _ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
 _MODEL = ("--width=64", "--depth=2", "--batch=16")
-# Well above a start of all trainers on a machine that is busy with other work.
-_START_S = 150.0
 # A run is given up after so many times its steps, and the rest: kills come faster than it recovers.
 _PATIENCE = 4.0
 _PATIENCE_S = 60.0
@@ -292,11 +291,11 @@ def await_all(job: Job) -> None:
     Raises:
         ChildError: there is none within a long time.
     """
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if any(c.batches == job.num_groups for c in job.read_commits(1.0)):
             return
-    raise ChildError(f"{job.num_groups} groups took no step together within {_START_S:g} s")
+    raise ChildError(f"{job.num_groups} groups took no step together within {START_TIMEOUT_S:g} s")
 
 
 def measure(
@@ -310,7 +309,7 @@ def measure(
     dice = random.Random(seed)
     with plan.start(side) as job:
         await_all(job)
-        start_together.wait(_START_S)
+        start_together.wait(START_TIMEOUT_S)
         deadline = time.monotonic() + delay_s
         while (left_s := deadline - time.monotonic()) > 0:
             job.read_commits(left_s)
