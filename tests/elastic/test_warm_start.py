@@ -89,6 +89,8 @@ def test_a_warm_worker_finds_and_does_what_a_cold_one_does(name: str, tmp_path: 
         (error,) = tmp_path.glob(f"logs/*/attempt_{number}/0/error.json")
         assert "as it was told" in json.loads(error.read_text())["message"]["message"]
         assert not any("warm_start.py" in line for line in log.read_text().splitlines())
+        known = "ended by ValueError('as it was told')"
+        assert any(line.endswith(known) for line in launcher.lines), "known at exit"
 
 
 @pytest.mark.processes

@@ -223,13 +223,15 @@ def _run_script(name: str, main_module: Any) -> None:
 
 
 def _call(program: Callable[[], object]) -> None:
-    """Call ``program``; an exception ends the process without a line about this file."""
+    """Call ``program``; an exception ends the process as an interpreter does, without a line about
+    this file."""
     try:
         program()
     except Exception as error:  # noqa: BLE001
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, _RUNPY):
             trace = trace.tb_next
+        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)
 

@@ -6,6 +6,7 @@ ends by END: a status, ``raise``, ``interrupt`` or ``wait``.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import random
@@ -66,6 +67,7 @@ def drawn() -> list[float]:
 def fail() -> None:
     from torch.distributed.elastic.multiprocessing.errors import record
 
+    atexit.register(lambda: print("ended by", repr(sys.last_value)))
     record(raise_error)()
 
 
