@@ -197,7 +197,6 @@ def serving_on(host: Host) -> Iterator[str]:
             process.terminate()
 
 
-@pytest.mark.xfail(reason="the far doctor refuses the connection at times, cause not known")
 @pytest.mark.processes
 def test_a_slow_network_card_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(link_rate, "MEASURE_S", 1.0)

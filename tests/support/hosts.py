@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import socket
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 
-# A range for documentation: no network of the machine has it.
-NETWORK = "198.51.100"
+# The ranges 198.18.0 to 198.19.255, for tests of networks: no network of the machine has them.
+NUM_RANGES = 512
 # Nobody has it: what is sent there is dropped, and nothing is reported to who sent it.
 NOWHERE = "02:00:00:00:00:99"
 
@@ -32,13 +33,19 @@ class Host:
 
 
 class Network:
-    """This host, and ``others`` with a wire to it each."""
+    """This host, and ``others`` with a wire to it each.
+
+    Its addresses are its own: tests lay networks at the same time, and the system would send all
+    packets for a shared range to the hosts of the first one.
+    """
 
     def __init__(self, num_others: int) -> None:
-        number = random.randrange(10_000)
-        self.here = Host(f"{NETWORK}.1", f"tft{number}")
+        taken = {name for _, name in socket.if_nameindex()}
+        number = random.choice([n for n in range(NUM_RANGES) if f"tft{n}" not in taken])
+        prefix = f"198.{18 + number // 256}.{number % 256}"
+        self.here = Host(f"{prefix}.1", f"tft{number}")
         self.others = [
-            Host(f"{NETWORK}.{index + 2}", f"tft{number}f", f"torchft{number}.{index}")
+            Host(f"{prefix}.{index + 2}", f"tft{number}f", f"torchft{os.getpid()}.{number}.{index}")
             for index in range(num_others)
         ]
 
