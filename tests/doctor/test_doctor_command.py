@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from click.testing import CliRunner, Result
+from support.examined import examine, named, only
 from support.papers import TOKEN
 from support.running import environment, refusing
 
@@ -107,6 +108,15 @@ def test_bad_variables_are_findings(address: str, name: str, value: str, sentenc
     assert done.exit_code == (1 if sentence else 0), done.output
     assert "Traceback" not in done.output
     assert sentence in done.output
+
+
+def test_a_refused_variable_is_one_finding_and_the_rest_is_checked_without_it(address: str) -> None:
+    found = examine(TORCHFT_LIGHTHOUSE=address, TORCHFT_TIMEOUT_SEC="soon", TORCHFT_TLS_CA=" ")
+    first, second = named(found, "settings")
+    assert "TORCHFT_TIMEOUT_SEC='soon' cannot work" in first.found
+    assert "TORCHFT_TLS_CA=' ' cannot work" in second.found
+    assert "collective timeout 60 s" in only(found, "timeouts").found, "its default"
+    assert only(found, "leader").level is Level.OK
 
 
 def test_relations_of_variables_are_findings(address: str) -> None:

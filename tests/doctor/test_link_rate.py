@@ -157,6 +157,36 @@ def test_one_measurement_at_a_time() -> None:
     assert all("another measurement is under way" in each for each in refusals)
 
 
+def test_a_second_measurement_is_refused_until_the_first_has_ended() -> None:
+    with (
+        serve() as (peer, _),
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.create_connection((peer.host, peer.port), timeout=10) as first,
+    ):
+        listener.settimeout(10)
+        back_to = {"host": "127.0.0.1", "port": listener.getsockname()[1]}
+        first.sendall(json.dumps({"torchft-doctor": "n", **back_to}).encode() + b"\n")
+        back, _ = listener.accept()  # the first one is under way
+        with back, pytest.raises(LinkError, match="refuses: another measurement is under way"):
+            measure_link(peer, "127.0.0.1", PLAIN)
+        while first.recv(1 << 20):
+            pass
+        assert measure_link(peer, "127.0.0.1", PLAIN).to_peer is not None
+
+
+def test_a_connection_too_many_is_closed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_rate, "CONNECT_S", 20.0)  # the others stay open
+    with serve() as (peer, _), contextlib.ExitStack() as stack:
+        *_, last, one_more = [
+            stack.enter_context(socket.create_connection((peer.host, peer.port), timeout=5))
+            for _ in range(link_rate.MAX_CONNECTIONS + 1)
+        ]
+        assert one_more.recv(1) == b""
+        last.settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            last.recv(1)
+
+
 def test_many_connections_that_say_nothing_end() -> None:
     with serve() as (peer, _), contextlib.ExitStack() as stack:
         idle = [
