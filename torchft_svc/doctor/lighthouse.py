@@ -23,6 +23,7 @@ from torchft_svc.doctor.findings import (
     found_problem,
     found_warning,
 )
+from torchft_svc.doctor.network import CERTIFICATE_WARNING_S
 from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError, Unauthorized
 from torchft_svc.host.address import HostPort, parse_address
 from torchft_svc.host.quantities import show_seconds
@@ -39,8 +40,6 @@ from torchft_svc.version import VERSION
 NAME_S, CONNECT_S, CALL_S = 1.5, 1.0, 1.5
 # Logs and incidents of machines are compared by their clocks.
 MAX_CLOCK_DIFFERENCE_S = 1.0
-# Renewing certificates takes people a while.
-CERTIFICATE_WARNING_S = 14 * 86_400.0
 _LIKE = 0.75  # how similar the name of a job is that was meant
 
 

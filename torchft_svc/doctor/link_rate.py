@@ -95,7 +95,7 @@ def measure_link(peer: HostPort, advertised: str, security: Security) -> LinkRat
             with contextlib.suppress(TimeoutError, OSError):
                 sending.wait(0.0)
         except (OSError, ValueError, KeyError) as error:
-            raise LinkError(f"{peer}: {_reason(error)}") from error
+            raise LinkError(f"{peer}: {reason_of(error)}") from error
     why_not = one_line(str(answer.get("why_not", "")))
     return LinkRate(
         from_peer=from_peer, to_peer=to_peer, why_not=why_not, round_trip_s=round_trip_s
@@ -167,7 +167,7 @@ class LinkServer:
                 with wrapped:
                     self._answer(wrapped, peer)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            self._report(f"{peer}: {_reason(error)}")
+            self._report(f"{peer}: {reason_of(error)}")
         finally:
             limit.cancel()
             self._room.release()
@@ -203,7 +203,7 @@ class LinkServer:
                 _write_line(connection, {_REQUEST: nonce})
                 return _receive(connection), ""
         except (OSError, ValueError) as error:
-            return None, f"{back} cannot be reached from the peer: {_reason(error)}"
+            return None, f"{back} cannot be reached from the peer: {reason_of(error)}"
 
 
 def _connect(where: HostPort, security: Security) -> socket.socket:
@@ -270,7 +270,8 @@ def _read_line(connection: socket.socket, timeout_s: float) -> dict[str, Any]:
     return record
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Return in a few words why a connection failed."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return f"its certificate is not trusted here: {error.verify_message}"
     if isinstance(error, ssl.SSLError):

@@ -20,7 +20,7 @@ from torchft_svc.doctor.findings import (
     found_problem,
     found_warning,
 )
-from torchft_svc.doctor.link_rate import LinkError, LinkRate, measure_link
+from torchft_svc.doctor.link_rate import CONNECT_S, LinkError, LinkRate, measure_link, reason_of
 from torchft_svc.env import INTERFACE_VARIABLE, Environment
 from torchft_svc.errors import AddressError, ConfigError
 from torchft_svc.host.address import HostPort, advertised_host, parse_address
@@ -30,11 +30,12 @@ from torchft_svc.rpc.security import Security
 
 # Of a job with a thousand groups, the first ones show whether they can be reached.
 MAX_PEERS = 8
-_CONNECT_S = 2.0
 # Another interface is worth a line if it is so many times as fast.
 _FASTER = 2.0
 # A link that reaches less of its interface's speed is not what it seems.
 _SLOW_SHARE = 0.2
+# Renewing certificates takes people a while.
+CERTIFICATE_WARNING_S = 14 * 86_400.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,9 +146,9 @@ def check_certificate(security: Security, host: str) -> Iterator[Diagnosis]:
     except ssl.SSLError as error:
         yield found_problem("own certificate", f"it cannot be used: {error}", "check the TLS files")
         return
-    left_days = (ends - time.time()) / 86_400
-    found = f"other groups accept it under {host}; it ends in {left_days:.0f} days"
-    if left_days < 14:
+    left_s = ends - time.time()
+    found = f"other groups accept it under {host}; it ends in {left_s / 86_400:.0f} days"
+    if left_s < CERTIFICATE_WARNING_S:
         yield found_warning(
             "own certificate", found, "renew it, and restart the trainers one by one"
         )
@@ -182,11 +183,11 @@ def check_services(environment: Environment, reported: ReportedHost) -> Iterator
     if manager is not None:
         try:
             where = parse_address(manager)
-            Running("manager", _local_end, where).wait(_CONNECT_S)
+            Running("manager", _local_end, where).wait(CONNECT_S)
         except (AddressError, OSError) as error:
             yield found_problem(
                 "manager",
-                f"TORCHFT_MANAGER_ADDR={manager}: {_why(error)}",
+                f"TORCHFT_MANAGER_ADDR={manager}: {reason_of(error)}",
                 "start torchft-manager there, or remove it: rank 0 starts one itself",
             )
         else:
@@ -206,11 +207,11 @@ def _check_store(
     yield from _check_name("MASTER_ADDR", host, reported)
     if environment.uses_agent_store or environment.group_rank:
         try:
-            Running("store", _local_end, HostPort(host, port)).wait(_CONNECT_S)
+            Running("store", _local_end, HostPort(host, port)).wait(CONNECT_S)
         except OSError as error:
             yield found_warning(
                 "store",
-                f"MASTER_ADDR={host}, MASTER_PORT={port}: {_why(error)}",
+                f"MASTER_ADDR={host}, MASTER_PORT={port}: {reason_of(error)}",
                 "fine before the launcher or rank 0 has started; otherwise correct it",
             )
     else:
@@ -220,9 +221,9 @@ def _check_store(
 def _check_name(variable: str, host: str, reported: ReportedHost) -> Iterator[Diagnosis]:
     """Check that other groups can use a host that replaces the one which is reported."""
     try:
-        found = Running(host, socket.getaddrinfo, host, None).wait(_CONNECT_S)
+        found = Running(host, socket.getaddrinfo, host, None).wait(CONNECT_S)
     except OSError as error:
-        yield found_problem("store", f"{variable}={host}: {_why(error)}", "correct the name")
+        yield found_problem("store", f"{variable}={host}: {reason_of(error)}", "correct the name")
         return
     address = str(found[0][4][0])
     if _is_loopback(address) and not _is_loopback(reported.host):
@@ -239,21 +240,11 @@ def _check_free(variable: str, port: int) -> Iterator[Diagnosis]:
     except OSError as error:
         yield found_problem(
             "ports",
-            f"{variable}={port} cannot be used: {_why(error)}",
+            f"{variable}={port} cannot be used: {reason_of(error)}",
             "end what uses it, or choose another port",
         )
     else:
         yield found_ok("ports", f"{variable}={port} is free")
-
-
-def _why(error: Exception) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {_CONNECT_S:g} s"
-    if isinstance(error, socket.gaierror):
-        return "its host name cannot be resolved"
-    if isinstance(error, OSError) and error.strerror:
-        return error.strerror
-    return str(error)
 
 
 def check_peers(
@@ -274,12 +265,12 @@ def check_peers(
             addresses.append(parse_address(text))
     running = [(each, Running(str(each), _local_end, each)) for each in addresses]
     failures, local_ends = [], set()
-    deadline = time.monotonic() + 1.5 * _CONNECT_S
+    deadline = time.monotonic() + 1.5 * CONNECT_S
     for address, thread in running:
         try:
             local_ends.add(thread.wait(deadline - time.monotonic()))
         except OSError as error:
-            failures.append(f"{address}: {_why(error)}")
+            failures.append(f"{address}: {reason_of(error)}")
     if failures:
         level = found_problem if len(failures) == len(addresses) else found_warning
         yield level(
@@ -304,7 +295,7 @@ def check_peers(
 
 
 def _local_end(where: HostPort) -> str:
-    with socket.create_connection((where.host, where.port), timeout=_CONNECT_S) as connection:
+    with socket.create_connection((where.host, where.port), timeout=CONNECT_S) as connection:
         local: str = connection.getsockname()[0]
         return local
 
@@ -423,7 +414,7 @@ def _check_gloo(
         return
     name = socket.gethostname()
     try:
-        own = Running(name, socket.gethostbyname, name).wait(_CONNECT_S)
+        own = Running(name, socket.gethostbyname, name).wait(CONNECT_S)
     except OSError:
         yield found_warning(
             "gloo",

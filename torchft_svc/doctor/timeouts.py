@@ -19,6 +19,8 @@ _SLOW_HEAL = 2.0
 _BEATS = 10
 # What a death costs the others beside the step: tested with real processes (ARCHITECTURE.md).
 DETECTION_S = 0.25
+# Proposed for every load: the default of a lighthouse.
+_HEARTBEAT_TIMEOUT_S = 5.0
 # Above so many groups gloo should read all addresses with one request.
 MANY_GROUPS = 32
 
@@ -195,7 +197,11 @@ def make_plan(load: Load) -> SettingsPlan:
     heal_s = max(join_s, round_up(_SLOW_HEAL * load.heal_s))
     quorum_s = max(60.0, collective_s, round_up(heal_s + load.step_s) if heal_s > 60 else 0.0)
     choices = [
-        _milliseconds("--heartbeat-timeout-ms", 5.0, "a frozen machine delays the others for this"),
+        _milliseconds(
+            "--heartbeat-timeout-ms",
+            _HEARTBEAT_TIMEOUT_S,
+            "a frozen machine delays the others for this",
+        ),
         _milliseconds(
             "--join-timeout-ms", join_s, f"{2 * _SLOW:g} steps, and above your longest pause"
         ),
@@ -253,7 +259,7 @@ def _costs(load: Load, join_s: float, hang_s: float) -> Iterator[Cost]:
     )
     yield Cost(
         event="a machine is frozen or cut off",
-        stands_still_s=5.0 + step_s + DETECTION_S,
+        stands_still_s=_HEARTBEAT_TIMEOUT_S + step_s + DETECTION_S,
         steps_lost=1,
         note="the heartbeat timeout, then as a death",
     )
