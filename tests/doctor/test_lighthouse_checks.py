@@ -228,6 +228,8 @@ def test_a_job_name_that_cannot_travel(address: str, job: str) -> None:
     found = examine(TORCHFT_LIGHTHOUSE=address, TORCHFT_JOB_ID=job)
     assert only(found, "job").level is Level.PROBLEM
     assert "TORCHFT_JOB_ID" in only(found, "job").found
+    assert only(found, "leader").level is Level.OK, "the lighthouse is checked nevertheless"
+    assert not named(found, "lighthouse")
 
 
 def test_a_list_without_an_election(address: str) -> None:

@@ -8,13 +8,14 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-import grpc
+from google.protobuf.message import Message
 
 from torchft_svc.core.limits import check_name
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.doctor.findings import (
     Diagnosis,
     Running,
@@ -29,11 +30,9 @@ from torchft_svc.host.address import HostPort, parse_address
 from torchft_svc.host.quantities import show_seconds
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.about import About, about_from_wire
-from torchft_svc.rpc.channel import open_channel
-from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.codec_status import status_from_wire
+from torchft_svc.rpc.commands import Answer, ask_one
 from torchft_svc.rpc.security import Security
-from torchft_svc.rpc.status import to_error
 from torchft_svc.version import VERSION
 
 # For a name, for a connection, and for each call: together below the deadline of a check.
@@ -117,60 +116,40 @@ class LighthouseList:
         self._ask_about(look)
         look.certificate_ends_at = _certificate_end(where, self.security)
         if look.error is None and self.security.token is not None:
-            look.is_open = self._answers_without_token(look.address)
+            look.is_open = self._answers_without_token(look)
         if look.leads:
             with contextlib.suppress(TorchFTError):
                 request = pb.LighthouseStatusRequest()
-                answer = self._ask(look.address, "Status", request, self.security)
-                look.jobs = status_from_wire(pb.LighthouseStatusResponse.FromString(answer))
+                answer = self._ask(look, request, pb.LighthouseStatusResponse, self.security)
+                look.jobs = status_from_wire(answer)
 
     def _ask_about(self, look: Look) -> None:
         asked_at, began_at = time.time(), time.monotonic()
         try:
-            answer = self._ask(look.address, "About", pb.LighthouseAboutRequest(), self.security)
+            request = pb.LighthouseAboutRequest()
+            answer = self._ask(look, request, pb.LighthouseAboutResponse, self.security)
         except TorchFTError as error:
             look.error = error
             return
         # Without a connection that is open already, most of this is spent before the answer.
         look.clock_error_s = time.monotonic() - began_at
-        look.about = about_from_wire(pb.LighthouseAboutResponse.FromString(answer))
+        look.about = about_from_wire(answer)
         look.clock_s = look.about.unix_s - (asked_at + look.clock_error_s / 2)
 
-    def _answers_without_token(self, address: str) -> bool:
-        files = Security(
-            cert_file=self.security.cert_file,
-            key_file=self.security.key_file,
-            ca_file=self.security.ca_file,
-        )
+    def _answers_without_token(self, look: Look) -> bool:
         try:
-            self._ask(address, "About", pb.LighthouseAboutRequest(), files)
+            request = pb.LighthouseAboutRequest()
+            self._ask(look, request, pb.LighthouseAboutResponse, replace(self.security, token=None))
         except TorchFTError:
             return False
         return True
 
     def _ask(
-        self,
-        address: str,
-        method: str,
-        request: pb.LighthouseAboutRequest | pb.LighthouseStatusRequest,
-        security: Security,
-    ) -> bytes:
-        job = self.job if self.job.isascii() else ""
-        metadata = (*(((JOB_KEY, job),) if job else ()), *security.metadata)
-        with open_channel(address, security) as channel:
-            path = f"/torchft.LighthouseService/{method}"
-            call = channel.unary_unary(path, type(request).SerializeToString, bytes)
-            try:
-                answer: bytes = call(request, timeout=CALL_S, metadata=metadata)
-            except grpc.RpcError as error:
-                raise to_error(
-                    error,
-                    peer="lighthouse",
-                    address=address,
-                    action=f"lighthouse's {method}",
-                    timeout_s=CALL_S,
-                ) from None
-        return answer
+        self, look: Look, request: Message, answer: type[Answer], security: Security
+    ) -> Answer:
+        # A name that cannot travel is another finding.
+        job = DEFAULT_JOB if _flaw_of_job(self.job) else self.job
+        return ask_one("lighthouse", look.address, security, job, request, answer, CALL_S)
 
 
 def resolve_host(where: HostPort) -> tuple[str, ...]:
@@ -363,14 +342,10 @@ def _check_clocks(looks: Sequence[Look]) -> Iterator[Diagnosis]:
 def check_job(lighthouses: LighthouseList, looks: Sequence[Look]) -> Iterator[Diagnosis]:
     """Check the names of the job and the group, and what the lighthouse knows of them."""
     name = lighthouses.job
-    try:
-        check_name("TORCHFT_JOB_ID", name)
-        if not name.isascii():
-            raise RequestRefused(f"TORCHFT_JOB_ID {name!r} is not ASCII")
-    except RequestRefused as error:
-        yield found_problem("job", str(error), "use a short name of printable ASCII characters")
+    if flaw := _flaw_of_job(name):
+        yield found_problem("job", flaw, "use a short name of printable ASCII characters")
         return
-    answering = next((look for look in looks if look.leads), None)
+    answering = leading_look(looks)
     if answering is None:
         yield found_nothing("job", f"{name}: no lighthouse answers, so nothing is known of it")
         return
@@ -394,6 +369,15 @@ def check_job(lighthouses: LighthouseList, looks: Sequence[Look]) -> Iterator[Di
     else:
         yield found_ok("job", f"{name}: its last group is gone for {show_seconds(job.ended_s)}")
     yield from _check_group(lighthouses.group, job)
+
+
+def _flaw_of_job(name: str) -> str:
+    """Return why this name of a job cannot be sent; empty: it can."""
+    try:
+        check_name("TORCHFT_JOB_ID", name)
+    except RequestRefused as error:
+        return str(error)
+    return "" if name.isascii() else f"TORCHFT_JOB_ID {name!r} is not ASCII"
 
 
 def _check_group(group: str | None, job: JobStatus | None) -> Iterator[Diagnosis]:

@@ -137,7 +137,7 @@ def ask(
     goes_on = True
     while goes_on:
         try:
-            return _ask_one(peer, route.current, security, job, request, answer)
+            return ask_one(peer, route.current, security, job, request, answer)
         except NotLeader as error:
             failures.append(f"{route.current}: {error}")
             goes_on = route.choose_next(error.leader)
@@ -149,13 +149,24 @@ def ask(
     raise click.ClickException("; ".join(dict.fromkeys(failures)))
 
 
-def _ask_one(
-    peer: str, address: str, security: Security, job: str, request: Message, answer: type[Answer]
+def ask_one(
+    peer: str,
+    address: str,
+    security: Security,
+    job: str,
+    request: Message,
+    answer: type[Answer],
+    timeout_s: float = ASK_TIMEOUT_S,
 ) -> Answer:
+    """Return the answer of the service at ``address``.
+
+    Raises:
+        TorchFTError: why there is none.
+    """
     method = type(request).__name__.removeprefix("Lighthouse").removesuffix("Request")
     metadata = ((JOB_KEY, job), *security.metadata)
     # Nobody would try again: a peer that is busy may take all that time to greet.
-    connecting_ms = int(ASK_TIMEOUT_S * 1000)
+    connecting_ms = int(timeout_s * 1000)
     with open_channel(address, security, connecting_ms=connecting_ms) as channel:
         call = channel.unary_unary(
             f"/torchft.{peer.capitalize()}Service/{method}",
@@ -163,13 +174,13 @@ def _ask_one(
             response_deserializer=answer.FromString,
         )
         try:
-            reply: Answer = call(request, timeout=ASK_TIMEOUT_S, metadata=metadata)
+            reply: Answer = call(request, timeout=timeout_s, metadata=metadata)
         except grpc.RpcError as error:
             raise to_error(
                 error,
                 peer=peer,
                 address=address,
                 action=f"{peer}'s {method}",
-                timeout_s=ASK_TIMEOUT_S,
+                timeout_s=timeout_s,
             ) from None
     return reply
