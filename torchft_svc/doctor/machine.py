@@ -17,6 +17,7 @@ from torchft_svc.doctor.findings import (
     found_problem,
     found_warning,
 )
+from torchft_svc.host.available_memory import available_bytes
 from torchft_svc.host.quantities import show_bytes
 from torchft_svc.rpc.descriptors import TRAINER_DESCRIPTORS
 from torchft_svc.version import VERSION
@@ -29,8 +30,6 @@ _LEAST = {"torch": (2, 7), "grpcio": (1, 66), "protobuf": (6, 31)}
 _SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - it is looked at, not written to
 # Loaders of data pass batches through it; containers have 64 MB by default.
 _LEAST_SHARED = 256 << 20
-# A worker that starts or heals holds its state once more.
-_COPIES_OF_STATE = 1.0
 
 
 def check_files(num_groups: int) -> Iterator[Diagnosis]:
@@ -73,14 +72,14 @@ def check_shared_memory(folder: Path = _SHARED_MEMORY) -> Iterator[Diagnosis]:
 
 def check_memory(state_bytes: float | None) -> Iterator[Diagnosis]:
     """Check that a copy of the state fits into the memory that is available."""
-    available = available_memory()
+    available = available_bytes()
     if available is None:
         yield found_nothing("memory", "this system does not report it")
         return
     found = f"{show_bytes(available)} available"
     if state_bytes is None:
         yield found_ok("memory", f"{found} (--state-size shows whether a heal fits)")
-    elif available < _COPIES_OF_STATE * state_bytes:
+    elif available < state_bytes:
         yield found_problem(
             "memory",
             f"{found}, and a worker that starts or heals holds {show_bytes(state_bytes)} once more",
@@ -88,25 +87,6 @@ def check_memory(state_bytes: float | None) -> Iterator[Diagnosis]:
         )
     else:
         yield found_ok("memory", f"{found}; a heal needs {show_bytes(state_bytes)} of it")
-
-
-def available_memory() -> float | None:
-    """Return the bytes that a process may still use: of the machine, and of its control group."""
-    limits = []
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                limits.append(float(line.split()[1]) * 1024)
-    except OSError:
-        return None
-    group = Path("/sys/fs/cgroup")
-    try:
-        most = (group / "memory.max").read_text().strip()
-        if most != "max":
-            limits.append(float(most) - float((group / "memory.current").read_text()))
-    except OSError:  # the root group has none, and the first version of groups other files
-        pass
-    return max(0.0, min(limits)) if limits else None
 
 
 def check_versions() -> Iterator[Diagnosis]:

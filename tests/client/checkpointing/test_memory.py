@@ -20,7 +20,6 @@ from torchft_svc.client.checkpointing.encoding.memory import (
     MIN_BYTES,
     Filling,
     Staging,
-    spare_bytes,
 )
 
 LONG = timedelta(seconds=20)
@@ -105,7 +104,7 @@ def test_what_is_taken_is_kept_no_more() -> None:
 
 
 def test_nothing_is_made_ready_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "spare_bytes", lambda: 2 * NUM_BYTES - 1)
+    monkeypatch.setattr(memory, "available_bytes", lambda: 2 * NUM_BYTES - 1)
     kept = Staging()
     kept.expect(NUM_BYTES)
     assert kept._kept is None
@@ -122,23 +121,6 @@ def test_a_system_that_makes_nothing_ready_gives_memory_as_well(
     taken = kept.pop_filling(NUM_BYTES)
     assert taken._place == 0
     assert faults_of_writing(taken.view(NUM_BYTES)) >= HUGE_PAGES
-
-
-def test_spare_memory_is_below_what_the_machine_has() -> None:
-    total = int(memory._MEMINFO.read_text().split()[1]) << 10
-    assert 0 < spare_bytes() < total
-
-
-def test_a_container_has_no_more_than_its_limit(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Any
-) -> None:
-    limit, used = tmp_path / "max", tmp_path / "current"
-    limit.write_text("1000000\n")
-    used.write_text("400000\n")
-    monkeypatch.setattr(memory, "_CONTAINER_LIMITS", ((limit, used),))
-    assert spare_bytes() == 600_000
-    limit.write_text("max\n")
-    assert spare_bytes() > 600_000
 
 
 @pytest.fixture

@@ -10,14 +10,14 @@ from __future__ import annotations
 import ctypes
 import logging
 import mmap
-import re
 import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
+
+from torchft_svc.host.available_memory import available_bytes
 
 log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -35,15 +35,6 @@ _PIECE_BYTES = 4 << 20
 _STOP_TIMEOUT_S = 1.0
 # Linux 5.14: allocate pages without changing their content. Other systems return an error.
 _MADV_POPULATE_WRITE = 23
-_MEMINFO = Path("/proc/meminfo")
-# Limit and usage of a container: cgroup version 2, and 1.
-_CONTAINER_LIMITS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ),
-)
 
 
 def allocate(num_bytes: int) -> memoryview:
@@ -202,7 +193,7 @@ class Staging:
         with self._lock:
             if num_bytes < MIN_BYTES:
                 self._discard_kept()
-            elif num_bytes > spare_bytes() // 2:
+            elif num_bytes > (available_bytes() or 0) // 2:
                 log.info("%d bytes are not prepared: too little memory is free", num_bytes)
             else:
                 self._kept = self._resized(num_bytes)
@@ -238,24 +229,6 @@ class Staging:
         kept, self._kept = self._kept, None
         if kept is not None:
             kept.stop()
-
-
-def spare_bytes() -> int:
-    """The memory that is available at once; 0 if unknown."""
-    found = re.search(r"^MemAvailable:\s+(\d+) kB$", _read(_MEMINFO), re.MULTILINE)
-    spare = int(found[1]) << 10 if found else 0
-    for limit_file, used_file in _CONTAINER_LIMITS:
-        limit, used = _read(limit_file).strip(), _read(used_file).strip()
-        if limit.isdigit() and used.isdigit():  # "max" where there is no limit
-            spare = min(spare, max(int(limit) - int(used), 0))
-    return spare
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text("ascii")
-    except OSError:
-        return ""
 
 
 def _rounded(num_bytes: int) -> int:
