@@ -13,6 +13,7 @@ from torchx import specs
 
 from torchft_svc import env as environment
 from torchft_svc.errors import ConfigError
+from torchft_svc.host.exit_verdict import DO_NOT_REQUEUE
 
 # Where the public release's lighthouse and ours listen by default, as it is written there.
 _LOCAL_LIGHTHOUSE = "http://localhost:29510"
@@ -51,7 +52,7 @@ def hsdp(
         if value < 1:
             raise ConfigError(name, value, "use 1 or more")
     lighthouse = environment.value_of("TORCHFT_LIGHTHOUSE", _LOCAL_LIGHTHOUSE)
-    shared = {"TORCHFT_LIGHTHOUSE": lighthouse, environment.VERDICT_VARIABLE: "93"}
+    shared = {"TORCHFT_LIGHTHOUSE": lighthouse, environment.VERDICT_VARIABLE: str(DO_NOT_REQUEUE)}
     if gpu == 0 and h is None:
         shared |= {"CUDA_VISIBLE_DEVICES": "", "XPU_VISIBLE_DEVICES": ""}
     return specs.AppDef(

@@ -40,7 +40,7 @@ from torchft_svc.elastic.rendezvous.config import BACKEND, EXIT_BARRIERS
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.elastic.workers import check_program
 from torchft_svc.errors import ConfigError, PeerError, UsageError
-from torchft_svc.host.exit_verdict import DO_NOT_REQUEUE, do_not_requeue_exit_code, is_final
+from torchft_svc.host.exit_verdict import final_exit_code, is_final
 from torchft_svc.host.health_check import DEFAULT_TIMEOUT_S
 from torchft_svc.host.line_writer import READER_PATIENCE_S, unblocked_output
 from torchft_svc.host.log_format import Speaker, make_formatter
@@ -208,7 +208,7 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
         parsed = get_args_parser().parse_args(args)
     except SystemExit as end:  # arguments that argparse refuses
         if end.code == _USAGE:
-            raise SystemExit(_final_status()) from None
+            raise SystemExit(final_exit_code()) from None
         raise
     if parsed.restart_policy not in _POLICIES:
         raise ConfigError("--restart-policy", parsed.restart_policy, f"use one of {_either()}")
@@ -321,17 +321,10 @@ def main(args: Sequence[str] | None = None) -> None:
             run(parsed)
     except (UsageError, PeerError, RendezvousError, DistError) as error:
         is_usage = isinstance(error, UsageError)
-        _end(error, _final_status() if is_usage or is_final(error) else 1)
+        _end(error, final_exit_code() if is_usage or is_final(error) else 1)
     except FinalChildFailedError as error:
         sys.excepthook(type(error), error, error.__traceback__)  # as torchrun shows it
-        sys.exit(_final_status())
-
-
-def _final_status() -> int:
-    try:
-        return do_not_requeue_exit_code()
-    except ConfigError:  # of the variable itself
-        return DO_NOT_REQUEUE
+        sys.exit(final_exit_code())
 
 
 @contextlib.contextmanager

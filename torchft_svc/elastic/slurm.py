@@ -14,7 +14,6 @@ to this process alone, which passes it on to the command. The end of the command
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import re
 import signal
@@ -26,7 +25,7 @@ from pathlib import Path
 from torchft_svc import env
 from torchft_svc.core.restart_progress import RestartProgress
 from torchft_svc.errors import ConfigError, UsageError
-from torchft_svc.host.exit_verdict import DO_NOT_REQUEUE, do_not_requeue_exit_code
+from torchft_svc.host.exit_verdict import do_not_requeue_exit_code, final_exit_code
 from torchft_svc.host.progress_file import highest_step
 
 # Slurm's own deadline for a controller that does not answer is shorter.
@@ -204,9 +203,7 @@ def main(args: Sequence[str] | None = None) -> None:
         sys.exit(run(args))
     except UsageError as error:
         _print_sentence(f"error: {error}")
-        with contextlib.suppress(ConfigError):  # of the variable itself
-            sys.exit(do_not_requeue_exit_code())
-        sys.exit(DO_NOT_REQUEUE)
+        sys.exit(final_exit_code())
 
 
 if __name__ == "__main__":

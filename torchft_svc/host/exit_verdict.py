@@ -9,6 +9,7 @@ last restart.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -16,11 +17,12 @@ from types import TracebackType
 from typing import Any
 
 from torchft_svc import env
-from torchft_svc.errors import WorkerFailed
-from torchft_svc.host.peer_errors import is_peers_error
+from torchft_svc.errors import CheckpointError, ConfigError, PeerError, WorkerFailed
 from torchft_svc.host.progress_file import ProgressFile, open_progress
 
 DO_NOT_REQUEUE = 93
+# torch has no class of its own for what gloo reports.
+_COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset)|broken pipe", re.IGNORECASE)
 
 Hook = Callable[[type[BaseException], BaseException, TracebackType | None], Any]
 
@@ -34,6 +36,14 @@ def do_not_requeue_exit_code() -> int:
     return env.Environment().do_not_requeue_exit_code or DO_NOT_REQUEUE
 
 
+def final_exit_code() -> int:
+    """Return `do_not_requeue_exit_code`; the default, too, if the variable itself cannot work."""
+    try:
+        return do_not_requeue_exit_code()
+    except ConfigError:
+        return DO_NOT_REQUEUE
+
+
 def is_final(error: BaseException) -> bool:
     """Whether a restart of the program that ends with ``error`` cannot mend it.
 
@@ -43,6 +53,17 @@ def is_final(error: BaseException) -> bool:
     if isinstance(cause, WorkerFailed) and cause.is_final:  # `Trainer` raises the user's error
         return True
     return bool(getattr(error, "is_final", False))
+
+
+def is_peers_error(error: BaseException) -> bool:
+    """Whether a peer may have caused ``error``, so that the program that raises it may be sound."""
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed is not None and isinstance(error, getattr(distributed, "DistError", ())):
+        return True
+    if isinstance(error, PeerError):
+        return not isinstance(error, CheckpointError)
+    message: Any = error.args[0] if error.args else ""
+    return type(error) is RuntimeError and _COLLECTIVE.search(str(message)) is not None
 
 
 def give_verdicts() -> None:

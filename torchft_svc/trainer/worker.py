@@ -22,8 +22,7 @@ import cloudpickle
 import torch
 
 from torchft_svc.errors import ChannelClosed, CheckpointError, ConfigError
-from torchft_svc.host.exit_verdict import is_final, place_of
-from torchft_svc.host.peer_errors import is_peers_error
+from torchft_svc.host.exit_verdict import is_final, is_peers_error, place_of
 from torchft_svc.trainer.backend import Link
 from torchft_svc.trainer.checkpoint import load_checkpoint
 from torchft_svc.trainer.context import FunctionProgram

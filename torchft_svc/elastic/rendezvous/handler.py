@@ -45,6 +45,7 @@ from torchft_svc.elastic.rendezvous.own_lighthouse import own_lighthouse
 from torchft_svc.elastic.rendezvous.stores import AgentStores, Watch, WorldChanged
 from torchft_svc.env import Environment
 from torchft_svc.errors import Unauthorized
+from torchft_svc.host.exit_verdict import is_final
 from torchft_svc.rpc.security import PLAIN
 
 log = logging.getLogger(__name__)
@@ -183,8 +184,7 @@ class LighthouseRendezvous(RendezvousHandler):
             leave = AgentLeave("its workers have finished", closes=True)
         else:
             reason = f"{type(error).__name__} on node {self._node_id}"
-            final = bool(getattr(error, "is_final", False))
-            leave = AgentLeave(reason, failed=True, closes=True, final=final)
+            leave = AgentLeave(reason, failed=True, closes=True, final=is_final(error))
         self._leave(leave)
         if self._own_lighthouse is not None:
             self._own_lighthouse.shutdown()
