@@ -37,6 +37,7 @@ from torch.distributed.launcher import api as torch_launcher
 from torchft_svc import env
 from torchft_svc.core.launch.restart import RestartPolicy
 from torchft_svc.core.launch.world import FAILURE_WINDOW_S, MAX_FAILURES
+from torchft_svc.core.restart_progress import RestartProgress
 from torchft_svc.elastic.agent import AgentSettings, ElasticAgent
 from torchft_svc.elastic.health import NodeHealth
 from torchft_svc.elastic.policy import (
@@ -152,9 +153,7 @@ class LaunchConfig(torch_launcher.LaunchConfig):
             limit = getattr(self, name)
             if limit is not None and not 0 <= limit <= MAX_FAILURES:
                 raise ConfigError(name, limit, f"use 0 to {MAX_FAILURES}")
-        without = self.max_restarts_without_progress
-        if without is not None and without < 1:
-            raise ConfigError("max_restarts_without_progress", without, "use 1 or more")
+        RestartProgress(self.max_restarts_without_progress)  # refuses what cannot work
         for name in ("max_run_failures", "max_node_failures"):
             if getattr(self, name) is not None and self.rdzv_backend != BACKEND:
                 reason = f"only a lighthouse counts the failures of nodes, not {self.rdzv_backend}"

@@ -64,6 +64,7 @@ __all__ = [
     "init_world",
     "leave_world",
     "on_worker_event",
+    "report_progress",
     "wait_for_worker_event",
     "world_changed",
 ]

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 
+from torchft_svc.core.limits import one_line
 from torchft_svc.errors import ConfigError, HealthCheckFailed
 from torchft_svc.host.process_end import ProcessEnd
 
@@ -66,7 +67,7 @@ def check_health(
             status = process.wait()
         output.seek(max(0, output.seek(0, os.SEEK_END) - MAX_OUTPUT_BYTES))
         lines = output.read().decode(errors="replace").splitlines()
-    shown = [_printable(line) for line in lines[-MAX_LINES:] if line.strip()]
+    shown = [one_line(line, _MAX_LINE_LENGTH) for line in lines[-MAX_LINES:] if line.strip()]
     for line in shown:
         log.info("health check: %s", line)
     last = shown[-1] if shown else ""
@@ -101,7 +102,3 @@ def _wait(pid: int, deadline: float, gives_up: Callable[[], bool]) -> bool:
 
 def _describe(status: int) -> str:
     return f"ended with status {status}" if status > 0 else f"was ended by signal {-status}"
-
-
-def _printable(line: str) -> str:
-    return "".join(char if char.isprintable() else "?" for char in line)[:_MAX_LINE_LENGTH]
