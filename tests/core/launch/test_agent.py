@@ -23,7 +23,7 @@ from torchft_svc.core.launch.agent import (
     StartWorkers,
     StopWorkers,
 )
-from torchft_svc.core.launch.restart import RestartPolicy
+from torchft_svc.core.launch.restart import REACTIONS, RestartPolicy, RunEvent
 from torchft_svc.core.launch.worker_events import WorkerState, WorldChangeEvent
 from torchft_svc.core.launch.world import (
     AgentLeave,
@@ -279,6 +279,21 @@ def test_a_failure_that_no_restart_mends_uses_none(policy: RestartPolicy) -> Non
     stop = StopWorkers("bad settings")
     play.does("workers_failed", ("bad settings", (1,)), leave, stop, is_final=True)
     play.does("workers_stopped", None, End(Outcome.WORKERS_FAILED, "bad settings", final=True))
+
+
+def test_after_a_final_failure_that_a_policy_restarts_the_next_one_is_judged_by_itself() -> None:
+    policy = RestartPolicy.SOFT_REPLACE
+    own = {RunEvent.FINAL_FAILURE: REACTIONS[policy][RunEvent.WORKER_FAILURE]}
+    play = working(policy, ready_timeout_s=10.0, max_restarts=1, reactions=own)
+    play.does(
+        "workers_failed",
+        ("bad settings", (1,)),
+        Broadcast(WorkerState.PAUSED, ALONE, DOWN),
+        ReplaceWorkers((1,), ALONE, 1),
+        is_final=True,
+    )
+    leave = SendLeave(AgentLeave(NO_ANSWER, failed=True))
+    play.passes(11.0, leave, StopWorkers(NO_ANSWER))
 
 
 @pytest.mark.parametrize("policy", [RestartPolicy.HARD, RestartPolicy.SOFT])

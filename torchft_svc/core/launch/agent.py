@@ -403,12 +403,10 @@ class AgentMachine:
         ``step``: that they have committed last (None: not known). ``is_final``: a restart cannot
         mend it.
         """
-
-        def apply(at: float) -> None:
-            self._is_final = is_final
-            self._record_failure(reason, local_ranks, at, step=step)
-
-        return self._process(now, apply)
+        return self._process(
+            now,
+            lambda at: self._record_failure(reason, local_ranks, at, step=step, is_final=is_final),
+        )
 
     def workers_cut_off(self, reason: str, now: float) -> Orders:
         """Treat workers whose channel is gone as failed, if an answer of theirs is awaited (L16).
@@ -554,12 +552,13 @@ class AgentMachine:
         now: float,
         *,
         step: int | None = None,
+        is_final: bool = False,
         is_hopeless: bool = False,
     ) -> None:
         is_over = self._end is not None or self._status is AgentStatus.FINISHED
         if is_over or not self._has_workers or self._step is Reaction.STOP_WORKERS:
             return
-        self._failure = reason
+        self._failure, self._is_final = reason, is_final
         self._trained = 0, 0
         self._lacks_worker = True
         self._unreplaced.update(local_ranks)
@@ -574,7 +573,7 @@ class AgentMachine:
             most,
         )
         why_in_vain = self._progress.record_failure(step)
-        if self._is_final:
+        if is_final:
             event = RunEvent.FINAL_FAILURE
         elif why_in_vain:
             event, self._is_final = RunEvent.NO_PROGRESS, True
