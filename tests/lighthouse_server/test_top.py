@@ -149,6 +149,24 @@ def test_incidents_and_goodput_are_shown() -> None:
     assert "*lost b: its session ended, paused 0.25 s, commit after 0.50 s, 1 discarded" in frame
 
 
+def test_the_chosen_job_stays_when_another_one_begins_to_wait() -> None:
+    calm = [JobStatus(job=name) for name in "abc"]
+    waiting = [*calm[:2], replace(calm[2], waiting_for="more groups")]  # it comes first
+    selection = Selection()
+    for jobs, name in ((calm, "a"), (waiting, "c"), (calm, "a")):
+        drawn(view_of(*jobs), selection)
+        assert selection.job_name == name, "nothing is chosen: the first one"
+    selection.choose_next_job()
+    for jobs in (calm, waiting, calm):
+        drawn(view_of(*jobs), selection)
+        assert selection.job_name == "b"
+    selection.choose_next_job()
+    drawn(view_of(*waiting), selection)
+    assert selection.job_name == "c", "from the last one to the first one"
+    drawn(view_of(*calm[:2]), selection)
+    assert selection.job_name == "a", "the chosen one is gone"
+
+
 def test_keys() -> None:
     selection = Selection()
     handle_keys(b"jjj\x1b[B\x1bOB\x1b[Ak\x1b[6~\x1b[5~\x1b[H", selection)

@@ -33,18 +33,27 @@ _INCARNATION_SHOWN = 8
 
 @dataclass(slots=True)
 class Selection:
-    """What the keys have chosen: a job by its place in the list, and the first group shown.
+    """What the keys have chosen: a job (until then the first of the list), and the first group
+    shown.
 
-    ``job_name``: of the job that was drawn last (empty: none).
+    ``job``: how many jobs to go on from that which was drawn last, ``job_name`` (empty: none).
     """
 
     job: int = 0
     job_name: str = ""
+    has_chosen: bool = False
     first_group: int = 0
 
     def choose_next_job(self) -> None:
         """Go to the next job, and to its first groups."""
-        self.job, self.first_group = self.job + 1, 0
+        self.job, self.first_group, self.has_chosen = self.job + 1, 0, True
+
+    def find_job(self, names: Sequence[str]) -> int:
+        """Return the place of the job to draw, which may have moved since it was drawn last."""
+        stays = self.has_chosen and self.job_name in names
+        place = (self.job + (names.index(self.job_name) if stays else 0)) % len(names)
+        self.job, self.job_name = 0, names[place]
+        return place
 
     def scroll_groups(self, rows: int) -> None:
         """Move the part of the groups that is shown; the screen keeps it within them."""
@@ -103,16 +112,15 @@ def _body(view: View, selection: Selection, width: int, height: int) -> Iterator
     shown_runs = runs[:MAX_RUN_ROWS]
     height -= len(shown_runs) + (len(runs) > len(shown_runs))
     if jobs:
-        selection.job %= len(jobs)
-        selection.job_name = jobs[selection.job].job
+        chosen = selection.find_job([job.job for job in jobs])
         if len(jobs) > 1:
-            table = _job_table(jobs, view, selection.job)
+            table = _job_table(jobs, view, chosen)
             yield table
             height -= table.row_count + 1
             if len(jobs) > MAX_JOB_ROWS:
                 yield _line(f"  and {len(jobs) - MAX_JOB_ROWS} more jobs", "dim")
                 height -= 1
-        yield from _job(jobs[selection.job], view, selection, width, height)
+        yield from _job(jobs[chosen], view, selection, width, height)
     for run in shown_runs:
         yield _run(run)
     if len(runs) > len(shown_runs):
