@@ -6,7 +6,6 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
 from subprocess import PIPE, Popen
 
 import pytest
@@ -17,7 +16,6 @@ from support.running import (
     command,
     environment,
     lighthouse_process,
-    line_to,
     members,
     steady_address,
 )
@@ -33,19 +31,6 @@ from torchft_svc.rpc.commands import ask
 from torchft_svc.rpc.security import PLAIN
 
 pytestmark = pytest.mark.processes
-
-
-@pytest.fixture(scope="module")
-def lighthouse() -> Iterator[Process]:
-    # A group that only beats has to live while slow commands are started.
-    with lighthouse_process("--heartbeat-timeout-ms=600000") as process:
-        yield process
-
-
-@pytest.fixture
-def line(lighthouse: Process) -> Iterator[Line]:
-    with line_to(lighthouse.address) as line:
-        yield line
 
 
 def order(*words: str, **variables: str) -> tuple[int, str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -33,18 +32,6 @@ from torchft_svc.lighthouse_server.top.terminal import Quit, handle_keys
 
 PACKAGE = "torchft_svc.lighthouse_server.top"
 TOP = [sys.executable, "-m", "torchft_svc.lighthouse_server", "top"]
-
-
-@pytest.fixture(scope="module")
-def lighthouse() -> Iterator[Process]:
-    with lighthouse_process("--heartbeat-timeout-ms=600000") as process:
-        yield process
-
-
-@pytest.fixture
-def line(lighthouse: Process) -> Iterator[Line]:
-    with line_to(lighthouse.address) as line:
-        yield line
 
 
 def drawn(view: View, selection: Selection | None = None, width: int = 80, height: int = 24) -> str:
