@@ -124,8 +124,6 @@ def test_whole_numbers_cannot_be_averaged(address: str) -> None:
         a.manager.start_quorum()
         with pytest.raises(ValueError, match="whole numbers cannot be averaged"):
             a.manager.allreduce(torch.tensor([1, 2]))
-        with pytest.raises(ValueError, match="not supported yet"):
-            a.manager.allreduce(torch.tensor([1.0]), should_quantize=True)
 
 
 def test_i6_a_discarded_step_changes_nothing(pair_address: str) -> None:

@@ -87,9 +87,9 @@ def test_a_warm_worker_finds_and_does_what_a_cold_one_does(name: str, tmp_path: 
     assert any(expected in line for line in launcher.lines), launcher.lines
     if end == "raise":
         (error,) = tmp_path.glob(f"logs/*/attempt_{number}/0/error.json")
-        assert "as it was told" in json.loads(error.read_text())["message"]["message"]
+        assert "a bad batch" in json.loads(error.read_text())["message"]["message"]
         assert not any("warm_start.py" in line for line in log.read_text().splitlines())
-        known = "ended by ValueError('as it was told')"
+        known = "ended by ValueError('a bad batch')"
         assert any(line.endswith(known) for line in launcher.lines), "known at exit"
 
 

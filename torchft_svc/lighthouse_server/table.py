@@ -11,7 +11,6 @@ from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus, name_some
 from torchft_svc.core.quorum.names import stable_name
-from torchft_svc.doctor.quantities import show_bytes
 from torchft_svc.host.log_format import escaped
 from torchft_svc.host.quantities import show_bytes
 

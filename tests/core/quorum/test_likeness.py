@@ -124,7 +124,7 @@ def test_a_newcomer_that_waits_does_not_outlast_such_a_change() -> None:
     caller = scene.ask("c:1", layout=SMALL)
     asks(scene, BIG, "a:1", step=1)
     (refused,) = scene.pop_orders()
-    assert (refused.caller, refused.error) == (caller, "RequestRefused")
+    assert (refused.caller, refused.error) == (caller, "GroupDiffers")
     assert "'c:1' differs from 'a:1'" in refused.reason
     asks(scene, BIG, "b:1", step=1)
     assert scene.pop_quorums() == [(1, ["a:1", "b:1"])]

@@ -72,7 +72,7 @@ def fail() -> None:
 
 
 def raise_error() -> None:
-    raise ValueError("as it was told")
+    raise ValueError("a bad batch")
 
 
 def main() -> None:

@@ -52,7 +52,7 @@ class _Known:
     before: _Mark
     after: _Mark | None = None
 
-    def follow(self, mark: _Mark, end: float) -> Tally:
+    def replace_last(self, mark: _Mark, end: float) -> Tally:
         """Record the next tally; returns the earlier one that ends nearest to the accounts, which
         end at ``end``."""
         if self.last.until <= end:
@@ -100,7 +100,7 @@ class TimeAccounts:
 
     def record_tally(self, replica_id: str, tally: Tally, until: float) -> None:
         """Record the tally of a group, which accounts for the time up to ``until``."""
-        base = self._follow(replica_id, _Mark(tally, until))
+        base = self._record_tally(replica_id, _Mark(tally, until))
         if self._knows_more(tally, until):
             self._adopt(replica_id, tally, until)
             return
@@ -189,12 +189,12 @@ class TimeAccounts:
         """Whether the reference has reported no step for long before ``until``."""
         return until - self._until > max(FIRST_STEP_S, self._usual_s())
 
-    def _follow(self, replica_id: str, mark: _Mark) -> Tally:
+    def _record_tally(self, replica_id: str, mark: _Mark) -> Tally:
         """Record the next tally of a group; returns the one from which on it is added, if the group
         is the reference: an earlier reference may have accounted for less, or more."""
         known = self._known.get(replica_id)
         if known is not None and _num_steps(known.last.tally) <= _num_steps(mark.tally):
-            return known.follow(mark, self._until)
+            return known.replace_last(mark, self._until)
         began = _Mark(NO_TALLY, mark.until - mark.tally.total_s)  # its process is a new one
         self._known[replica_id] = _Known(mark, began)
         return NO_TALLY
