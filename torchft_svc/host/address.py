@@ -146,3 +146,13 @@ def _route_leaves_from(peer: HostPort) -> str:
 def reachable_host(bound: HostPort) -> str:
     """A host to name to others for something that listens at ``bound``."""
     return bound.host if bound.host not in ("", "::", "0.0.0.0") else socket.gethostname()
+
+
+def resolvable_host() -> str:
+    """This machine's name if it can be resolved, else the loopback address."""
+    name = socket.gethostname()
+    try:
+        socket.getaddrinfo(name, None)
+    except (OSError, UnicodeError):
+        return LOOPBACK
+    return name

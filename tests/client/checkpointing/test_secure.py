@@ -30,7 +30,7 @@ from support.papers import LONG_AGO, TOKEN, Papers, authority, papers
 from support.running import eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport
-from torchft_svc.client.checkpointing.http import server
+from torchft_svc.client.checkpointing.http import connections
 from torchft_svc.client.checkpointing.http.wire import (
     RECORD_BYTES,
     WOULD_BLOCK,
@@ -214,7 +214,7 @@ def test_an_old_tls_version_is_refused(some: Papers) -> None:
 def test_peers_that_never_agree_on_tls_hold_up_nobody(
     some: Papers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HEAD_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 0.3)
     with serving(some.local) as source:
         port = urlsplit(source.metadata()).port
         silent = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
@@ -244,13 +244,13 @@ def test_a_source_that_never_agrees_on_tls_is_given_up(some: Papers) -> None:
 
 
 def test_a_full_source_is_asked_again(some: Papers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 0)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 0)
     with serving(some.local) as source:
         with pytest.raises((DeadlineExceeded, Unreachable)) as caught:
             fetch(source, some.local, SOON)
         if caught.type is Unreachable:
             raise Late(f"no TLS in so short a time: {caught.value}")
-        monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+        monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
         assert_arrived(fetch(source, some.local))
 
 
@@ -272,7 +272,7 @@ def test_shutdown_ends_a_transfer_that_stands_still(some: Papers) -> None:
 def test_the_address_must_be_one(some: Papers) -> None:
     with (
         HTTPTransport(LONG, security=some.local) as receiver,
-        pytest.raises(AddressError, match="is not a checkpoint address"),
+        pytest.raises(AddressError, match="is no address of a checkpoint source"),
     ):
         receiver.recv_checkpoint(0, "ftp://127.0.0.1:1/secret", 1, LONG)
 

@@ -19,7 +19,7 @@ from support.hostile import many_descriptors
 from support.running import SCRIPTS, eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport
-from torchft_svc.client.checkpointing.http.server import MAX_CONNECTIONS
+from torchft_svc.client.checkpointing.http.connections import MAX_CONNECTIONS
 
 pytestmark = pytest.mark.processes
 

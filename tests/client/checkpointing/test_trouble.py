@@ -23,7 +23,7 @@ from support.running import SCRIPTS, eventually
 from support.warm import Warm
 
 from torchft_svc.client.checkpointing import HTTPTransport
-from torchft_svc.client.checkpointing.http import server
+from torchft_svc.client.checkpointing.http import connections
 from torchft_svc.client.checkpointing.http.feed import MAX_ATTEMPTS
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
 from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Proxy
@@ -297,7 +297,7 @@ def test_ranges_and_other_methods_are_refused(source: Transport) -> None:
 def test_connections_that_say_nothing_do_not_keep_others_out(
     source: Transport, receiver: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
     source.send_checkpoint([1], 1, weights(), LONG)
     where = urlsplit(source.metadata())
     with socket.create_connection((where.hostname, where.port)):
@@ -308,7 +308,7 @@ def test_connections_that_say_nothing_do_not_keep_others_out(
 def test_who_finds_no_free_connection_is_informed(
     source: Transport, receiver: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "MAX_CONNECTIONS", 0)
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 0)
     with raises_in_time(DeadlineExceeded, "0 connections are open"):
         receiver.recv_checkpoint(0, source.metadata(), 1, SOON)
 

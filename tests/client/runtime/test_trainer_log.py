@@ -16,7 +16,7 @@ from support.running import environment, lighthouse_process, steady_address
 from support.training import in_step, lighthouse, together, trainers
 from support.warm import Warm
 
-from torchft_svc.client.checkpointing.http.feed import Source
+from torchft_svc.client.checkpointing.http.source import Source
 from torchft_svc.errors import AddressError
 from torchft_svc.host.log_format import Speaker, make_formatter
 from torchft_svc.rpc.security import PLAIN

@@ -59,11 +59,17 @@ _NAME = re.compile(r"[\w.:-]{1,80}", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A well-formed request: the parts of its path after the secret, and its query."""
+    """A well-formed request: the secret that its path begins with, the other parts of the path, and
+    its query."""
 
     secret: str
     parts: tuple[str, ...]
     query: dict[str, str]
+
+    @property
+    def path(self) -> str:
+        """The whole path."""
+        return "/".join(("", self.secret, *self.parts))
 
     def number(self, name: str) -> int | None:
         return _number(self.query[name]) if name in self.query else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import threading
 from collections.abc import Sequence
 from datetime import timedelta
@@ -29,7 +28,7 @@ from torchft_svc.client.checkpointing.http.server import CheckpointServer
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.core.limits import check_not_empty
 from torchft_svc.errors import ConfigError
-from torchft_svc.host.address import HostPort
+from torchft_svc.host.address import HostPort, resolvable_host
 from torchft_svc.rpc.security import Security, security_or_environment
 from torchft_svc.settings import positive_s
 
@@ -94,7 +93,7 @@ class HTTPTransport(CheckpointTransport[T]):
         self._server = CheckpointServer(
             {STATE: self._current, DEFERRED: self._deferred}, bind_host, port, self._security
         )
-        self._host = hostname or bind_host or _own_host()
+        self._host = hostname or bind_host or resolvable_host()
         self._lock = threading.Lock()
         self._fetches: set[Fetch] = set()
         self._staging = Staging()
@@ -285,13 +284,3 @@ def _usual_chunk_bytes(size: int) -> int:
 def _check(name: str, value: int, low: int, high: int) -> None:
     if not low <= value <= high:
         raise ConfigError(name, value, f"it must be from {low} to {high}")
-
-
-def _own_host() -> str:
-    """This machine's name if it can be resolved, else the loopback address."""
-    name = socket.gethostname()
-    try:
-        socket.getaddrinfo(name, None)
-    except (OSError, UnicodeError):
-        return "127.0.0.1"
-    return name
