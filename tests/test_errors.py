@@ -85,6 +85,11 @@ EVERY_ERROR = [
         (errors.PeerError, ConnectionError),
     ),
     (
+        errors.SessionEnded("client", "it has left, or died"),
+        "the client of this session is gone: it has left, or died",
+        (errors.PeerError, ConnectionError),
+    ),
+    (
         errors.WorkerEnding("worker 1 failed"),
         "there is no world for this worker, its launcher is ending it: worker 1 failed",
         (errors.PeerError,),

@@ -19,6 +19,7 @@
         ├── CommitFailed            this vote has no answer; has the reason
         ├── GroupLeft               the group was drained: it takes part in no quorum any more
         ├── ChannelClosed           an agent and its worker cannot reach each other any more
+        ├── SessionEnded            the other end of a parameter server's session is gone
         ├── WorkerEnding            there is no other world for a worker that its agent ends
         ├── WorldSuperseded         a process group of a world that another one has replaced
         ├── TrainingFailed          workers were lost, and no retry of the trainer is left
@@ -232,6 +233,17 @@ class ChannelClosed(PeerError, ConnectionError):
 
     def __str__(self) -> str:
         return f"the channel {self.channel} is closed: {self.reason}"
+
+
+@dataclass(eq=False)
+class SessionEnded(PeerError, ConnectionError):
+    """The ``peer`` of a parameter server's session (``server`` or ``client``) is gone."""
+
+    peer: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"the {self.peer} of this session is gone: {self.reason}"
 
 
 @dataclass(eq=False)

@@ -124,6 +124,11 @@ PROGRAMS = {
     ),
     "local sgd": PageProgram(page="docs/slow-links.md", blocks=(f"{_TORCH}LocalSGD",)),
     "diloco": PageProgram(page="docs/slow-links.md", blocks=(f"{_TORCH}DiLoCo",)),
+    "parameter server": PageProgram(
+        page="docs/slow-links.md",
+        blocks=("from datetime import timedelta\nimport torch", "weights = torch.empty(4)"),
+        after="assert torch.equal(weights, Weights.values)\nserver.shutdown()\n",
+    ),
     "metrics in the program's registry": PageProgram(
         page="docs/observability.md",
         blocks=("from prometheus_client import REGISTRY",),

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from torchft_svc.client.managed import ManagedProcessGroup
     from torchft_svc.client.manager import Manager
     from torchft_svc.client.optim import Optimizer, OptimizerWrapper
+    from torchft_svc.client.parameter_server import ParameterServer
     from torchft_svc.client.process_groups.base import ProcessGroup
     from torchft_svc.client.process_groups.dummy import ProcessGroupDummy
     from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
@@ -51,6 +52,7 @@ __all__ = [
     "Optimizer",
     "OptimizerWrapper",
     "PGTransport",
+    "ParameterServer",
     "ProcessGroup",
     "ProcessGroupBabyGloo",
     "ProcessGroupBabyNCCL",
@@ -82,6 +84,7 @@ __getattr__, __dir__ = lazy_names(
         "Optimizer": ".optim",
         "OptimizerWrapper": ".optim",
         "PGTransport": ".checkpointing.pg",
+        "ParameterServer": ".parameter_server",
         "ProcessGroup": ".process_groups.base",
         "ProcessGroupBabyGloo": ".process_groups.isolated.group",
         "ProcessGroupBabyNCCL": ".process_groups.isolated.group",
