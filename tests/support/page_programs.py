@@ -124,6 +124,9 @@ PROGRAMS = {
     ),
     "local sgd": PageProgram(page="docs/slow-links.md", blocks=(f"{_TORCH}LocalSGD",)),
     "diloco": PageProgram(page="docs/slow-links.md", blocks=(f"{_TORCH}DiLoCo",)),
+    "decoupled diloco": PageProgram(
+        page="docs/slow-links.md", blocks=(f"{_TORCH}DecoupledDiLoCo",)
+    ),
     "parameter server": PageProgram(
         page="docs/slow-links.md",
         blocks=("from datetime import timedelta\nimport torch", "weights = torch.empty(4)"),

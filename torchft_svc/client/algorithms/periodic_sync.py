@@ -85,7 +85,7 @@ class PeriodicSync(abc.ABC):
         self._optimizer = optimizer
         self._sync_every = sync_every
         self._agreed = [AgreedWeights(model, device, pin_memory) for model in models]
-        _check_disjoint(self._agreed)
+        check_disjoint(self._agreed)
         self._count = 0
         self._hooks: list[RemovableHandle] = []
         self._epoch = 0  # of the manager's step in which the synchronization is under way
@@ -93,7 +93,7 @@ class PeriodicSync(abc.ABC):
         name = type(self).__name__
         parts = ", ".join(each.layout for each in self._agreed)
         described = "".join(f", {each}" for each in (settings,) if each)
-        self._synced = _SyncedWeights(
+        self._synced = SyncedWeights(
             f"{name} every {sync_every} inner steps{described}: {parts}", self._agreed
         )
 
@@ -108,9 +108,7 @@ class PeriodicSync(abc.ABC):
         Raises:
             ConfigError: the manager serves another such algorithm.
         """
-        if any(isinstance(each, _SyncedWeights) for each in self._manager._sums.reducers()):
-            reason = "its manager serves another algorithm: use one of them"
-            raise ConfigError(type(self).__name__, "a second one", reason)
+        check_serves_one(self._manager, type(self).__name__)
         for key, (load, save) in pieces.items():
             self._manager.register_state_dict_fn(key, load, save)
         self._manager.register_reducer(self._synced)
@@ -231,7 +229,7 @@ class PeriodicSync(abc.ABC):
                 log.warning(_NOT_HEALED, len(missing), len(tensors), name)
 
 
-class _SyncedWeights:
+class SyncedWeights:
     """What the groups synchronize, for the comparison with other groups; see `Reducing`."""
 
     def __init__(self, layout: str, agreed: Sequence[AgreedWeights]) -> None:
@@ -279,7 +277,15 @@ def check_is_plain(argument: str, optimizer: Any) -> None:
         raise ConfigError(argument, type(optimizer).__name__, reason)
 
 
-def _check_disjoint(agreed: Sequence[AgreedWeights]) -> None:
+def check_serves_one(manager: Manager, algorithm: str) -> None:
+    """Raise `ConfigError` if ``manager`` serves another algorithm of this package already."""
+    if any(isinstance(each, SyncedWeights) for each in manager._sums.reducers()):
+        reason = "its manager serves another algorithm: use one of them"
+        raise ConfigError(algorithm, "a second one", reason)
+
+
+def check_disjoint(agreed: Sequence[AgreedWeights]) -> None:
+    """Raise `ConfigError` if a parameter belongs to two fragments."""
     owners: dict[int, int] = {}
     for number, each in enumerate(agreed):
         for name, parameter in zip(each.names, each.parameters, strict=True):

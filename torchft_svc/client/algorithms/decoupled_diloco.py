@@ -1,0 +1,246 @@
+"""Decoupled DiLoCo: learners train at their own pace, and merge what they have learned.
+
+After Douillard et al., Decoupled DiLoCo for Resilient Distributed Pre-training, 2026 (arXiv
+2604.21428). There a process of its own merges; here all learners do, by the sums of their managers:
+see docs/design/decoupled-diloco.md.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from torchft_svc.client.algorithms.agreed_weights import (
+    DEFAULT_BUCKET_MB,
+    AgreedWeights,
+    BucketedAverage,
+)
+from torchft_svc.client.algorithms.merge_rule import MergeRule
+from torchft_svc.client.algorithms.merging import Fragment, Merger
+from torchft_svc.client.algorithms.periodic_sync import (
+    SyncedWeights,
+    check_disjoint,
+    check_is_plain,
+    check_serves_one,
+)
+from torchft_svc.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torchft_svc.client.manager import Manager
+
+
+class DecoupledDiLoCo:
+    """Trains at this learner's own pace; merges with the others happen beside training.
+
+    A *learner* is a replica group of one worker. With ``n`` fragments it *delivers* one after each
+    ``sync_every / n`` inner steps: a copy of what it has learned in that fragment since its last
+    contribution. A thread of its own runs the manager's steps. In one of them the fragment is
+    *merged*: when all living learners have delivered it, or a grace window after ``min_replicas``
+    have. The deltas are averaged by the tokens that they stand for, and the outer optimizer applies
+    the average to the merged weights. Between two inner steps, a learner adopts what the merge has
+    changed, and keeps what it has learned since its own contribution: that, and what was delivered
+    too late, is in its next contribution. So each token counts in exactly one merge.
+
+    Training never waits: not for a merge, nor for a learner that is slow, frozen or dead, nor for
+    the lighthouse. The merged weights and the outer optimizer are in all learners, and bitwise
+    equal after each merge. A learner's own weights are not: each is elsewhere between two merges.
+
+    A learner that joins has the merged weights before its first inner step. Its inner optimizer
+    begins anew.
+
+    Args:
+        manager: of a group of one worker, with ``use_async_quorum=False``. Its state functions must
+            not return the model: only merged weights are healed.
+        model_fragments: disjoint parts of the model.
+        inner_optimizer: applies the inner steps.
+        outer_optimizer: makes the optimizer of the merged weights that it is given, which are on
+            the CPU, such as ``lambda weights: torch.optim.SGD(weights, lr=0.7, momentum=0.9,
+            nesterov=True)``; equal in all learners.
+        sync_every: inner steps in which each fragment is delivered once; a multiple of the number
+            of fragments. Learners may differ in it.
+        min_replicas: see above; equal in all learners.
+        grace: the grace window, as a multiple of the usual time between two deliveries; equal in
+            all learners.
+        bucket_cap_mb: what is averaged at once, in MiB.
+
+    Raises:
+        ConfigError: an argument is invalid, or the manager serves another algorithm.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        model_fragments: Sequence[nn.Module],
+        inner_optimizer: torch.optim.Optimizer,
+        outer_optimizer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+        sync_every: int,
+        *,
+        min_replicas: int = 1,
+        grace: float = 1.0,
+        bucket_cap_mb: float = DEFAULT_BUCKET_MB,
+    ) -> None:
+        check_is_plain("inner_optimizer", inner_optimizer)
+        _check(manager, len(model_fragments), sync_every)
+        rule = MergeRule(min_replicas, grace)
+        agreed = [AgreedWeights(each, torch.device("cpu"), False) for each in model_fragments]
+        check_disjoint(agreed)
+        check_serves_one(manager, type(self).__name__)
+        self._manager = manager
+        self._optimizer = inner_optimizer
+        self._interval = sync_every // len(agreed)
+        self._fragments = [
+            Fragment(
+                weights, outer_optimizer, BucketedAverage(manager, weights.values, bucket_cap_mb)
+            )
+            for weights in agreed
+        ]
+        _check_not_healed(manager, agreed)
+        layout = ", ".join(each.layout for each in agreed)
+        outer = ", ".join(repr(each.outer.defaults) for each in self._fragments[:1])
+        self._synced = SyncedWeights(
+            f"DecoupledDiLoCo, min_replicas {min_replicas}, grace {grace:g}, outer {outer}: "
+            f"{layout}",
+            agreed,
+        )
+        self._merger = Merger(manager, self._fragments, rule)
+        manager.register_reducer(self._synced)
+        self._count = 0  # inner steps since the last delivery
+        self._seen = 0  # tokens
+        self._new_tokens = 0  # of the inner step that is under way
+        self._delivered_at = 0.0
+        self._hooks: list[RemovableHandle] = []
+
+    @property
+    def merges(self) -> int:
+        """The number of merges of the job, each of one fragment."""
+        return self._merger.merges
+
+    @property
+    def merged_tokens(self) -> int:
+        """How many tokens of all learners are merged."""
+        return self._merger.merged_tokens // len(self._fragments)
+
+    @property
+    def num_learners(self) -> int:
+        """How many learners were alive in the manager's last step."""
+        return self._merger.num_learners
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens this learner has seen."""
+        return self._seen
+
+    def add_tokens(self, count: int) -> None:
+        """Count tokens of the present inner step; one without any counts as one token.
+
+        Raises:
+            ConfigError: ``count`` is negative.
+        """
+        if count < 0:
+            raise ConfigError("count", count, "use 0 or more")
+        self._new_tokens += count
+
+    def load_merged_weights(self) -> None:
+        """Set the model to the merged weights, such as to evaluate or save it.
+
+        What this learner has learned since its last contribution is lost.
+        """
+        with self._merger.lock:
+            for fragment in self._fragments:
+                fragment.restart()
+                fragment.adopt(self._seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of what a whole job can continue from: the merged weights, the outer optimizers,
+        and the number of merges; equal in all learners after the same merge."""
+        with self._merger.lock:
+            return copy.deepcopy(self._merger.save_state())
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what `state_dict` returned, before the block is entered."""
+        self._merger.load_state(state)
+
+    def __enter__(self) -> DecoupledDiLoCo:
+        """Join the learners, and begin to train; waits for the merged weights.
+
+        Raises:
+            PeerError: there was no quorum within the manager's ``quorum_timeout``.
+        """
+        if self._hooks:
+            raise ConfigError("DecoupledDiLoCo", "entered twice", "it is used once")
+        self._merger.start(self._manager._rules.timeouts.quorum_s)
+        self._adopt()
+        self._delivered_at = time.monotonic()
+        ref = weakref.ref(self)  # the optimizer must not keep this alive
+
+        def after(*_: object) -> None:
+            if (this := ref()) is not None:
+                this._end_inner_step()
+
+        self._hooks = [self._optimizer.register_step_post_hook(after)]
+        return self
+
+    def __exit__(
+        self,
+        _: type[BaseException] | None,
+        __: BaseException | None,
+        ___: TracebackType | None,
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._merger.stop()
+        self._adopt()
+
+    def _adopt(self) -> None:
+        with self._merger.lock:
+            for fragment in self._fragments:
+                fragment.adopt(self._seen)
+
+    def _end_inner_step(self) -> None:
+        """Adopt what was merged, and deliver the next fragment if it is time; never waits."""
+        self._merger.raise_error()
+        self._seen += self._new_tokens or 1
+        self._new_tokens = 0
+        self._count += 1
+        if not self._merger.lock.acquire(blocking=False):
+            return  # a merge is being applied: the next inner step does this
+        try:
+            for fragment in self._fragments:
+                fragment.adopt(self._seen)
+            if self._count >= self._interval:
+                now = time.monotonic()
+                self._merger.next_fragment.deliver(self._seen, now)
+                self._merger.pace_s = now - self._delivered_at
+                self._count, self._delivered_at = 0, now
+        finally:
+            self._merger.lock.release()
+
+
+def _check(manager: Manager, num: int, sync_every: int) -> None:
+    if manager.heals_during_steps():
+        reason = "a learner that joins has to heal before it contributes: it has to be False"
+        raise ConfigError("use_async_quorum", True, reason)
+    if manager.place_in_group()[1] != 1:
+        reason = "a learner is a replica group of one worker"
+        raise ConfigError("world_size", manager.place_in_group()[1], reason)
+    if not num:
+        raise ConfigError("model_fragments", [], "one part of the model or more")
+    if not isinstance(sync_every, int) or sync_every < num or sync_every % num:
+        reason = f"a multiple of the number of fragments, which is {num}"
+        raise ConfigError("sync_every", sync_every, reason)
+
+
+def _check_not_healed(manager: Manager, agreed: Sequence[AgreedWeights]) -> None:
+    """Refuse state functions that return the model: a heal would replace it while it is trained."""
+    parameters: list[torch.Tensor] = [each for one in agreed for each in one.parameters]
+    if manager._registry.holds_any(parameters):
+        reason = "it returns the model, which is trained while a heal loads it: leave that out"
+        raise ConfigError("state_dict", "of the manager", reason)

@@ -1,0 +1,325 @@
+"""Merges what the learners have delivered, on a thread of its own: `Merger`."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from torchft_svc.client.algorithms.agreed_weights import AgreedWeights, BucketedAverage
+from torchft_svc.client.algorithms.merge_rule import LearnerReport, MergeRule, usual_pace_s
+from torchft_svc.errors import DeadlineExceeded, PeerError
+
+if TYPE_CHECKING:
+    from torchft_svc.client.manager import Manager
+
+log = logging.getLogger(__name__)
+
+_STATE_KEY = "DecoupledDiLoCo"
+# The learners look so often within a usual pace whether a fragment is to be merged.
+_LOOKS_PER_PACE = 20
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+# After an error of the network.
+_RETRY_PAUSE_S = 0.5
+# A step takes milliseconds where nothing is wrong.
+_STOP_S = 1.0
+_FIELDS = 3  # of a report
+
+
+@dataclass(frozen=True, slots=True)
+class Delivery:
+    """What a learner has learned in a fragment since its contribution to a merge before.
+
+    ``deltas``: the merged weights minus its own. ``tokens``: how many it has seen since then;
+    ``seen``: how many in all. ``since``: when it first delivered this fragment (monotonic).
+    ``start``: how often the learner had begun anew with the merged weights.
+    """
+
+    deltas: list[torch.Tensor]
+    tokens: int
+    seen: int
+    since: float
+    start: int
+
+
+class Fragment:
+    """A part of the model: its merged weights, its outer optimizer, and what is to be merged.
+
+    The merged weights and the optimizer are bitwise equal in all learners after each merge. All
+    methods need the `Merger`'s lock.
+    """
+
+    def __init__(
+        self,
+        weights: AgreedWeights,
+        make_outer: Callable[[list[torch.Tensor]], torch.optim.Optimizer],
+        average: BucketedAverage,
+    ) -> None:
+        self.weights = weights
+        self.average = average
+        self.merged: list[torch.Tensor] = [torch.nn.Parameter(each) for each in weights.values]
+        self.outer = make_outer(self.merged)
+        self.delivery: Delivery | None = None
+        self._seen = 0  # tokens whose progress is merged
+        self._shift: list[torch.Tensor] | None = None  # what merges have changed in its own weights
+        self._restarts = False  # its own weights are to be replaced by the merged ones
+        self._start = 0  # how often that was so
+
+    def restart(self) -> None:
+        """Begin anew with the merged weights in the next `adopt`."""
+        self._restarts = True
+
+    @torch.no_grad()
+    def adopt(self, seen: int) -> None:
+        """Apply the merges since the last call to the learner's weights; keep what it has learned
+        since its last contribution; on the thread that trains.
+
+        ``seen``: tokens that the learner has seen.
+        """
+        if self._restarts:
+            self.weights.restore()
+            self._seen, self.delivery, self._shift, self._restarts = seen, None, None, False
+            self._start += 1
+        elif self._shift is not None:
+            for own, change in zip(self.weights.local_tensors(), self._shift, strict=True):
+                own.add_(change.to(own.device))
+            self._shift = None
+
+    @torch.no_grad()
+    def deliver(self, seen: int, now: float) -> None:
+        """Offer what was learned since the last contribution; replaces an earlier offer.
+
+        Right after `adopt`.
+        """
+        tokens = seen - self._seen
+        if tokens <= 0:
+            return
+        own = self.weights.local_tensors()
+        deltas = [
+            value - each.to(value.device)
+            for value, each in zip(self.weights.values, own, strict=True)
+        ]
+        since = now if self.delivery is None else self.delivery.since
+        self.delivery = Delivery(deltas, tokens, seen, since, self._start)
+
+    @torch.no_grad()
+    def merge(self, averages: Sequence[torch.Tensor], contribution: Delivery | None) -> None:
+        """Apply ``averages`` by the outer optimizer; ``contribution``: this learner's part."""
+        before = [value.clone() for value in self.weights.values]
+        for parameter, average in zip(self.merged, averages, strict=True):
+            parameter.grad = average
+        self.outer.step()
+        self.outer.zero_grad(set_to_none=True)
+        self._shift_from(before, contribution)
+
+    @torch.no_grad()
+    def heal(self, state: dict[str, Any], *, keeps_progress: bool, sent: Delivery | None) -> None:
+        """Load the merged weights of another learner.
+
+        ``keeps_progress``: this learner has only missed merges, and keeps what it has learned since
+        its last contribution. ``sent``: what it had contributed to a merge whose result it has not
+        seen; that counts as merged, so that nothing is merged twice.
+        """
+        before = [value.clone() for value in self.weights.values]
+        self.weights.load_state_dict(state["merged_weights"])
+        self.outer.load_state_dict(state["outer_optimizer"])
+        if keeps_progress:
+            self._shift_from(before, sent)
+        else:
+            self.restart()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a learner heals by."""
+        return {
+            "outer_optimizer": self.outer.state_dict(),
+            "merged_weights": self.weights.state_dict(),
+        }
+
+    def _shift_from(self, before: list[torch.Tensor], contribution: Delivery | None) -> None:
+        shift = [
+            value - earlier for value, earlier in zip(self.weights.values, before, strict=True)
+        ]
+        if contribution is not None and contribution.start == self._start:
+            torch._foreach_add_(shift, contribution.deltas)
+            self._seen = contribution.seen
+            self.delivery = None  # a newer one holds what was merged now
+        if self._shift is not None:
+            torch._foreach_add_(shift, self._shift)
+        self._shift = shift
+
+
+class Merger:
+    """Runs the manager's steps on a thread of its own, and merges fragments in some of them.
+
+    In each step all living learners report whether they have delivered the next fragment. All of
+    them compute from the same reports whether it is merged. Training never waits for this thread.
+
+    ``lock`` protects the fragments. The thread that trains only tries to take it.
+    """
+
+    def __init__(self, manager: Manager, fragments: Sequence[Fragment], rule: MergeRule) -> None:
+        self.lock = threading.Lock()
+        self.pace_s = 0.0  # of this learner; 0: unknown
+        self.merges = 0
+        self.merged_tokens = 0  # of all learners, in all fragments
+        self.num_learners = 0
+        self._manager = manager
+        self._fragments = fragments
+        self._rule = rule
+        self._error: BaseException | None = None
+        self._is_in_phase = False  # this learner's weights follow from the merged ones
+        self._sent: tuple[Fragment, Delivery] | None = None  # in a merge whose result is not known
+        self._pause_s = _SHORTEST_PAUSE_S
+        self._last_reason = ""  # of an error of the network
+        self._stopping = threading.Event()
+        self._begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="torchft-merger", daemon=True)
+        manager.register_state_dict_fn(_STATE_KEY, self.load_state, self.save_state)
+
+    @property
+    def next_fragment(self) -> Fragment:
+        """The fragment that is merged next."""
+        return self._fragments[self.merges % len(self._fragments)]
+
+    def start(self, timeout_s: float) -> None:
+        """Start the thread, and wait until this learner has the merged weights.
+
+        Raises:
+            PeerError: there was no quorum within ``timeout_s``.
+        """
+        self._thread.start()
+        self._begun.wait(timeout_s)
+        self.raise_error()
+        if not self._begun.is_set():
+            self._stopping.set()
+            raise DeadlineExceeded("joining the learners", timeout_s, self._last_reason)
+
+    def stop(self) -> None:
+        """End the thread after the step that is under way; waits a moment for that.
+
+        A step that waits for other learners is ended by `Manager.shutdown`.
+        """
+        self._stopping.set()
+        self._thread.join(_STOP_S)
+
+    def raise_error(self) -> None:
+        """Raise what has ended the thread, if something has."""
+        if self._error is not None:
+            raise self._error
+
+    def save_state(self) -> dict[str, Any]:
+        """What a learner heals by; live tensors."""
+        return {
+            "merges": self.merges,
+            "merged_tokens": self.merged_tokens,
+            "fragments": [each.state_dict() for each in self._fragments],
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Replace the merged weights and the outer optimizers."""
+        with self.lock:
+            sent, self._sent = self._sent, None
+            for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
+                fragment.heal(
+                    saved,
+                    keeps_progress=self._is_in_phase,
+                    sent=sent[1] if sent is not None and sent[0] is fragment else None,
+                )
+            self.merges, self.merged_tokens = state["merges"], state["merged_tokens"]
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping.wait(self._pause_s if self._begun.is_set() else 0.0):
+                self._try_step()
+        except BaseException as error:  # noqa: BLE001 - raised on the thread that trains
+            self._error = error
+        self._begun.set()
+
+    def _try_step(self) -> None:
+        """Run a step of the manager; an error of the network is logged, and followed by another."""
+        try:
+            self._run_step()
+        except PeerError as error:
+            reason = str(error)
+            if reason != self._last_reason:
+                log.warning("no merges for now, training goes on: %s", reason)
+            self._last_reason = reason
+            self._stopping.wait(_RETRY_PAUSE_S)
+
+    def _run_step(self) -> None:
+        self._manager.start_quorum()
+        with self.lock:
+            fragment = self.next_fragment
+            delivery = fragment.delivery
+        reports = self._exchange_reports(delivery)
+        is_due = self._rule.is_due(reports)
+        if is_due:
+            self._sent = None if delivery is None else (fragment, delivery)
+            launch_average(fragment, delivery, reports)
+        with self._manager.commit() as committed:
+            if committed and is_due:
+                with self.lock:
+                    fragment.merge(fragment.average.pop_averages(), delivery)
+                    self.merges += 1
+                    self.merged_tokens += int(sum(each.tokens for each in reports))
+        if not committed:
+            fragment.average.drop_averages()
+            return
+        self._sent = None
+        self._last_reason = ""
+        if is_due:
+            self._log_merge(reports)
+        self.num_learners = len(reports)
+        self._is_in_phase = True
+        pause_s = usual_pace_s(reports) / _LOOKS_PER_PACE
+        self._pause_s = min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
+        self._begun.set()
+
+    def _exchange_reports(self, delivery: Delivery | None) -> list[LearnerReport]:
+        """Return the reports of all learners, bitwise equal in all of them; none after an error,
+        which discards the step."""
+        own = self._manager.participating_rank()
+        numbers: list[float] = [0.0] * (_FIELDS * self._manager.num_participants())
+        if own is not None:
+            waiting_s = 0.0 if delivery is None else time.monotonic() - delivery.since
+            tokens = 0 if delivery is None else delivery.tokens
+            numbers[_FIELDS * own : _FIELDS * (own + 1)] = [tokens, waiting_s, self.pace_s]
+        sums = self._manager._sums.sum_numbers(numbers)
+        if sums is None:
+            return []
+        return [
+            LearnerReport(*sums[first : first + _FIELDS]) for first in range(0, len(sums), _FIELDS)
+        ]
+
+    def _log_merge(self, reports: list[LearnerReport]) -> None:
+        delivered = [each for each in reports if each.tokens > 0]
+        log.info(
+            "merge %d: %d of %d learners, %d tokens",
+            self.merges,
+            len(delivered),
+            len(reports),
+            sum(each.tokens for each in delivered),
+        )
+
+
+def launch_average(
+    fragment: Fragment, delivery: Delivery | None, reports: Sequence[LearnerReport]
+) -> None:
+    """Average the deltas, weighted by tokens; a learner that has not delivered sums zeros."""
+    total = sum(each.tokens for each in reports)
+    # The average divides by the number of learners.
+    share = 0.0 if delivery is None else delivery.tokens * len(reports) / total
+
+    def fill(index: int, out: torch.Tensor) -> None:
+        if delivery is None:
+            out.zero_()
+        else:
+            torch.mul(delivery.deltas[index], share, out=out)
+
+    fragment.average.launch(fill)
+    fragment.average.wait()
