@@ -78,6 +78,20 @@ def test_i3_two_groups_learn_and_stay_identical(flags: list[str]) -> None:
         assert_identical(a, b)
 
 
+@pytest.mark.parametrize("kind", ["int8", "float8"])
+def test_two_groups_learn_from_sums_in_8_bit_numbers(kind: str) -> None:
+    with (
+        lighthouse(2) as where,
+        trainer(where, 0, f"--quantize={kind}", steps=30) as a,
+        trainer(where, 1, f"--quantize={kind}", steps=30) as b,
+    ):
+        for group in (a, b):
+            group.train_until(30)
+            losses = [loss for _, loss, _ in group.commits.values()]
+            assert sum(losses[-5:]) < 0.5 * sum(losses[:5])
+        assert_identical(a, b)
+
+
 def test_a_killed_group_costs_a_moment_and_heals(capsys: pytest.CaptureFixture[str]) -> None:
     forever = 1_000_000
     with lighthouse(1) as where, trainer(where, 0, steps=forever) as a:

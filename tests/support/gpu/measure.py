@@ -1,6 +1,6 @@
 """Measures what is promised for GPUs, on one GPU that all ranks share.
 
-    PYTHONPATH=tests:. python -m support.gpu.measure [FILE]
+    PYTHONPATH=tests:. python -m support.gpu.measure [FILE [PART ...]]
 
 Sums go over loopback sockets, as between hosts, because every rank names a host of its own.
 """
@@ -8,6 +8,7 @@ Sums go over loopback sockets, as between hosts, because every rank names a host
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import statistics
 import sys
@@ -26,6 +27,8 @@ from tools.benchmarks.processes import Child, lighthouse_address, start_lighthou
 from tools.benchmarks.step_time import free_port
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.encoding.memory import allocate
+from torchft_svc.client.reduce import quantized
+from torchft_svc.client.reduce.quantized import Quantization
 
 REPEATS = 10
 STEPS = {"small": 100, "17 MB": 40, "400 MB": 5}
@@ -194,6 +197,44 @@ def healing() -> dict[str, str]:
     return {name: spread(values) for name, values in found.items()}
 
 
+def quantized_sums() -> dict[str, str]:
+    """Milliseconds of what a member of two computes for a sum of 64 MB in 8-bit numbers."""
+    values = torch.randn(16_000_000, device="cuda")
+    chunk = quantized.chunk_length(values.numel(), 2)
+    found: dict[str, str] = {}
+    fused = quantized._fused
+    for way in ("Triton", "torch"):
+        if way == "torch":
+            quantized._fused = lambda device, kind: None  # type: ignore[assignment]
+        for kind in Quantization:
+            if way == "Triton" and quantized._fused(values.device, kind) is None:
+                found[f"{kind.value} {way}"] = "not installed, or it cannot compile"
+                continue
+            rows = quantized.encode_chunks(values, 2, kind)
+            parts: dict[str, Callable[[], Any]] = {
+                "encode": functools.partial(quantized.encode_chunks, values, 2, kind),
+                "sum": functools.partial(quantized.sum_chunks, rows, chunk, kind),
+                "decode": functools.partial(quantized.decode_chunks, rows, values, kind),
+            }
+            for name, part in parts.items():
+                found[f"{kind.value} {way}: {name}"] = spread(on_device(part))
+    quantized._fused = fused
+    return found
+
+
+def on_device(part: Callable[[], Any]) -> list[float]:
+    """Milliseconds of ``part`` on the device, after one call that may compile."""
+    times = []
+    for _ in range(REPEATS + 1):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        part()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end))
+    return times[1:]
+
+
 def main() -> None:
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -205,9 +246,12 @@ def main() -> None:
         ("isolation", isolation),
         ("healing", healing),
         ("copies", copies),
+        ("quantized sums", quantized_sums),
         ("steps", step_times),
     ]
     for name, measure in parts:
+        if len(sys.argv) > 2 and name not in sys.argv[2:]:
+            continue
         try:
             result[name] = measure()
         except Exception as error:

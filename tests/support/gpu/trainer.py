@@ -1,6 +1,7 @@
-"""A replica group of one worker that trains on a GPU: Manager, DDP and optimizer.
+"""A replica group of one worker that trains on a GPU: Manager, DDP and optimizer; or DiLoCo.
 
-Writes ``commit STEP PARTICIPANTS LOSS DIGEST`` for every update, ends after ``--steps``.
+Writes ``commit STEP PARTICIPANTS LOSS DIGEST`` for every update, ends after ``--steps``. With
+``--quantize`` the updates are those of DiLoCo's outer optimizer.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from torchft_svc.client import (
     ProcessGroupGloo,
     ProcessGroupNCCL,
 )
+from torchft_svc.client.algorithms import DiLoCo
 
 DEVICE = torch.device("cuda", 0)
 TIMEOUT = timedelta(seconds=20)
+SYNC_EVERY = 4
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -43,6 +46,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
     parser.add_argument("--side-stream", action="store_true")
+    parser.add_argument("--quantize", choices=["int8", "float8"])
     options = parser.parse_args()
 
     torch.manual_seed(options.name)
@@ -61,17 +65,62 @@ def main() -> None:
         lighthouse_addr=options.lighthouse,
         replica_id=str(options.name),
         timeout=TIMEOUT,
+        use_async_quorum=options.quantize is None,
     )
-    optimizer = OptimizerWrapper(manager, adam)
-    parallel = DistributedDataParallel(manager, model, bucket_cap_mb=0.1)
     if options.side_stream:
         torch.cuda.set_stream(torch.cuda.Stream())
+    if options.quantize:
+        train_with_diloco(manager, model, adam, options)
+    else:
+        train_with_ddp(manager, model, adam, options)
+    manager.shutdown()
+
+
+def batch(step: int, options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
+    """The inputs of a step, and their labels of shape (256, 1)."""
+    generator = torch.Generator().manual_seed(1000 * step + options.name)
+    inputs = torch.randn(256, 64, generator=generator).to(DEVICE)
+    return inputs, inputs.sum(1, keepdim=True) / 8
+
+
+def train_with_diloco(
+    manager: Manager,
+    model: nn.Module,
+    adam: torch.optim.Optimizer,
+    options: argparse.Namespace,
+) -> None:
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    algorithm = DiLoCo(manager, [model], adam, outer, SYNC_EVERY, should_quantize=options.quantize)
+    print("ready", flush=True)
+    with algorithm:
+        while (step := manager.current_step()) < options.steps:
+            inputs, labels = batch(SYNC_EVERY * step + algorithm.inner_steps, options)
+            adam.zero_grad()
+            loss = nn.functional.mse_loss(model(inputs), labels)
+            loss.backward()
+            adam.step()
+            if manager.current_step() > step:
+                participants = manager.num_participants()
+                print(
+                    f"commit {manager.current_step()} {participants} {loss.item():.6f} "
+                    f"{digest(model, outer)}",
+                    flush=True,
+                )
+
+
+def train_with_ddp(
+    manager: Manager,
+    model: nn.Module,
+    adam: torch.optim.Optimizer,
+    options: argparse.Namespace,
+) -> None:
+    optimizer = OptimizerWrapper(manager, adam)
+    parallel = DistributedDataParallel(manager, model, bucket_cap_mb=0.1)
     print("ready", flush=True)
     while (step := manager.current_step()) < options.steps:
-        generator = torch.Generator().manual_seed(1000 * step + options.name)
-        inputs = torch.randn(256, 64, generator=generator).to(DEVICE)
+        inputs, labels = batch(step, options)
         optimizer.zero_grad()
-        loss = nn.functional.mse_loss(parallel(inputs), inputs.sum(1, keepdim=True) / 8)
+        loss = nn.functional.mse_loss(parallel(inputs), labels)
         loss.backward()
         participants = manager.num_participants()
         if optimizer.step():
@@ -82,7 +131,6 @@ def main() -> None:
             )
         else:
             print(f"discarded {step}", flush=True)
-    manager.shutdown()
 
 
 if __name__ == "__main__":
