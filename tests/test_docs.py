@@ -62,6 +62,7 @@ OTHER_FLAGS = {
     "--target",
     "--hypothesis-profile",
 } | {
+    "--replace",  # of `python -m torchft_svc.compat`
     "--allow-incomplete-ranks",  # of the analyzer of flight records
     "--signal",  # of Slurm
     "--from-literal",  # of kubectl

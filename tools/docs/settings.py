@@ -44,6 +44,7 @@ counts as not set; for TLS files, tokens, users and passwords it is an error. No
 # Who reads a variable, by the package that does.
 _PROGRAMS = {
     "client": "trainers",
+    "compat": "trainers",
     "trainer": "`Trainer`",
     "lighthouse_server": "`lighthouse`",
     "manager_server": "`torchft-manager`",

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
         ProcessGroupBabyNCCL,
     )
     from torchft_svc.client.process_groups.nccl import ProcessGroupNCCL
+    from torchft_svc.client.process_groups.registry import register_process_group
     from torchft_svc.client.process_groups.wrappers import (
         ErrorSwallowingProcessGroupWrapper,
         ProcessGroupWrapper,
@@ -62,6 +63,7 @@ __all__ = [
     "ProcessGroupWrapper",
     "WorldSizeMode",
     "ft_init_device_mesh",
+    "register_process_group",
     "replicate_across_groups",
     "sharded_state_dict",
     "start_manager_early",
@@ -94,6 +96,7 @@ __getattr__, __dir__ = lazy_names(
         "ProcessGroupWrapper": ".process_groups.wrappers",
         "WorldSizeMode": "torchft_svc.settings",
         "ft_init_device_mesh": ".device_mesh",
+        "register_process_group": ".process_groups.registry",
         "replicate_across_groups": ".hsdp",
         "sharded_state_dict": ".hsdp",
         "start_manager_early": "torchft_svc.manager_server.early",

@@ -62,7 +62,8 @@ class Manager:
     error that a restart cannot mend ends the program with that status (`sys.excepthook`).
 
     Args:
-        pg: carries the collectives between groups (default: gloo).
+        pg: carries the collectives between groups: a process group, or the name of one for which
+            `register_process_group` was called (default: gloo).
         load_state_dict, state_dict: load and return all state that a joining group needs, usually
             the model's and the optimizer's. `register_state_dict_fn` adds more.
         min_replica_size: a step with fewer contributing groups is discarded.
@@ -118,7 +119,7 @@ class Manager:
 
     def __init__(
         self,
-        pg: ProcessGroup | None = None,
+        pg: ProcessGroup | str | None = None,
         load_state_dict: Callable[[Any], None] | None = None,
         state_dict: Callable[[], Any] | None = None,
         min_replica_size: int = 1,
@@ -154,7 +155,7 @@ class Manager:
         on_difference: OnDifference | None = None,
         metrics_registry: CollectorRegistry | None = None,
     ) -> None:
-        environment = _environment()
+        environment = _give_exit_statuses(self._read_environment())
         timeouts = resolve_timeouts(
             environment,
             timeout=timeout,
@@ -203,6 +204,11 @@ class Manager:
         self._worker, self._sums, self._weights = run.worker, stepper.sums, stepper.weights
         self._driven = _driven(services.job_id, services.replica_name, run)
         self._finalizer = _close_at_exit(self, run, self._rules.place.leads)
+
+    @staticmethod
+    def _read_environment() -> Environment:
+        """Return what configures this worker besides the arguments."""
+        return Environment()
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -691,10 +697,9 @@ def _shortened(error: TorchFTError) -> TorchFTError:
     return error.with_traceback(None)
 
 
-def _environment() -> Environment:
-    """Return the environment, which may ask for exit statuses of this program, too."""
+def _give_exit_statuses(environment: Environment) -> Environment:
+    """Give this program the exit statuses that its ``environment`` asks for; returns that."""
     give_verdicts()
-    environment = Environment()
     Drained.exit_code = environment.drained_exit_code or 0
     return environment
 

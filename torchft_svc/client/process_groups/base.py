@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torchft_svc.client.process_groups.members import Loss, Members
 from torchft_svc.client.process_groups.operations import COLLECTIVES, OLDER_NAMES
 from torchft_svc.client.process_groups.recording import FlightLog, FlightRecorder, Record
+from torchft_svc.client.process_groups.registry import device_types
 from torchft_svc.errors import ConfigError, MemberLost, QuorumFailed
 from torchft_svc.settings import positive_s
 
@@ -240,7 +241,7 @@ class ProcessGroup(dist.ProcessGroup):
             raise ConfigError("register", name, "call torch.distributed.init_process_group first")
         if hasattr(dist.Backend, name.upper()):
             raise ConfigError("register", name, "torch knows another backend by this name")
-        dist.Backend.register_backend(name, lambda *_: self, devices=["cpu", "cuda"])
+        dist.Backend.register_backend(name, lambda *_: self, devices=device_types())
         dist.new_group([dist.get_rank()], backend=name, use_local_synchronization=True)
 
     @property

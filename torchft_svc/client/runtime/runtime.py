@@ -21,8 +21,8 @@ from torchft_svc.client.process.draining import TermSignal
 from torchft_svc.client.process.ending import LAST_WORDS_S, end_now, failure
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
-from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.recording import FlightRecorder
+from torchft_svc.client.process_groups.registry import make_process_group
 from torchft_svc.client.runtime.bootstrap import (
     GroupServices,
     GroupStore,
@@ -57,7 +57,7 @@ _JOIN_S = 0.5
 class CallerParts:
     """What the caller supplies; what is None is created here."""
 
-    pg: ProcessGroup | None
+    pg: ProcessGroup | str | None
     transport: CheckpointTransport[Any] | None
     registry: StateRegistry
     step: StepMachine
@@ -145,7 +145,7 @@ def start_runtime(
             )
             undo.callback(transport.shutdown, False)
         given.registry.check_with(transport.check_state)
-        pg = ProcessGroupGloo(timeout=timeout) if given.pg is None else given.pg
+        pg = _process_group(given.pg, timeout)
         if recorder is not None:
             pg.record_to(recorder)
         services = starting.wait()
@@ -188,6 +188,14 @@ def start_runtime(
     if progress.step is None:  # it was not restarted
         progress.record_step(0)
     return runtime
+
+
+def _process_group(given: ProcessGroup | str | None, timeout: timedelta) -> ProcessGroup:
+    """Return the caller's process group, or a new one of the backend that it names."""
+    if isinstance(given, ProcessGroup):
+        return given
+    made: ProcessGroup = make_process_group("gloo" if given is None else given, timeout)
+    return made
 
 
 def _term_signal(

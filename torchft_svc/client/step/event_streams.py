@@ -20,8 +20,12 @@ class EventStreams:
 
     def __init__(self, job: str, group: str, group_rank: int) -> None:
         self._group = group
-        self._fields = {"job_id": job, "rank": group_rank}
+        self._fields: dict[str, object] = {"job_id": job, "rank": group_rank}
         self._quorum_id = 0
+
+    def name_job(self, job: str) -> None:
+        """Name the job in records from now on, for a program that knows it by another name."""
+        self._fields["job_id"] = job
 
     def log_quorum(self, quorum: QuorumResult) -> None:
         """Log the quorum that the worker has entered, unless it is the one before."""

@@ -177,7 +177,7 @@ class StateRegistry:
     def collect(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
         """The whole state that other groups heal by; its tensors are live, not copies."""
         with self.gate.reading(timeout_s):
-            pieces = take_apart(self._save_all())
+            pieces = take_apart(self.save_all())
             trained = "".join("01"[parameter.requires_grad] for parameter in self._watched())
         mine = {**counters, _TRAINED: trained} if trained else counters
         return {USER_KEY: pieces, MANAGER_KEY: mine}
@@ -191,7 +191,8 @@ class StateRegistry:
         """
         self._watched, self._replaced = parameters, replaced
 
-    def _save_all(self) -> dict[str, Any]:
+    def save_all(self) -> dict[str, Any]:
+        """Return what the functions of the program return, by the names of the pieces."""
         return {key: piece.save() for key, piece in self._pieces.items()}
 
     def own(self, optimizer: torch.optim.Optimizer) -> None:
@@ -302,7 +303,7 @@ class StateRegistry:
                 train any more; the state is loaded.
             TornState: a load function raised; torch's functions may have loaded a part then.
         """
-        pieces = put_together(state[USER_KEY], self._save_all, _SOURCE)
+        pieces = put_together(state[USER_KEY], self.save_all, _SOURCE)
         replaced, apart = self._replaced(), self._kept_apart()
         for key, piece in self._pieces.items():
             try:
@@ -342,7 +343,7 @@ class StateRegistry:
         For the training thread, also while the gate is shut.
         """
         try:
-            return _storages(self._save_all())
+            return _storages(self.save_all())
         except Exception:
             log.debug("the state cannot be saved now", exc_info=True)
             return set()

@@ -148,6 +148,16 @@ class Stepper:
         if self._worker.round.error is not None:
             raise self._worker.round.error
 
+    def wait_for_export(self) -> None:
+        """Wait until no function of the program is saving the state for others, in this step.
+
+        A group that heals waits for its members only: the others may wait for its sums before they
+        send it the rest of the state.
+        """
+        self._runner.wait_until_ready()
+        if self.state.pending_heal is None:
+            self._runner.wait_until_over()
+
     def shown_step(self) -> int:
         """See `Manager.current_step`: during a heal, the step of the healed state.
 

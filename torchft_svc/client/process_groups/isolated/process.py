@@ -91,6 +91,11 @@ class ChildProcess:
     def is_busy(self) -> bool:
         return bool(self._waiting)
 
+    @property
+    def num_under_way(self) -> int:
+        """How many commands have no answer yet."""
+        return len(self._waiting)
+
     def send(
         self,
         request: Command,
