@@ -10,6 +10,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from support.running import refusing
 from support.training import together
 
@@ -215,6 +216,23 @@ def test_a_registered_factory_makes_the_group_of_another_accelerator(
     assert registry.device_types() == ["cpu", "cuda", "xpu"]
     with pytest.raises(ConfigError, match="another process group has this name"):
         registry.register_process_group("gloo", factory)
+
+
+def test_a_registered_group_is_found_by_torch_until_it_is_unregistered() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        group = ProcessGroupDummy(0, 1)
+        assert group.register("compat_dummy") is group
+        name = group.group_name
+        assert dist.distributed_c10d._resolve_process_group(name) is group
+        value = torch.ones(2)
+        assert funcol.all_reduce(value, "sum", group).equal(value)
+        dist.all_reduce(value, group=group)
+        group.unregister()
+        with pytest.raises((RuntimeError, ValueError)):
+            dist.distributed_c10d._resolve_process_group(name)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_a_store_client_writes_below_its_prefix(store: str) -> None:

@@ -1,6 +1,6 @@
 """`torchft.ddp`: data parallel wrappers of a model."""
 
-from __future__ import annotations
+# No postponed annotations: torch looks at those of a communication hook.
 
 from typing import TYPE_CHECKING, Any
 
@@ -28,22 +28,22 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         kwargs: for torch's class.
     """
 
-    def __init__(self, manager: Manager, module: nn.Module, **kwargs: Any) -> None:
+    def __init__(self, manager: "Manager", module: nn.Module, **kwargs: Any) -> None:
         given = {"find_unused_parameters": True, **kwargs}
         # The group has no other member: weights become equal by healing, buffers stay as they are.
         alone = {"process_group": ProcessGroupDummy(0, 1), "init_sync": False}
-        super().__init__(module, **{**given, **alone, "broadcast_buffers": False})
+        super().__init__(module, **{**given, **alone})
         self.register_comm_hook(manager, _average)
 
 
-def _average(manager: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _average(manager: "Manager", bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     return manager.allreduce_grad(bucket.buffer())
 
 
 class PureDistributedDataParallel(NativeDataParallel):
     """The native wrapper, which uses nothing of torch's."""
 
-    def __init__(self, manager: Manager, module: nn.Module) -> None:
+    def __init__(self, manager: "Manager", module: nn.Module) -> None:
         super().__init__(manager, module)
 
     def forward(self, *args: object) -> object:

@@ -174,7 +174,7 @@ class ProcessGroup(base.ProcessGroup):
         return self
 
     def unregister(self) -> None:
-        """Let torch forget the group, which is shut down."""
+        """Let torch forget the group, which is shut down; its name stays taken."""
         dist.destroy_process_group(self)
 
 
