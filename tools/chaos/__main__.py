@@ -110,10 +110,11 @@ def perform(
         failure = str(error)
     except KeyboardInterrupt:
         interrupted = True
+    event_logs = [log for lighthouse in cluster.lighthouses for log in lighthouse.event_logs]
     return Run(
         seen=director.history,
         incidents=director.incidents,
-        records=read_records(cluster.event_logs, time.time() - time.monotonic()),
+        records=read_records(event_logs, time.time() - time.monotonic()),
         goodputs=director.goodputs,
         leftovers=end_leftovers(mark, _LEFTOVER_GRACE_S),
         interrupted=interrupted,

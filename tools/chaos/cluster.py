@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import selectors
@@ -10,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -39,6 +41,15 @@ _FLAGS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class EventLog:
+    """What a lighthouse has written between two of its deaths; the one before it died at
+    ``since`` (-inf: there was none)."""
+
+    path: Path
+    since: float
+
+
 class Lighthouse:
     """One lighthouse on a port of its own, which can be killed and started again."""
 
@@ -46,15 +57,20 @@ class Lighthouse:
         self._log = folder / f"{name}.log"
         self._flags = flags
         self.address = _steady_address()
+        self.event_logs: list[EventLog] = []  # one for each start
         self._process: subprocess.Popen[bytes] | None = None
+        self._killed_at = -math.inf
 
     def start(self, *, wait: bool) -> None:
         """``wait``: until it serves; else at once."""
+        path = self._log.with_suffix(f".{len(self.event_logs)}.jsonl")
+        self.event_logs.append(EventLog(path, self._killed_at))
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "torchft_svc.lighthouse_server"),
                     f"--bind={self.address}",
+                    f"--event-log={path}",
                     *self._flags,
                 ],
                 stdin=subprocess.DEVNULL,
@@ -76,6 +92,7 @@ class Lighthouse:
     def kill(self) -> None:
         """SIGKILL, and wait; may be called twice."""
         if self._process is not None:
+            self._killed_at = time.monotonic()
             self._process.kill()
             self._process.wait()
             assert self._process.stdout is not None
@@ -115,7 +132,6 @@ class Cluster:
     num_lighthouses: int = 1
     fork_server: ForkServer = field(init=False)
     lighthouses: list[Lighthouse] = field(default_factory=list)
-    event_logs: list[Path] = field(default_factory=list)
     fleets: dict[str, Fleet] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)  # groups that are not restarted
     _proxies: dict[int, list[Proxy]] = field(default_factory=dict)
@@ -136,10 +152,7 @@ class Cluster:
     def _open(self) -> None:
         self.fork_server = self._stack.enter_context(worker_server())
         for number in range(1, self.num_lighthouses + 1):
-            name = f"lighthouse-{number}"
-            events = self.folder / f"{name}.jsonl"
-            self.event_logs.append(events)
-            lighthouse = Lighthouse(self.folder, name, *_FLAGS, f"--event-log={events}")
+            lighthouse = Lighthouse(self.folder, f"lighthouse-{number}", *_FLAGS)
             self._stack.callback(lighthouse.kill)
             lighthouse.start(wait=True)
             self.lighthouses.append(lighthouse)

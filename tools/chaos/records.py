@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from tools.chaos.cluster import EventLog
 from tools.chaos.director import Incident
 from tools.chaos.faults import FOR_ALL, Kind
 
 # From here on a fault that lasts is longer than all timeouts, and has to have a record.
 LONG_S = 3.0
-# What groups repeat to a restarted lighthouse is older than what its ledger has already.
-_OLDER_S = 2.0
 # A record may be older than the fault as it was noted.
 _EARLY_S = 0.2
 # What a record about the group that was hit may be.
@@ -55,22 +53,25 @@ class Record:
         groups = frozenset(int(name) for name in names if name.isdigit())
         return cls(line["job"], line["kind"], line["cause"], groups, line["at"] - wall_offset_s)
 
+    def is_since(self, since: float) -> bool:
+        """Whether this is not older than the death of a lighthouse at ``since``."""
+        early_s = _EARLY_S if self.kind == "lighthouse_away" else 0.0
+        return self.at >= since - early_s
 
-def read_records(paths: Iterable[Path], wall_offset_s: float) -> list[Record]:
+
+def read_records(logs: Iterable[EventLog], wall_offset_s: float) -> list[Record]:
     """The latest state of all records, each once, by time: without what groups repeat to a
     restarted lighthouse."""
     records = []
-    for path in filter(Path.exists, paths):
+    for log in logs:
+        if not log.path.exists():
+            continue
         latest: dict[tuple[str, int], dict[str, Any]] = {}
-        for line in path.read_text().splitlines():
+        for line in log.path.read_text().splitlines():
             parsed = json.loads(line)
             latest[parsed["job"], parsed["number"]] = parsed
-        newest: dict[str, float] = {}
-        for (job, _), each in sorted(latest.items()):
-            record = Record.parsed(each, wall_offset_s)
-            if record.at >= newest.get(job, 0.0) - _OLDER_S or record.kind == "joined":
-                records.append(record)
-            newest[job] = max(newest.get(job, 0.0), record.at)
+        found = (Record.parsed(each, wall_offset_s) for each in latest.values())
+        records += [each for each in found if each.is_since(log.since)]
     return sorted(records, key=lambda each: each.at)
 
 

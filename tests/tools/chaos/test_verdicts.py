@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tools.chaos.cluster import EventLog
 from tools.chaos.director import Incident
 from tools.chaos.faults import Fault, Kind
 from tools.chaos.records import Record, read_records
@@ -296,16 +298,19 @@ def test_the_goodput_is_compared_with_the_commits() -> None:
 
 def test_what_a_restarted_lighthouse_repeats_is_one_record(tmp_path: Path) -> None:
     line = {"job": "one", "number": 5, "kind": "lost", "cause": "", "groups": ["group-3:x"]}
-    path = tmp_path / "1.jsonl"
+    before, after = (EventLog(tmp_path / f"{since}", since) for since in (-math.inf, 30.0))
     lines = [
         {**line, "at": 1010.0},
         {**line, "at": 1010.5},
         {**line, "number": 6, "kind": "drained", "at": 1020.0},
-        {**line, "number": 9, "at": 1011.0},
     ]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    found = read_records([path, tmp_path / "2.jsonl"], wall_offset_s=1000.0)
+    again = [{**line, "number": 9, "at": 1011.0}, {**line, "number": 10, "at": 1031.0}]
+    before.path.write_text("\n".join(map(json.dumps, lines)))
+    after.path.write_text("\n".join(map(json.dumps, again)))
+    missing = EventLog(tmp_path / "2.jsonl", 40.0)
+    found = read_records([before, after, missing], wall_offset_s=1000.0)
     assert [(each.kind, each.groups, each.at) for each in found] == [
         ("lost", frozenset({3}), 10.5),
         ("drained", frozenset({3}), 20.0),
+        ("lost", frozenset({3}), 31.0),
     ]
