@@ -58,7 +58,7 @@ async def run_manager(config: ManagerConfig) -> AsyncIterator[RunningManager]:
     first_round = 1 + secrets.randbits(FIRST_ROUND_BITS)
     group = Group(config.group_world_size, first_round, time.monotonic())
     if config.predecessor_end:
-        group.record_predecessor(config.predecessor_end, time.monotonic())
+        group.record_predecessor(config.predecessor_end, config.predecessor_ended_at)
     driver = ManagerDriver(group, link, tasks)
     host = config.advertise_host or advertised_host(*map(parse_address, config.lighthouses))
 

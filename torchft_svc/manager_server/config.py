@@ -29,8 +29,9 @@ class ManagerConfig:
     quorum is requested again before they do. ``min_replicas`` is the fewest groups that the job
     trains with (0: the lighthouse knows; else the largest that its groups report counts).
     ``owner_pid`` is the process to die with. ``resumed`` is the incarnation that it continues
-    (None: a new one), ``predecessor_end`` how the manager before this one died (empty: there was
-    none). ``metrics_bind``: where its metrics are served (None: nowhere).
+    (None: a new one). ``predecessor_end`` is how the manager before this one died (empty: there was
+    none), and ``predecessor_ended_at`` when, on the monotonic clock of the machine.
+    ``metrics_bind``: where its metrics are served (None: nowhere).
     """
 
     lighthouse_address: str
@@ -47,6 +48,7 @@ class ManagerConfig:
     owner_pid: int | None = None
     resumed: Resumed | None = None
     predecessor_end: str = ""
+    predecessor_ended_at: float = 0.0
     metrics_bind: str | None = None
     security: Security = PLAIN
 

@@ -114,20 +114,23 @@ class ManagerSupervisor:
         ends: collections.deque[float] = collections.deque(maxlen=MAX_STARTS)
         while True:
             status = self._child.wait(self._prepare_next)
+            ended_at = time.monotonic()
             self._child.close()
             if self._closing.is_set():
                 return
             end = ended_how(status)
             log.error("the manager, process %d, %s", self._child.pid, end)
-            if not self._start_another(end, ends):
+            config = dataclasses.replace(
+                self._config, predecessor_end=end, predecessor_ended_at=ended_at
+            )
+            if not self._start_another(config, ends):
                 log.error("the manager: %s", TOO_MANY_STARTS)
                 self._on_over(TOO_MANY_STARTS)
                 self._why_over = TOO_MANY_STARTS
                 return
 
-    def _start_another(self, end: str, ends: collections.deque[float]) -> bool:
-        """Start another manager after the ``end`` of the last one; returns False if too many were
-        started."""
+    def _start_another(self, config: ManagerConfig, ends: collections.deque[float]) -> bool:
+        """Start another manager with ``config``; returns False if too many were started."""
         pause_s = 0.0
         while not self._closing.wait(pause_s):
             now = time.monotonic()
@@ -135,9 +138,7 @@ class ManagerSupervisor:
                 return False
             ends.append(now)
             try:
-                config = dataclasses.replace(
-                    self._config, resumed=self._resumed(), predecessor_end=end
-                )
+                config = dataclasses.replace(config, resumed=self._resumed())
                 limit_s = PREPARED_TIMEOUT_S if self._next.is_there else self._timeout_s
                 child = ManagerProcess.start(config, min(limit_s, self._timeout_s), self._next)
                 self._next_at = now

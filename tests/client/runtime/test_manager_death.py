@@ -29,6 +29,8 @@ from .test_workers import workers
 
 pytestmark = pytest.mark.processes
 
+# How far two derivations of the wall clock from the monotonic one are apart.
+CLOCKS_S = 0.02
 # A group of one worker goes on in its term meanwhile.
 NO_MANAGER_S = MANAGER_PATIENCE_S + 2.0
 
@@ -164,11 +166,15 @@ def test_all_workers_of_a_group_follow_its_manager(address: str) -> None:
         assert [worker.manager.current_step() for worker in group] == [4, 4]
 
 
-def troubles(address: str) -> list[str]:
-    """The kinds of the records of the job, without its beginning."""
+def records(address: str) -> list[pb.Incident]:
+    """The records of the job, without its beginning."""
     request, answer = pb.LighthouseIncidentsRequest(), pb.LighthouseIncidentsResponse
     found = ask("lighthouse", address, PLAIN, DEFAULT_JOB, request, answer).incidents
-    return [each.kind for each in found if each.kind != "joined"]
+    return [each for each in found if each.kind != "joined"]
+
+
+def troubles(address: str) -> list[str]:
+    return [each.kind for each in records(address)]
 
 
 def test_n1_each_death_of_a_manager_of_two_workers_is_one_record(address: str) -> None:
@@ -179,6 +185,25 @@ def test_n1_each_death_of_a_manager_of_two_workers_is_one_record(address: str) -
             eventually(lambda num=num: troubles(address) == num * ["manager_died"])
             goes_on(group, until=group[0].manager.current_step() + 2)
         assert troubles(address) == ["manager_died", "manager_died"]
+
+
+def test_n1_the_record_of_a_death_begins_before_the_next_manager_starts(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started_at = []
+    start = supervisor.ManagerProcess.start
+
+    def note_start(*args: Any) -> supervisor.ManagerProcess:
+        started_at.append(time.time())
+        return start(*args)
+
+    monkeypatch.setattr(supervisor.ManagerProcess, "start", note_start)
+    with workers(address, "a", 1, in_process=False) as group:
+        group[0].steps(3)  # in its term, it is not lost meanwhile
+        kill_manager("a")
+        eventually(lambda: troubles(address) == ["manager_died"])
+        (died,) = records(address)
+        assert died.at <= started_at[0] + CLOCKS_S
 
 
 @pytest.mark.parametrize("votes", [(True, True), (True, False)], ids=["commits", "discards"])

@@ -487,13 +487,13 @@ class Group:
         if group_rank == 0:
             self._tally = replace(tally, away_s=0.0), now - tally.ago_s
 
-    def record_predecessor(self, how_it_ended: str, now: float) -> None:
-        """Record that the manager before this one has died.
+    def record_predecessor(self, how_it_ended: str, ended_at: float) -> None:
+        """Record that the manager before this one died at ``ended_at``.
 
         The workers need not notice it, and all of them may.
         """
         cause = f"its manager {how_it_ended}, and was started again"
-        self._report_event(EventKind.MANAGER_DIED, cause, now)
+        self._report_event(EventKind.MANAGER_DIED, cause, ended_at)
 
     def event_reported(self, event: GroupEvent, now: float) -> None:
         """A worker reports what has happened to the group."""
@@ -901,7 +901,7 @@ class Group:
         lasts_s = max(0.0, now - absence.since)
         self._report_event(EventKind.LIGHTHOUSE_AWAY, absence.reason, now, lasts_s)
 
-    def _report_event(self, kind: EventKind, cause: str, now: float, lasts_s: float = 0.0) -> None:
+    def _report_event(self, kind: EventKind, cause: str, at: float, lasts_s: float = 0.0) -> None:
         self._num_events += 1
         event = GroupEvent(
             kind=kind,
@@ -910,7 +910,7 @@ class Group:
             cause=cause,
             lasts_s=lasts_s,
         )
-        self.event_reported(event, now)
+        self.event_reported(event, at)
 
     # -- time ------------------------------------------------------------------------------------
 
