@@ -714,7 +714,7 @@ class LighthouseIncidentsResponse(_message.Message):
     def __init__(self, incidents: _Optional[_Iterable[_Union[Incident, _Mapping]]] = ..., goodput: _Optional[_Union[Goodput, _Mapping]] = ...) -> None: ...
 
 class Incident(_message.Message):
-    __slots__ = ("number", "job", "kind", "cause", "groups", "at", "quorum_id", "step", "is_open", "detected_after_s", "decided_after_s", "paused_s", "reconfigured_s", "healed_s", "healed_bytes", "first_commit_after_s", "steps_discarded", "samples_lost")
+    __slots__ = ("number", "job", "kind", "cause", "groups", "at", "quorum_id", "step", "is_open", "detected_after_s", "decided_after_s", "paused_s", "reconfigured_s", "healed_s", "healed_bytes", "first_commit_after_s", "steps_discarded")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     KIND_FIELD_NUMBER: _ClassVar[int]
@@ -732,7 +732,6 @@ class Incident(_message.Message):
     HEALED_BYTES_FIELD_NUMBER: _ClassVar[int]
     FIRST_COMMIT_AFTER_S_FIELD_NUMBER: _ClassVar[int]
     STEPS_DISCARDED_FIELD_NUMBER: _ClassVar[int]
-    SAMPLES_LOST_FIELD_NUMBER: _ClassVar[int]
     number: int
     job: str
     kind: str
@@ -750,8 +749,7 @@ class Incident(_message.Message):
     healed_bytes: int
     first_commit_after_s: float
     steps_discarded: int
-    samples_lost: int
-    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., kind: _Optional[str] = ..., cause: _Optional[str] = ..., groups: _Optional[_Iterable[str]] = ..., at: _Optional[float] = ..., quorum_id: _Optional[int] = ..., step: _Optional[int] = ..., is_open: bool = ..., detected_after_s: _Optional[float] = ..., decided_after_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., reconfigured_s: _Optional[float] = ..., healed_s: _Optional[float] = ..., healed_bytes: _Optional[int] = ..., first_commit_after_s: _Optional[float] = ..., steps_discarded: _Optional[int] = ..., samples_lost: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., job: _Optional[str] = ..., kind: _Optional[str] = ..., cause: _Optional[str] = ..., groups: _Optional[_Iterable[str]] = ..., at: _Optional[float] = ..., quorum_id: _Optional[int] = ..., step: _Optional[int] = ..., is_open: bool = ..., detected_after_s: _Optional[float] = ..., decided_after_s: _Optional[float] = ..., paused_s: _Optional[float] = ..., reconfigured_s: _Optional[float] = ..., healed_s: _Optional[float] = ..., healed_bytes: _Optional[int] = ..., first_commit_after_s: _Optional[float] = ..., steps_discarded: _Optional[int] = ...) -> None: ...
 
 class Goodput(_message.Message):
     __slots__ = ("wall_s", "committed_s", "lost_s", "ratio")

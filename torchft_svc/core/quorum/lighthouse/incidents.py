@@ -77,8 +77,8 @@ class Incident:
     last sign of life to ``at``; ``decided_after_s`` from ``at`` to the quorum that follows;
     ``paused_s``: how long the other groups stood still because of it; ``reconfigured_s``: the
     rebuilding of the process groups; ``healed_s`` and ``healed_bytes``; ``first_commit_after_s``
-    from ``at`` to the first step that was committed in the quorum that follows. ``steps_discarded``
-    and ``samples_lost`` (None: not known): what it has cost.
+    from ``at`` to the first step that was committed in the quorum that follows.
+    ``steps_discarded``: the steps that it has cost.
     """
 
     number: int
@@ -98,7 +98,6 @@ class Incident:
     healed_bytes: int | None = None
     first_commit_after_s: float | None = None
     steps_discarded: int = 0
-    samples_lost: int | None = None
 
     def as_dict(self) -> dict[str, Any]:
         """The fields by name, as JSON has them."""

@@ -592,7 +592,6 @@ function incidentItem(incident, now, longest) {
     incident.paused_s ? `the others stood still for ${duration(incident.paused_s)}` : "",
     incident.steps_discarded ? `${count(incident.steps_discarded, "step")} discarded` : "",
     incident.healed_bytes ? `${bytes(incident.healed_bytes)} healed` : "",
-    incident.samples_lost ? `${count(incident.samples_lost, "sample")} lost` : "",
   ].filter(Boolean).join(", ");
   const groups = (incident.groups || []).map(stableName);
   return make("li", { "data-state": toneOf(incident.kind) },
