@@ -21,6 +21,7 @@ from support.running import (
 )
 
 from torchft_svc.core.launch.world import AgentStatus, RunWaiting
+from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.lighthouse_server.table import MAX_ROWS, status_json, status_text
@@ -89,6 +90,15 @@ def test_status_shows_what_has_happened() -> None:
     assert "  lost 12 s ago: b:1: its session\\x1b[31m ended" in text
     assert "  left 20 s ago: c:1: it has shut down" in text
     assert "a:0" not in text, "it is back"
+
+
+def test_status_shows_how_far_a_heal_is() -> None:
+    heals = GroupStatus(
+        replica_id="b:1", phase=Phase.HEALING, received_bytes=3_000_000, state_bytes=4_000_000
+    )
+    (job,) = status_from_wire(status_to_wire([JobStatus(job="j", groups=(heals,))]))
+    assert "  healing 75% of 4 MB  " in status_text([job])
+    assert '"received_bytes": 3000000' in status_json([job])
 
 
 @pytest.mark.parametrize("ended_s", [None, 3.0])

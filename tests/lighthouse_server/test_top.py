@@ -68,7 +68,14 @@ def test_of_a_thousand_groups_those_that_need_somebody_come_first() -> None:
         1000,
         g0500=GroupStatus(replica_id="g0500:1", in_quorum=True, hung=True, phase=Phase.VOTING),
         g0600=GroupStatus(replica_id="g0600:1", phase=Phase.IDLE),
-        g0700=GroupStatus(replica_id="g0700:1", in_quorum=True, phase=Phase.HEALING, phase_s=3.0),
+        g0700=GroupStatus(
+            replica_id="g0700:1",
+            in_quorum=True,
+            phase=Phase.HEALING,
+            phase_s=3.0,
+            received_bytes=500,
+            state_bytes=2000,
+        ),
         g0800=GroupStatus(replica_id="g0800:1", in_quorum=True, silent_s=3.0),
         g0900=GroupStatus(replica_id="g0900:1", in_quorum=True, left_out=True),
     )
@@ -82,6 +89,7 @@ def test_of_a_thousand_groups_those_that_need_somebody_come_first() -> None:
     assert first == ["g0500", "g0900", "g0600", "g0700", "g0800"]
     assert "HUNG" in lines[3]
     assert "heals" in lines[6]
+    assert "healing 25%" in lines[6]
     assert "999 of 1000 groups in quorum 5" in lines[1]
     assert "and 981 more, 981 of them as usual" in frame
 

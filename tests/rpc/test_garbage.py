@@ -29,7 +29,7 @@ from torchft_svc.core.quorum.tally import MAX_EVENTS_SENT, MAX_LOST_NAMED
 from torchft_svc.core.quorum.types import MAX_DIFFERENCES
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import difference_from_wire, difference_to_wire
+from torchft_svc.rpc.codec import difference_from_wire, difference_to_wire, report_from_wire
 from torchft_svc.rpc.codec_session import beat_from_wire
 from torchft_svc.rpc.codec_status import status_to_wire
 
@@ -297,6 +297,14 @@ def test_a_phase_that_only_a_newer_client_knows_is_not_the_one_before() -> None:
     for found in (pb.PHASE_TRAINING, 77):
         beat = beat_from_wire(pb.SessionBeat(phase=found, step=3))
         assert (beat.phase in HANGING_PHASES) == (found == pb.PHASE_TRAINING)
+
+
+@pytest.mark.parametrize("field", ["received_bytes", "state_bytes"])
+def test_a_heal_of_fewer_than_no_bytes_is_refused(field: str) -> None:
+    with pytest.raises(RequestRefused, match=f"{field} is -1"):
+        beat_from_wire(pb.SessionBeat(phase=pb.PHASE_HEALING, **{field: -1}))
+    with pytest.raises(RequestRefused, match=f"{field} is -1"):
+        report_from_wire(pb.AttachPhase(phase=pb.PHASE_HEALING, **{field: -1}))
 
 
 @pytest.mark.parametrize("phase_ms", [2**63 - 1, -(2**63)])

@@ -205,6 +205,16 @@ def _urgency(group: GroupStatus) -> tuple[bool, bool, str]:
     return not group.hung, group.in_quorum, group.replica_id
 
 
+def phase_cell(group: GroupStatus) -> str:
+    """What a group does, and how far its heal is."""
+    if group.phase is None:
+        return "-"
+    if not group.state_bytes:
+        return group.phase.value
+    share = group.received_bytes / group.state_bytes
+    return f"{group.phase.value} {share:.0%} of {show_bytes(group.state_bytes)}"
+
+
 def _row(group: GroupStatus) -> tuple[str, ...]:
     states = {
         "HUNG": group.hung,
@@ -216,7 +226,7 @@ def _row(group: GroupStatus) -> tuple[str, ...]:
         group.replica_id,
         str(group.step),
         ", ".join(name for name, holds in states.items() if holds) or "outside",
-        group.phase.value if group.phase else "-",
+        phase_cell(group),
         f"{group.phase_s:.1f} s" if group.phase else "-",
         f"{group.silent_s:.1f} s",
         group.address or "-",

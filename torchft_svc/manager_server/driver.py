@@ -26,7 +26,7 @@ from torchft_svc.core.quorum.session_messages import (
     LighthouseNews,
     Lost,
 )
-from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest, check_step
+from torchft_svc.core.quorum.types import GroupRequest, Quorum, Vote, WorkerRequest
 from torchft_svc.errors import TorchFTError
 from torchft_svc.host.tasks import Tasks, call_later
 from torchft_svc.manager_server.counts import ManagerCounts
@@ -155,14 +155,12 @@ class ManagerDriver(GroupShell):
         """Record that an attached worker does something else now.
 
         Raises:
-            RequestRefused: the step cannot be.
+            RequestRefused: a field is out of bounds.
         """
-        check_step(message.step)
-        check_step(message.went_on_to)
+        report = report_from_wire(message)
         if message.HasField("tally"):
             tally = tally_from_wire(message.tally)
             self.group.tally_reported(group_rank, tally, time.monotonic())
-        report = report_from_wire(message)
         if report is not None:
             self._execute(self.group.phase_reported(group_rank, report, time.monotonic()))
         if self.group.is_whole:

@@ -220,20 +220,24 @@ class SessionHello(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., last_quorum_id: _Optional[int] = ..., last_max_step: _Optional[int] = ..., last_num_groups: _Optional[int] = ...) -> None: ...
 
 class SessionBeat(_message.Message):
-    __slots__ = ("phase", "step", "phase_ms", "differences", "tally", "events")
+    __slots__ = ("phase", "step", "phase_ms", "differences", "tally", "events", "received_bytes", "state_bytes")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     PHASE_MS_FIELD_NUMBER: _ClassVar[int]
     DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     TALLY_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     phase: Phase
     step: int
     phase_ms: int
     differences: _containers.RepeatedCompositeFieldContainer[StateDifference]
     tally: Tally
     events: _containers.RepeatedCompositeFieldContainer[GroupEvent]
-    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., phase_ms: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[StateDifference, _Mapping]]] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., events: _Optional[_Iterable[_Union[GroupEvent, _Mapping]]] = ...) -> None: ...
+    received_bytes: int
+    state_bytes: int
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., phase_ms: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[StateDifference, _Mapping]]] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., events: _Optional[_Iterable[_Union[GroupEvent, _Mapping]]] = ..., received_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class Tally(_message.Message):
     __slots__ = ("committed_s", "discarded_s", "waiting_s", "reconfiguring_s", "healing_s", "away_s", "num_committed", "num_discarded", "ago_s")
@@ -783,7 +787,7 @@ class GoneGroup(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., orderly: bool = ..., gone_ms: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
-    __slots__ = ("replica_id", "address", "in_quorum", "asking", "step", "phase", "phase_ms", "silent_ms", "hung", "left_out")
+    __slots__ = ("replica_id", "address", "in_quorum", "asking", "step", "phase", "phase_ms", "silent_ms", "hung", "left_out", "received_bytes", "state_bytes")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IN_QUORUM_FIELD_NUMBER: _ClassVar[int]
@@ -794,6 +798,8 @@ class GroupStatus(_message.Message):
     SILENT_MS_FIELD_NUMBER: _ClassVar[int]
     HUNG_FIELD_NUMBER: _ClassVar[int]
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     in_quorum: bool
@@ -804,7 +810,9 @@ class GroupStatus(_message.Message):
     silent_ms: int
     hung: bool
     left_out: bool
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., in_quorum: bool = ..., asking: bool = ..., step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., phase_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., hung: bool = ..., left_out: bool = ...) -> None: ...
+    received_bytes: int
+    state_bytes: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., in_quorum: bool = ..., asking: bool = ..., step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., phase_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., hung: bool = ..., left_out: bool = ..., received_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class AcceptLossRequest(_message.Message):
     __slots__ = ()
@@ -1015,18 +1023,22 @@ class AttachDetach(_message.Message):
     def __init__(self, failure: _Optional[str] = ...) -> None: ...
 
 class AttachPhase(_message.Message):
-    __slots__ = ("phase", "step", "went_on_to", "round_before", "tally")
+    __slots__ = ("phase", "step", "went_on_to", "round_before", "tally", "received_bytes", "state_bytes")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     WENT_ON_TO_FIELD_NUMBER: _ClassVar[int]
     ROUND_BEFORE_FIELD_NUMBER: _ClassVar[int]
     TALLY_FIELD_NUMBER: _ClassVar[int]
+    RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
+    STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
     phase: Phase
     step: int
     went_on_to: int
     round_before: int
     tally: Tally
-    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., went_on_to: _Optional[int] = ..., round_before: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ...) -> None: ...
+    received_bytes: int
+    state_bytes: int
+    def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., went_on_to: _Optional[int] = ..., round_before: _Optional[int] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., received_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class AttachVote(_message.Message):
     __slots__ = ("vote", "number", "timeout_ms")

@@ -21,6 +21,7 @@ from torchft_svc.core.quorum.types import (
     Quorum,
     Vote,
     WorkerRequest,
+    check_count,
     check_quorum_id,
 )
 from torchft_svc.errors import QuorumFailed, RequestRefused
@@ -137,7 +138,13 @@ def report_to_wire(report: PhaseReport, tally: Tally | None = None) -> pb.Attach
 
 
 def report_from_wire(message: pb.AttachPhase) -> PhaseReport | None:
-    """The report (None: it names no phase)."""
+    """The report (None: it names no phase).
+
+    Raises:
+        RequestRefused: a field is out of bounds.
+    """
+    for field in ("step", "went_on_to", "received_bytes", "state_bytes"):
+        check_count(field, getattr(message, field))
     return _REPORT.from_wire(message) if message.phase in _PHASES_OF_WIRE else None
 
 

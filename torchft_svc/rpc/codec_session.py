@@ -20,7 +20,12 @@ from torchft_svc.core.quorum.session_messages import (
     Withdrawal,
 )
 from torchft_svc.core.quorum.tally import MAX_EVENTS_SENT
-from torchft_svc.core.quorum.types import MAX_DIFFERENCES, LastQuorum, check_step
+from torchft_svc.core.quorum.types import (
+    MAX_DIFFERENCES,
+    LastQuorum,
+    check_count,
+    check_step,
+)
 from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.calls import MAX_WAIT_S
@@ -82,8 +87,19 @@ def beat_from_wire(message: pb.SessionBeat) -> Beat:
     if phase is None:
         return Beat(differences=differences, tally=tally, events=events)
     check_step(message.step)
+    check_count("received_bytes", message.received_bytes)
+    check_count("state_bytes", message.state_bytes)
     phase_ms = min(max(0, message.phase_ms), MAX_DURATION_MS)  # it is passed on
-    return Beat(phase, message.step, phase_ms / 1000, differences, tally, events)
+    return Beat(
+        phase,
+        message.step,
+        phase_ms / 1000,
+        differences,
+        tally,
+        events,
+        message.received_bytes,
+        message.state_bytes,
+    )
 
 
 def _beat_to_wire(beat: Beat) -> pb.SessionBeat:
@@ -95,6 +111,7 @@ def _beat_to_wire(beat: Beat) -> pb.SessionBeat:
     if beat.phase is not None:
         message.phase, message.step = phase_to_wire(beat.phase), beat.step
         message.phase_ms = max(0, int(beat.lasts_s * 1000))
+        message.received_bytes, message.state_bytes = beat.received_bytes, beat.state_bytes
     return message
 
 

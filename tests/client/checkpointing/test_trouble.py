@@ -64,6 +64,23 @@ def fetch(pool: ThreadPoolExecutor, receiver: Transport, url: str, step: int = 1
     return pool.submit(receiver.recv_checkpoint, 0, url, step, LONG)
 
 
+def test_a_receiver_knows_how_much_has_arrived(
+    source: Transport, receiver: Transport, pool: ThreadPoolExecutor
+) -> None:
+    num_bytes, gate = NUM_FLOATS * 4, Gate(HALF_WAY)
+    assert receiver.progress() == (0, 0)
+    source.send_checkpoint([1], 1, weights(), LONG)
+    with Proxy(source.metadata(), gate) as proxy:
+        asked = fetch(pool, receiver, proxy.url)
+        gate.wait_until_reached()
+        arrived, size = eventually(lambda: receiver.progress()[0] > 0 and receiver.progress())
+        assert size >= num_bytes
+        assert arrived in range(CHUNK_BYTES, num_bytes, CHUNK_BYTES), "whole chunks, not all"
+        gate.open()
+        asked.result(DEADLINE_S)
+    assert receiver.progress() == (0, 0)
+
+
 def test_a_slow_receiver_gets_the_old_weights_while_the_sender_goes_on(
     source: Transport, receiver: Transport, pool: ThreadPoolExecutor
 ) -> None:

@@ -501,6 +501,7 @@ def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> 
                 PLAIN,
                 lambda: peers.check_losses(quorum),
                 lambda: peers.check_source(quorum),
+                lambda received, size: None,
             )
         lost.join()
         assert time.monotonic() - began_at < DEADLINE_S

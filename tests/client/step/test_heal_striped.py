@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,11 @@ from support.running import eventually
 from support.training import TIMEOUT, Trainer, assert_identical, in_step, lighthouse, together
 
 from torchft_svc.client import HTTPTransport
-from torchft_svc.testing.proxy import Proxy, Throttle
+from torchft_svc.coordination import GroupStatus, LighthouseClient
+from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.types import DEFAULT_JOB
+from torchft_svc.testing.proxy import Gate, Hook, Proxy, Throttle
 
 CHUNK_BYTES = 64 << 10
 NUM_FLOATS = 1 << 20
@@ -24,9 +29,9 @@ LINK_BYTES_PER_S = 8e6
 class FarAway(HTTPTransport[Any]):
     """Reached by others over a slow link only."""
 
-    def __init__(self) -> None:
+    def __init__(self, hook: Hook) -> None:
         super().__init__(TIMEOUT, hostname="127.0.0.1", chunk_bytes=CHUNK_BYTES)
-        self.link = Proxy(super().metadata(), Throttle(LINK_BYTES_PER_S))
+        self.link = Proxy(super().metadata(), hook)
 
     def metadata(self) -> str:
         return self.link.url
@@ -39,8 +44,8 @@ class FarAway(HTTPTransport[Any]):
 class Veteran(Trainer):
     """A group with some megabytes more than its model."""
 
-    def __init__(self, address: str, name: str, seed: int) -> None:
-        self.transport = FarAway()
+    def __init__(self, address: str, name: str, seed: int, hook: Hook | None = None) -> None:
+        self.transport = FarAway(hook or Throttle(LINK_BYTES_PER_S))
         self.ballast = torch.full((NUM_FLOATS,), float(seed))
         super().__init__(address, name, seed, checkpoint_transport=self.transport)
 
@@ -80,3 +85,27 @@ def test_i3_a_newcomer_heals_from_all_groups_at_once(
         if not min(served) > 0.15 * NUM_FLOATS * 4 or not sum(served) < 1.4 * NUM_FLOATS * 4:
             raise Late(f"links as fast as each other have served {served}")
         eventually(lambda: all(group.transport.copied_bytes == 0 for group in everyone))
+
+
+def test_the_lighthouse_knows_how_far_a_heal_is(address: str) -> None:
+    num_bytes, gate = NUM_FLOATS * 4, Gate(NUM_FLOATS * 2)
+    with Veteran(address, "a", 0, gate) as old, Veteran(address, "b", 1) as new:
+        old.steps(2)
+        heal = threading.Thread(target=together, args=(new.step, lambda: old.meets(2)))
+        heal.start()
+        gate.wait_until_reached()
+        found = eventually(lambda: status_of_heal(address, "b"))
+        gate.open()
+        heal.join()
+        assert found.phase is Phase.HEALING
+        assert 0.1 * num_bytes < found.received_bytes < 0.6 * num_bytes
+        assert num_bytes <= found.state_bytes < 1.1 * num_bytes
+        eventually(lambda: status_of_heal(address, "b") is None)
+
+
+def status_of_heal(address: str, name: str) -> GroupStatus | None:
+    """The group, if it shows how far its heal is."""
+    with LighthouseClient(address, TIMEOUT) as client:
+        groups = client.status(DEFAULT_JOB)[0].groups
+    named = (each for each in groups if stable_name(each.replica_id) == name)
+    return next((each for each in named if each.state_bytes), None)

@@ -10,6 +10,7 @@ from torchft_svc.core.quorum.activity import (
     Activity,
     HangWatch,
     Phase,
+    PhaseReport,
     WorkerActivities,
 )
 from torchft_svc.core.quorum.lighthouse.jobs import ReportHang
@@ -35,11 +36,11 @@ def training() -> Scene:
 def test_a_group_does_what_its_slowest_worker_does() -> None:
     workers = WorkerActivities()
     assert workers.slowest() is None
-    workers.reported(0, Phase.TRAINING, 3, 10.0)
-    workers.reported(1, Phase.TRAINING, 3, 11.0)
-    workers.reported(0, Phase.VOTING, 3, 12.0)
+    workers.reported(0, PhaseReport(Phase.TRAINING, 3), 10.0)
+    workers.reported(1, PhaseReport(Phase.TRAINING, 3), 11.0)
+    workers.reported(0, PhaseReport(Phase.VOTING, 3), 12.0)
     assert workers.slowest() == Activity(Phase.TRAINING, 3, 11.0)
-    workers.reported(1, Phase.QUORUM, 3, 13.0)
+    workers.reported(1, PhaseReport(Phase.QUORUM, 3), 13.0)
     assert workers.slowest() == Activity(Phase.QUORUM, 3, 13.0), "who votes waits for its peers"
     workers.gone(1)
     assert workers.slowest() == Activity(Phase.VOTING, 3, 12.0)
@@ -49,16 +50,16 @@ def test_a_group_does_what_its_slowest_worker_does() -> None:
 def test_a_worker_that_is_held_up_counts_before_those_that_wait_for_it(phase: Phase) -> None:
     """The others wait in a collective of the group: to its manager they only train."""
     workers = WorkerActivities()
-    workers.reported(0, Phase.TRAINING, 3, 10.0)
-    workers.reported(1, phase, 3, 11.0)
+    workers.reported(0, PhaseReport(Phase.TRAINING, 3), 10.0)
+    workers.reported(1, PhaseReport(phase, 3), 11.0)
     assert workers.slowest() == Activity(phase, 3, 11.0)
-    workers.reported(1, Phase.TRAINING, 3, 20.0)
+    workers.reported(1, PhaseReport(Phase.TRAINING, 3), 20.0)
     assert workers.slowest() == Activity(Phase.TRAINING, 3, 10.0)
 
 
 def test_a_worker_that_asks_waits_for_the_slowest_of_its_group() -> None:
     workers = WorkerActivities()
-    workers.reported(0, Phase.TRAINING, 3, 10.0)
+    workers.reported(0, PhaseReport(Phase.TRAINING, 3), 10.0)
     workers.asks(1, 4, 11.0)
     assert workers.slowest() == Activity(Phase.TRAINING, 3, 10.0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 from hypothesis import given
@@ -45,6 +46,14 @@ JOB = JobStatus(
 
 def document(job: JobStatus = JOB, now: float = NOW, *incidents: Incident) -> Document:
     return job_document(job, now, None, incidents)
+
+
+def test_a_group_that_heals_shows_how_far_it_is() -> None:
+    heals = {"received_bytes": 10, "state_bytes": 40}
+    group = GroupStatus(replica_id="b:1", phase=Phase.HEALING, **heals)
+    shown = document(replace(JOB, groups=(group, *GROUPS[:1])))["groups"]
+    assert shown["b"].items() >= heals.items()
+    assert not shown["a"].keys() & heals.keys()
 
 
 def test_a_group_has_the_state_that_matters_most() -> None:

@@ -74,6 +74,10 @@ class _Description:
     digests: list[int]
     digest: str  # the digest function, a name in _DIGESTS
 
+    @property
+    def num_bytes(self) -> int:
+        return _num_bytes(self.specs)
+
     def encode(self) -> bytes:
         tensors = [[str(dtype).removeprefix("torch."), *shape] for dtype, shape in self.specs]
         document = {"tree": self.tree, "tensors": tensors, "digests": self.digests}
@@ -120,6 +124,7 @@ class PGTransport(CheckpointTransport[Any]):
         self._lock = threading.Lock()  # for that list only
         self._lost_source = ""  # why a receive under way was aborted
         self._begun: set[int] = set()  # receivers to which the present state is being sent
+        self._progress = (0, 0)  # of the receive under way
 
     def metadata(self) -> str:
         """A constant: receivers know the rank."""
@@ -184,14 +189,17 @@ class PGTransport(CheckpointTransport[Any]):
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         source = f"replica rank {src_rank}"
-        self._lost_source = ""
+        self._lost_source, self._progress = "", (0, 0)
 
         def receive(tensor: torch.Tensor) -> torch.Tensor:
             for part in _parts(tensor):
                 self._receive_part(part, src_rank, timeout)
+                received_bytes, state_bytes = self._progress
+                self._progress = min(received_bytes + part.nbytes, state_bytes), state_bytes
             return tensor
 
         description = self._receive_description(receive, step, source)
+        self._progress = 0, description.num_bytes
         own = self._own_tensors(description)
         tensors = own or [
             torch.empty(shape, dtype=dtype, device=self._device)
@@ -270,6 +278,9 @@ class PGTransport(CheckpointTransport[Any]):
         if self._pg.errored() is not None:  # else its data may still arrive
             self._lost_source = why
             self._pg.cut()
+
+    def progress(self) -> tuple[int, int]:
+        return self._progress
 
     def shutdown(self, wait: bool = True) -> None:
         """See `CheckpointTransport.shutdown`; operations end with the shutdown of the group."""
@@ -414,7 +425,7 @@ def _parse(encoded: bytes, source: str) -> _Description:
     try:
         document = json.loads(encoded)
         specs = [_spec(entry) for entry in document["tensors"]]
-        size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs)
+        size = _num_bytes(specs)
         if size > MAX_STATE_BYTES:
             raise ValueError(f"it claims {size} bytes")
         digests = document["digests"]
@@ -423,6 +434,10 @@ def _parse(encoded: bytes, source: str) -> _Description:
         return _Description(document["tree"], specs, digests, document["digest"])
     except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointError(source, f"malformed description: {error!r}") from error
+
+
+def _num_bytes(specs: list[Spec]) -> int:
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in specs)
 
 
 def _spec(entry: Any) -> Spec:

@@ -99,6 +99,13 @@ class CheckpointTransport(ABC, Generic[T]):
             CheckpointError: the state is gone, or repeatedly damaged.
         """
 
+    def progress(self) -> tuple[int, int]:
+        """How many bytes of the state that is being received have arrived, and how many it has.
+
+        Called on another thread. The default is 0 of 0: not known.
+        """
+        return 0, 0
+
     def send_striped(
         self,
         dst_ranks: list[int],

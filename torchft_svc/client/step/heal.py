@@ -34,6 +34,7 @@ def fetch_state(
     security: Security,
     check: Callable[[], None],
     check_source: Callable[[], None],
+    on_progress: Callable[[int, int], None],
 ) -> Any:
     """The state of ``quorum.max_step``, from the source that the quorum assigned, and from others.
 
@@ -43,7 +44,8 @@ def fetch_state(
     ``timeout_s`` is the longest time without progress. ``check`` raises if a member is out of the
     quorum: that ends the wait for a manager that does not answer, and for the end of the source's
     step. ``check_source`` raises if the source itself is out of the quorum: if it sends nothing,
-    other sources take its place, or the heal fails.
+    other sources take its place, or the heal fails. ``on_progress`` is called repeatedly with the
+    bytes that have arrived, and those of the state, or of the part that is on its way.
 
     Raises:
         PeerError: the source is gone, does not serve that step, or its data is damaged.
@@ -71,14 +73,21 @@ def fetch_state(
     addresses = quorum.recover_extra_src_manager_addresses if transport.can_stripe else ()
     extra_timeout = min(timeout, _EXTRA_TIMEOUT)
     extras = [partial(look_up, address, extra_timeout) for address in addresses]
-    with _watching(check_source, transport.lose_source):
+
+    def watch_heal(check: Callable[[], None]) -> None:
+        received_bytes, state_bytes = transport.progress()
+        if state_bytes:
+            on_progress(received_bytes, state_bytes)
+        check()
+
+    with _watching(partial(watch_heal, check_source), transport.lose_source):
         if extras:
             state = transport.recv_striped(source, metadata, extras, quorum.max_step, timeout)
         else:
             state = transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)
     if not (isinstance(state, dict) and EARLY_KEY in state):
         return state
-    with _watching(check, transport.interrupt_receive):
+    with _watching(partial(watch_heal, check), transport.interrupt_receive):
         rest = transport.recv_deferred(source, metadata, extras, quorum.max_step, timeout)
     return join(state, rest, quorum.recover_src_manager_address)
 

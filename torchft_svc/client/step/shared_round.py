@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.coordination import QuorumResult
@@ -26,10 +27,10 @@ log = logging.getLogger(__name__)
 class SharedRound:
     """A worker's `Round`: one thread at a time changes it, any thread may read it or bring news.
 
-    ``on_phase`` is called with a report of each new phase, except the wait for a quorum. It must
-    not block. Attributes of ``round`` may be read without a lock; all else needs `changing`.
-    ``time_use``: what the training thread's time is spent on; ``num_heals``, ``healed_bytes``: the
-    states that this worker has received.
+    ``on_phase`` is called with a report of each new phase, except the wait for a quorum, and of the
+    progress of a heal. It must not block. Attributes of ``round`` may be read without a lock; all
+    else needs `changing`. ``time_use``: what the training thread's time is spent on;
+    ``num_heals``, ``healed_bytes``: the states that this worker has received.
     """
 
     def __init__(
@@ -63,6 +64,14 @@ class SharedRound:
     def report_phase(self, phase: Phase) -> None:
         """Report that this worker is in ``phase`` of its step."""
         self.on_phase(self.round.report(phase))
+
+    def report_progress(self, received_bytes: int, state_bytes: int) -> None:
+        """Report how much of the state that this worker heals with has arrived."""
+        with self._lock:
+            report = self.round.report()
+            if report.phase is Phase.HEALING:
+                arrived = replace(report, received_bytes=received_bytes, state_bytes=state_bytes)
+                self.on_phase(arrived)
 
     @property
     def state(self) -> StepState:

@@ -34,11 +34,17 @@ HELD_UP_PHASES = frozenset({Phase.QUORUM, Phase.HEALING})
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """A worker or group is in ``phase`` of ``step`` since ``since``, without a change."""
+    """A worker or group is in ``phase`` of ``step`` since ``since``, without a change.
+
+    ``received_bytes``, ``state_bytes``: how much of the state that it heals with has arrived, and
+    how large that is (0: it does not heal, or this is not known).
+    """
 
     phase: Phase
     step: int
     since: float
+    received_bytes: int = 0
+    state_bytes: int = 0
 
     def has_begun(self, step: int) -> bool:
         """Whether ``step`` is under way, or over; a heal is no part of a step."""
@@ -57,7 +63,9 @@ class Activity:
 
 @dataclass(frozen=True, slots=True)
 class PhaseReport:
-    """A worker's message to its manager when its phase changes.
+    """A worker's message to its manager when its phase changes, or more of a state has arrived.
+
+    ``received_bytes``, ``state_bytes``: see `Activity`.
 
     ``went_on_to``: the step that the group is in, or begins next, if that is without a question (0:
     it is not). ``round_before``: the round before that of the worker's last quorum (0: not known).
@@ -67,6 +75,8 @@ class PhaseReport:
     step: int
     went_on_to: int = 0
     round_before: int = 0
+    received_bytes: int = 0
+    state_bytes: int = 0
 
 
 class WorkerActivities:
@@ -88,12 +98,18 @@ class WorkerActivities:
         self._workers[group_rank] = Activity(Phase.QUORUM, step, now)
         self._held_up.discard(group_rank)
 
-    def reported(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
-        """A worker has changed to ``phase``, maybe through others back to the same one.
+    def reported(self, group_rank: int, report: PhaseReport, now: float) -> None:
+        """A worker has changed to a phase, maybe through others back to the same one; or its heal
+        has progressed.
 
         `Phase.QUORUM` says that it waits for the gradients of other groups.
         """
-        self._workers[group_rank] = Activity(phase, step, now)
+        phase, known = report.phase, self._workers.get(group_rank)
+        heals_on = report.state_bytes > 0 and known is not None and known.phase is phase
+        since = known.since if known is not None and heals_on else now
+        self._workers[group_rank] = Activity(
+            phase, report.step, since, report.received_bytes, report.state_bytes
+        )
         if phase in HELD_UP_PHASES:
             self._held_up.add(group_rank)
         else:

@@ -30,7 +30,8 @@ class Beat:
     """A sign of life; the group has been in ``phase`` for ``lasts_s`` (None: not known).
 
     ``differences`` and ``events``: those that were reported since the last one. ``tally``: what
-    group rank 0 has spent its time on (None: not known).
+    group rank 0 has spent its time on (None: not known). ``received_bytes``, ``state_bytes``: see
+    `Activity`.
     """
 
     phase: Phase | None = None
@@ -39,6 +40,8 @@ class Beat:
     differences: tuple[DifferenceReport, ...] = ()
     tally: Tally | None = None
     events: tuple[GroupEvent, ...] = ()
+    received_bytes: int = 0
+    state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,6 +128,8 @@ def _group(group: GroupStatus, now: float) -> Document:
         seen_at=round(now - group.silent_s),
         address=group.address,
         asking=group.asking,
+        received_bytes=group.received_bytes if group.state_bytes else None,
+        state_bytes=group.state_bytes or None,
     )
 
 

@@ -17,7 +17,7 @@ from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.host.log_format import escaped
-from torchft_svc.lighthouse_server.table import goodput_line
+from torchft_svc.lighthouse_server.table import goodput_line, phase_cell
 from torchft_svc.lighthouse_server.top.feed import View, sort_jobs
 
 KEYS = "q quit   tab next job   up/down, page up/down groups"
@@ -241,7 +241,7 @@ def _group_row(group: GroupStatus, *, is_wide: bool) -> tuple[str | Text, ...]:
         _line(group.replica_id if is_wide else shorten_id(group.replica_id)),
         str(group.step),
         ", ".join(name for name, holds in states.items() if holds) or "outside",
-        group.phase.value if group.phase else "-",
+        phase_cell(group),
         f"{group.phase_s:.1f} s" if group.phase else "-",
         f"{group.silent_s:.1f} s",
         _line(group.address or "-"),

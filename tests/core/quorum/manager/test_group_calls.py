@@ -177,6 +177,20 @@ def test_only_attached_workers_report_what_the_group_does() -> None:
     assert made.make_beat(101.25) == Beat(Phase.TRAINING, 3, 0.25)
 
 
+def test_a_beat_shows_how_far_the_heal_is_that_has_lasted_longest() -> None:
+    made = called(2, attached=2)
+    for group_rank, since in ((0, 101.0), (1, 101.5)):
+        made.phase_reported(group_rank, PhaseReport(Phase.HEALING, 0), since)
+    for received, at in ((10, 102.0), (60, 103.0)):
+        report = PhaseReport(Phase.HEALING, 0, received_bytes=received, state_bytes=80)
+        made.phase_reported(0, report, at)
+        beat = made.make_beat(at)
+        assert (beat.phase, beat.lasts_s) == (Phase.HEALING, at - 101.0), "it is the same heal"
+        assert (beat.received_bytes, beat.state_bytes) == (received, 80)
+    made.phase_reported(0, PhaseReport(Phase.TRAINING, 4), 104.0)
+    assert made.make_beat(104.0) == Beat(Phase.HEALING, 0, 2.5), "of the other worker"
+
+
 def test_a_question_overtakes_the_phases_before_it_and_its_answer_is_training() -> None:
     made = called(1, attached=1)
     made.ask(asks(0, step=4), 10.0, 100.0)

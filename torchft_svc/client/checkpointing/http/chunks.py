@@ -76,6 +76,11 @@ class Chunks:
             return self._is_complete()
 
     @property
+    def num_arrived(self) -> int:
+        """How many chunks have arrived; an invalid one may be fetched again."""
+        return len(self._arrived)
+
+    @property
     def sources(self) -> list[int]:
         """The sources that serve at present."""
         with self._changed:

@@ -97,6 +97,14 @@ class Fetch:
         since = max(self._target.asked_at, self._primary.received_at())
         return time.monotonic() - since > SILENCE_S
 
+    def progress(self) -> tuple[int, int]:
+        """How many bytes have arrived, and how many there are (0: not known yet)."""
+        target = self._target
+        if target is None:
+            return 0, 0
+        arrived = target.chunks.num_arrived * target.opening.chunk_bytes
+        return min(arrived, target.num_bytes), target.num_bytes
+
     def run(self) -> Any:
         """Receive the state.
 
@@ -178,7 +186,7 @@ class Fetch:
         num_chunks = -(-len(memory) // opening.chunk_bytes)
         feeds = self._feeds  # not self: a cycle would keep the memory for long
         chunks = Chunks(num_chunks, lead, lambda conn: feeds[conn.source].cut(conn.connection))
-        target = _Target(memory, opening, chunks)
+        target = _Target(memory, len(memory), opening, chunks)
         with self._changed:
             self._target = target
             if self._error is not None:
@@ -415,6 +423,7 @@ class Fetch:
 @dataclass(frozen=True, slots=True)
 class _Target:
     memory: memoryview
+    num_bytes: int
     opening: Opening
     chunks: Chunks
     asked_at: float = field(default_factory=time.monotonic)

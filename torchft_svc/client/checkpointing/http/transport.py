@@ -256,6 +256,11 @@ class HTTPTransport(CheckpointTransport[T]):
         for fetch in fetches:
             fetch.lose_assigned(why)
 
+    def progress(self) -> tuple[int, int]:
+        with self._lock:
+            found = [fetch.progress() for fetch in self._fetches]
+        return sum(received for received, _ in found), sum(size for _, size in found)
+
     def shutdown(self, wait: bool = True) -> None:
         with self._lock:
             self._is_shut_down = True

@@ -657,7 +657,8 @@ class Lighthouse:
     def _record_beat(self, job: str, replica_id: str, beat: Beat, at: float) -> None:
         activity = None
         if beat.phase is not None:
-            activity = Activity(beat.phase, beat.step, at - beat.lasts_s)
+            since = at - beat.lasts_s
+            activity = Activity(beat.phase, beat.step, since, beat.received_bytes, beat.state_bytes)
         self.jobs.heartbeat(job, replica_id, at, activity)
         for report in beat.differences:
             self.jobs.record_difference(job, replica_id, report, at)

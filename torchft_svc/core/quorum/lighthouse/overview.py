@@ -96,7 +96,8 @@ class GroupStatus:
 
     ``in_quorum``: the last one. ``asking``: for the next one. ``phase``: since ``phase_s`` (None:
     not known). ``silent_s``: since its last sign of life. ``hung``: its step has stood still for
-    longer than the hang timeout. ``left_out``: it is not awaited until it asks.
+    longer than the hang timeout. ``left_out``: it is not awaited until it asks. ``received_bytes``,
+    ``state_bytes``: see `Activity`.
     """
 
     replica_id: str
@@ -109,6 +110,8 @@ class GroupStatus:
     silent_s: float = 0.0
     hung: bool = False
     left_out: bool = False
+    received_bytes: int = 0
+    state_bytes: int = 0
 
     @property
     def state(self) -> str:
@@ -302,6 +305,8 @@ def describe(
                 silent_s=silent_s,
                 hung=hangs.is_hung(replica_id),
                 left_out=members.state(replica_id) in (GroupState.STRAGGLING, GroupState.EVICTED),
+                received_bytes=doing.received_bytes if doing else 0,
+                state_bytes=doing.state_bytes if doing else 0,
             )
         )
     return JobStatus(

@@ -470,7 +470,7 @@ class Group:
         """
         if group_rank in self._num_asking:  # overtaken by the request, whose answer comes first
             return ()
-        self._record_activity(group_rank, report.phase, report.step, now)
+        self._record_activity(group_rank, report, now)
         if self.commits.is_inherited:
             self._rounds_before[group_rank] = report.round_before
             self._refuse_answered()
@@ -516,8 +516,16 @@ class Group:
         self._events.clear()
         if activity is None:
             return Beat(differences=differences, tally=tally, events=events)
-        lasts_s = at - activity.since
-        return Beat(activity.phase, activity.step, lasts_s, differences, tally, events)
+        return Beat(
+            activity.phase,
+            activity.step,
+            at - activity.since,
+            differences,
+            tally,
+            events,
+            activity.received_bytes,
+            activity.state_bytes,
+        )
 
     def reached(self) -> int:
         """The step that all workers have reached (0: not all have reported one)."""
@@ -528,9 +536,9 @@ class Group:
         """Whether all workers have reported what they do."""
         return self._activities.num_workers >= self.world_size
 
-    def _record_activity(self, group_rank: int, phase: Phase, step: int, now: float) -> None:
+    def _record_activity(self, group_rank: int, report: PhaseReport, now: float) -> None:
         if group_rank in self._attached:  # others do not report the end of a phase
-            self._activities.reported(group_rank, phase, step, self._clock.now(now))
+            self._activities.reported(group_rank, report, self._clock.now(now))
 
     # -- the quorum barrier ----------------------------------------------------------------------
 
@@ -999,7 +1007,8 @@ class Group:
         if isinstance(answer, AnswerWorker):
             # A worker that keeps the interpreter's lock does not report it.
             request = answer.request
-            self._record_activity(request.group_rank, Phase.TRAINING, request.step, now)
+            report = PhaseReport(Phase.TRAINING, request.step)
+            self._record_activity(request.group_rank, report, now)
         self._orders.append(answer)
 
     def _send_answers(self, answers: Iterable[AnswerVote | RefuseWorker]) -> None:

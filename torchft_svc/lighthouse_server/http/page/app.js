@@ -437,7 +437,6 @@ class JobPage {
     const hiddenCount = shown.length - rows.length;
     this.more.hidden = hiddenCount === 0 && rows.length > 0;
     setText(this.more, rows.length ? `and ${whole.format(hiddenCount)} more: find them by name` : this.filter ? "No group has this in its name." : "No group is there.");
-    const healS = Object.values(job.incidents || {}).reduce((last, incident) => incident.healed_s || last, 0);
     const wanted = new Set(rows);
     for (const [name, row] of this.rows) if (!wanted.has(name)) { row.node.remove(); this.rows.delete(name); }
     let place = this.body.firstElementChild;
@@ -446,7 +445,7 @@ class JobPage {
       if (!row) this.rows.set(name, row = new GroupRow(this.name, name));
       if (row.node === place) place = place.nextElementSibling;
       else this.body.insertBefore(row.node, place);
-      row.update(job.groups[name], now, healS);
+      row.update(job.groups[name], now);
     }
   }
 
@@ -527,7 +526,7 @@ class GroupRow {
     this.reason = make("span", { class: "reason" });
     this.step = make("td", { class: "number", "data-label": "step" });
     this.phase = make("span");
-    this.bar = make("progress", { "aria-label": "Heal, compared with the last one", max: 1, hidden: true });
+    this.bar = make("progress", { "aria-label": "Heal", max: 1, hidden: true });
     this.seen = make("td", { "data-label": "last sign" });
     this.acts = make("div", { class: "row-acts" });
     this.node = make("tr", {},
@@ -535,16 +534,18 @@ class GroupRow {
       this.step, make("td", { "data-label": "phase" }, this.phase, " ", this.bar), this.seen, make("td", {}, this.acts));
   }
 
-  update(group, now, healS) {
+  update(group, now) {
     const isGone = group.state === "lost" || group.state === "left";
     setAttr(this.node, "data-state", group.state);
     setText(this.id, group.id + (group.address ? ` at ${group.address}` : ""));
     if (this.shown !== group.state) this.chip.replaceChildren(stateIcon(this.shown = group.state), group.state);
     setText(this.reason, group.reason || "");
     setText(this.step, isGone ? "–" : whole.format(group.step));
-    setText(this.phase, group.phase ? `${group.phase} ${age(now - group.phase_at) === "now" ? "" : age(now - group.phase_at)}`.trim() : "–");
-    this.bar.hidden = group.state !== "healing";
-    if (group.state === "healing" && healS) this.bar.value = Math.min(0.97, (now - group.phase_at) / healS);
+    const size = group.state_bytes ? `${bytes(group.received_bytes)} of ${bytes(group.state_bytes)}` : "";
+    const since = group.phase && age(now - group.phase_at) !== "now" ? age(now - group.phase_at) : "";
+    setText(this.phase, [group.phase || "–", since, size].filter(Boolean).join(" "));
+    this.bar.hidden = !size;
+    if (size) this.bar.value = group.received_bytes / group.state_bytes;
     setText(this.seen, isGone ? `${age(now - group.gone_at)} ago`.replace("now ago", "just now") : age(now - group.seen_at));
     const commands = state.acceptsCommands && !isGone;
     if (this.hasCommands !== commands) {
