@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -267,3 +268,30 @@ def test_n6_the_parts_always_sum_to_the_wall_time(
 def test_a_tally_out_of_bounds_is_refused(field: str, value: float) -> None:
     with pytest.raises(RequestRefused, match=field):
         Tally(**{field: value}).check()
+
+
+def test_n6_a_report_that_was_long_on_its_way_moves_no_time() -> None:
+    accounts, late = TimeAccounts(0.0), random.Random(7)
+    accounts.record_quorum({"a", "b"}, 0.0)
+    for num in range(1, 2001):  # steps of 50 ms, of which the fifth is a wait
+        done = Tally(committed_s=0.04 * num, waiting_s=0.01 * num, num_committed=num)
+        for replica_id in ("a", "b") if num < 1000 else ("b",):
+            accounts.record_tally(replica_id, done, 0.05 * num + late.uniform(0.0, 0.2))
+        if num == 1000:
+            accounts.forget_group("a")
+    goodput = accounts.goodput(100.2)
+    check_sums(goodput, 100.2)
+    assert goodput.committed_s == pytest.approx(80.0, abs=0.5)
+    assert lost(goodput)["waiting"] == pytest.approx(20.0, abs=0.5)
+
+
+def test_n6_a_process_whose_clock_has_stood_still_is_believed_again() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    for num in range(1, 101):
+        away_s = 30.0 if num > 50 else 0.0  # its machine was suspended
+        accounts.record_tally("a", Tally(committed_s=num, num_committed=num), num + away_s)
+    goodput = accounts.goodput(130.0)
+    check_sums(goodput, 130.0)
+    assert goodput.committed_s == pytest.approx(100.0, abs=1.0), "up to a step"
+    assert lost(goodput) == {"waiting": pytest.approx(30.0, abs=1.0)}

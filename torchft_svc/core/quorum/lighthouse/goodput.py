@@ -7,9 +7,9 @@ what the job did. Times are unix seconds; each input costs O(1).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.tally import NO_TALLY, Tally
@@ -32,39 +32,55 @@ CAUSES = (
 USUAL_STEPS, FIRST_STEP_S = 2.0, 5.0
 # A group whose time began so much before the lighthouse has seen its job knows more than that.
 OLDER_S = 1.0
+# Within so long, one report of a group at least is on its way for no time that matters. Not longer,
+# because clocks drift, and stop with a machine that is suspended.
+LATENESS_WINDOW_S = 10.0
 # So long a new lighthouse looks for the group that knows most of the time before.
 ADOPT_S = 10.0
-
-
-class _Mark(NamedTuple):
-    """A tally of a group, and the instant up to which it accounts for the time."""
-
-    tally: Tally
-    until: float
 
 
 @dataclass(slots=True)
 class _Known:
     """The last tally of a group, and two earlier ones around the instant at which the accounts end:
-    one ``before`` it, and one ``after`` it (None: there is none)."""
+    one ``before`` it, and one ``after`` it (None: there is none).
 
-    last: _Mark
-    before: _Mark
-    after: _Mark | None = None
+    A tally accounts for all time since its process began, on that process's clock, so it ends at
+    ``began_at`` plus its sum. Reports are late, never early: the earliest beginning that one of the
+    last reports shows is right.
+    """
 
-    def replace_last(self, mark: _Mark, end: float) -> Tally:
+    began_at: float
+    since: float
+    last: Tally
+    before: Tally = NO_TALLY
+    after: Tally | None = None
+    earliest_before: float = math.inf  # that reports have shown in the window before this one
+    earliest: float = math.inf  # and in this one
+
+    def until(self, tally: Tally) -> float:
+        """The instant up to which ``tally`` accounts for the time."""
+        return self.began_at + tally.total_s
+
+    def record_beginning(self, began_at: float, at: float) -> None:
+        """Record what a report that has come at ``at`` shows of the beginning."""
+        if at - self.since > LATENESS_WINDOW_S:
+            self.since, self.earliest_before, self.earliest = at, self.earliest, math.inf
+        self.earliest = min(self.earliest, began_at)
+        self.began_at = min(self.earliest, self.earliest_before)
+
+    def replace_last(self, tally: Tally, end: float) -> Tally:
         """Record the next tally; returns the earlier one that ends nearest to the accounts, which
         end at ``end``."""
-        if self.last.until <= end:
+        if self.until(self.last) <= end:
             self.before, self.after = self.last, None
         elif self.after is None:
             self.after = self.last
-        elif self.after.until <= end:
+        elif self.until(self.after) <= end:
             self.before, self.after = self.after, self.last
-        self.last = mark
-        if self.after is not None and self.after.until - end < end - self.before.until:
-            return self.after.tally
-        return self.before.tally
+        self.last = tally
+        if self.after is not None and self.until(self.after) - end < end - self.until(self.before):
+            return self.after
+        return self.before
 
 
 class TimeAccounts:
@@ -99,8 +115,10 @@ class TimeAccounts:
             self._blamed_until = at
 
     def record_tally(self, replica_id: str, tally: Tally, until: float) -> None:
-        """Record the tally of a group, which accounts for the time up to ``until``."""
-        base = self._record_tally(replica_id, _Mark(tally, until))
+        """Record the tally of a group, which accounts for the time up to ``until``, or a moment
+        less: its report was on its way."""
+        known, base = self._record_tally(replica_id, tally, until)
+        until = known.until(tally)
         if self._knows_more(tally, until):
             self._adopt(replica_id, tally, until)
             return
@@ -164,9 +182,9 @@ class TimeAccounts:
     def _usual_s(self) -> float:
         """How long a step under way counts as committed."""
         reference = self._known.get(self._reference or "")
-        if reference is None or not reference.last.tally.num_committed:
+        if reference is None or not reference.last.num_committed:
             return FIRST_STEP_S
-        tally = reference.last.tally
+        tally = reference.last
         return USUAL_STEPS * tally.committed_s / tally.num_committed
 
     # -- the accounts ----------------------------------------------------------------------------
@@ -189,15 +207,17 @@ class TimeAccounts:
         """Whether the reference has reported no step for long before ``until``."""
         return until - self._until > max(FIRST_STEP_S, self._usual_s())
 
-    def _record_tally(self, replica_id: str, mark: _Mark) -> Tally:
-        """Record the next tally of a group; returns the one from which on it is added, if the group
-        is the reference: an earlier reference may have accounted for less, or more."""
+    def _record_tally(self, replica_id: str, tally: Tally, until: float) -> tuple[_Known, Tally]:
+        """Record the next tally of a group; returns also the one from which on it is added, if the
+        group is the reference: an earlier reference may have accounted for less, or more."""
+        began_at = until - tally.total_s
         known = self._known.get(replica_id)
-        if known is not None and _num_steps(known.last.tally) <= _num_steps(mark.tally):
-            return known.replace_last(mark, self._until)
-        began = _Mark(NO_TALLY, mark.until - mark.tally.total_s)  # its process is a new one
-        self._known[replica_id] = _Known(mark, began)
-        return NO_TALLY
+        if known is None or _num_steps(known.last) > _num_steps(tally):  # its process is a new one
+            known = self._known[replica_id] = _Known(began_at, until, tally)
+            known.record_beginning(began_at, until)
+            return known, NO_TALLY
+        known.record_beginning(began_at, until)
+        return known, known.replace_last(tally, self._until)
 
     def _add_delta(self, before: Tally, now: Tally, until: float) -> None:
         """Add what the reference has done since ``before``; what an earlier reference has
