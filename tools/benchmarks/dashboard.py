@@ -1,4 +1,5 @@
-"""Measures the dashboard with a thousand groups: what readers cost, and when the page is there."""
+"""Measures the HTTP side of a lighthouse with a thousand groups: what it costs to be scraped and
+read, and when the page is there."""
 
 from __future__ import annotations
 
@@ -8,7 +9,10 @@ import statistics
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 import httpx
@@ -21,11 +25,13 @@ from torchft_svc.core.quorum.types import DEFAULT_JOB
 
 _PAUSE_S = 3.0
 _NUM_REQUESTS = 20
+_SCRAPE_S = 5.0
 _PAINTED_MS = 30_000
 _COLUMNS = (
     Column("groups", "groups", 0),
     Column("what", "what"),
     Column("cpu_percent", "lighthouse CPU %", 1),
+    Column("cpu_ratio", "of that without HTTP", 2),
     Column("update_ms", "server ms an update", 1),
     Column("update_kb", "kB an update", 1),
     Column("median_ms", "median ms", 1),
@@ -88,6 +94,39 @@ def _readers(
     }
 
 
+def _scraped(found: Fleet, url: str, seconds: float) -> float:
+    """Train while the metrics and the whole job are read every few seconds; the CPU time in percent
+    of a core."""
+    is_over = threading.Event()
+
+    def scrape() -> None:
+        with httpx.Client(base_url=url, trust_env=False, timeout=START_TIMEOUT_S) as client:
+            while True:
+                for path in ("/metrics", f"/api/v1/jobs/{DEFAULT_JOB}"):
+                    client.get(path).raise_for_status()
+                if is_over.wait(_SCRAPE_S):
+                    return
+
+    with ThreadPoolExecutor(1) as pool:
+        scraping = pool.submit(scrape)
+        try:
+            cpu_percent = found.train(seconds)["cpu_percent"]
+        finally:
+            is_over.set()
+        scraping.result()
+    return cpu_percent
+
+
+def _without_http(groups: int, processes: int, flags: list[str], seconds: float) -> float:
+    with (
+        start_lighthouse(min_replicas=groups) as lighthouse,
+        fleet(lighthouse, groups, processes, flags) as found,
+    ):
+        found.start()
+        time.sleep(_PAUSE_S)
+        return found.train(seconds)["cpu_percent"]
+
+
 def _requests(url: str, path: str) -> dict[str, object]:
     times = []
     with httpx.Client(base_url=url, trust_env=False, timeout=START_TIMEOUT_S) as client:
@@ -148,20 +187,31 @@ def main(
     result = Result("dashboard", "The dashboard of a job with many groups", _COLUMNS, settings)
     result.notes.append("trainers, readers and browser run on the same cores as the lighthouse")
     flags = [f"--step-s={1 / steps_per_s}", "--steady"]
+    without = [_without_http(groups, load_processes, flags, seconds)]
     with (
-        start_lighthouse(min_replicas=groups, http_bind="127.0.0.1:0") as lighthouse,
+        TemporaryDirectory() as folder,
+        start_lighthouse(
+            min_replicas=groups, http_bind="127.0.0.1:0", event_log=f"{folder}/events.jsonl"
+        ) as lighthouse,
         fleet(lighthouse, groups, load_processes, flags) as found,
     ):
         url = lighthouse.read_line(START_TIMEOUT_S).rpartition(" ")[2]
         found.start()
         time.sleep(_PAUSE_S)
+        scraped_percent = _scraped(found, url, seconds)
         idle_percent = found.train(seconds)["cpu_percent"]
-        rows = [
+        rows: list[dict[str, Any]] = [
             {"what": "no reader", "cpu_percent": idle_percent},
             *(_readers(found, url, count, seconds, idle_percent) for count in readers),
             *(_requests(url, path) for path in (f"/api/v1/jobs/{DEFAULT_JOB}", "/metrics")),
             *_paints(url, groups, repeat),
         ]
+    without.append(_without_http(groups, load_processes, flags, seconds))
+    off_percent = statistics.mean(without)  # before and after: a machine changes meanwhile
+    scraped = {"what": f"scraped each {_SCRAPE_S:g} s", "cpu_percent": scraped_percent}
+    rows = [{"what": "without HTTP", "cpu_percent": off_percent}, scraped, *rows]
+    for row in rows[:3]:
+        row["cpu_ratio"] = row["cpu_percent"] / off_percent
     result.rows += [{"groups": groups, **row} for row in rows]
     hand_over(result, json_file)
 

@@ -1,11 +1,12 @@
-"""Measures what it costs trainers to be observed: with metrics, JSON lines, traces and records of
-each vote at a collector, beside the same groups with all of it off."""
+"""Measures what it costs trainers to be observed: with metrics, JSON lines, a lighthouse with an
+event log and an HTTP port, and traces at a collector, beside the same groups with all of it off."""
 
 from __future__ import annotations
 
 import statistics
 from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
@@ -35,10 +36,13 @@ def measure(name: str, steps: int, blocks: int) -> list[dict[str, Any]]:
         collector = stack.enter_context(Child(program("tools.benchmarks.children.collector")))
         exports = {"OTEL_EXPORTER_OTLP_ENDPOINT": collector.read_line(START_TIMEOUT_S)}
         kinds = {"": {}, "metrics, JSON": _PLAIN, "and OpenTelemetry": _PLAIN | exports}
-        pairs = {
-            kind: stack.enter_context(tolerant_pair(kind or "off", model, environment=variables))
-            for kind, variables in kinds.items()
-        }
+        folder = stack.enter_context(TemporaryDirectory())
+        pairs = {}
+        for number, (kind, variables) in enumerate(kinds.items()):
+            log = f"{folder}/{number}.jsonl"
+            flags = {"event_log": log, "http_bind": "127.0.0.1:0"} if kind else {}
+            groups = tolerant_pair(kind or "off", model, environment=variables, flags=flags)
+            pairs[kind] = stack.enter_context(groups)
         in_turns(list(pairs.values()), steps, blocks)
         off = pairs.pop("")
         rows = []

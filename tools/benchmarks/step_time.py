@@ -149,12 +149,14 @@ def tolerant_pair(
     root: Path = ROOT,
     group_size: int = 1,
     environment: Mapping[str, str] | None = None,
+    flags: Mapping[str, str] | None = None,
 ) -> Iterator[Pair]:
     """Two replica groups of ours, or with ``peer`` of the public release, and its lighthouse.
 
-    ``environment``: more variables for the trainers.
+    ``environment``: more variables for the trainers. ``flags``: of the lighthouse.
     """
-    with start_lighthouse(min_replicas=_NUM_GROUPS, peer=peer, root=root) as lighthouse:
+    more = flags or {}
+    with start_lighthouse(min_replicas=_NUM_GROUPS, peer=peer, root=root, **more) as lighthouse:
         where = f"--lighthouse={lighthouse_address(lighthouse)}"
         kind = "ours" if peer is None else "public"
         python = {} if peer is None else {"python": peer}
