@@ -25,11 +25,14 @@ from tools.chaos.fork_server import worker_server
 from tools.chaos.samples import PROGRAM
 from tools.demo.orphans import MARK, die_with_parent
 from torchft_svc.coordination import LighthouseClient
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.errors import TorchFTError
 from torchft_svc.host.fork_server import ForkServer
 from torchft_svc.testing.proxy import Proxy
 
 LIGHTHOUSE_START_S = 20.0
 _OPERATOR_WAITS = timedelta(seconds=10)
+_LOOK = timedelta(seconds=0.5)
 _COMMAND_S = 20.0
 # Ports below those that the system gives to connections: a restarted lighthouse gets its own again.
 _PORTS = range(15_000, 32_000)
@@ -220,6 +223,24 @@ class Cluster:
         addresses = ",".join(lighthouse.address for lighthouse in self.lighthouses)
         with LighthouseClient(addresses, _OPERATOR_WAITS, job_id=job) as operator:
             operator.accept_loss(_OPERATOR_WAITS)
+
+    def lighthouse_knows_all(self) -> bool:
+        """Whether all groups that run have reported to the lighthouse, and it answers at once."""
+        return all(self._knows_all(job) for job in self.jobs)
+
+    def _knows_all(self, job: str) -> bool:
+        running = {
+            self.workers(group)[0].options.name
+            for group in self.jobs[job]
+            if group not in self.gone
+        }
+        addresses = ",".join(lighthouse.address for lighthouse in self.lighthouses)
+        try:
+            with LighthouseClient(addresses, _LOOK, job_id=job) as operator:
+                groups = operator.status(job, _LOOK)[0].groups
+        except TorchFTError:
+            return False
+        return running <= {stable_name(group.replica_id) for group in groups}
 
     def goodput(self, job: str) -> dict[str, Any] | None:
         """How much of the job's time ended in committed steps, as its lighthouse knows."""

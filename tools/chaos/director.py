@@ -41,7 +41,8 @@ class Incident:
 
     ``stall_s``: until all that have to had committed an update begun after it; ``back_s``: until
     the whole job had, with everybody in the quorum. ``allowed_s``: the bound, and what the machine,
-    as busy as it was then, may add.
+    as busy as it was then, may add. ``is_unseen``: it happened before the lighthouse was back from
+    an earlier fault, and knew all groups again.
     """
 
     number: int
@@ -51,6 +52,7 @@ class Incident:
     allowed_s: float
     stall_s: float | None = None
     back_s: float | None = None
+    is_unseen: bool = False
 
     def name(self) -> str:
         where = f"group {self.fault.group}"
@@ -82,6 +84,7 @@ class Director:
     _began_at: float = 0.0
     _progress_at: float = 0.0
     _winding_down: bool = False
+    _lighthouse_was_away: bool = False  # and maybe still is
 
     def run(self) -> None:
         """Run from the first commit of all to the last worker's end.
@@ -115,6 +118,9 @@ class Director:
                 self._pause(LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S)
         number = len(self.incidents) + 1
         incident = Incident(number, fault, job, time.monotonic(), allowed_s)
+        if self._lighthouse_was_away:
+            incident.is_unseen = not self.cluster.lighthouse_knows_all()
+        self._lighthouse_was_away = incident.is_unseen or fault.kind in FOR_ALL
         self.incidents.append(incident)
         incident.at = inject(fault, self.cluster, self._after)
         self._wait(lambda: self._has_gone_on(incident), incident.name())

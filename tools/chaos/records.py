@@ -13,6 +13,8 @@ from tools.chaos.faults import FOR_ALL, Kind
 
 # From here on a fault that lasts is longer than all timeouts, and has to have a record.
 LONG_S = 3.0
+# Groups report the same absence of a lighthouse to the next one, and to the one after that.
+_SAME_S = 1.0
 # A record may be older than the fault as it was noted.
 _EARLY_S = 0.2
 # What a record about the group that was hit may be.
@@ -53,16 +55,20 @@ class Record:
         groups = frozenset(int(name) for name in names if name.isdigit())
         return cls(line["job"], line["kind"], line["cause"], groups, line["at"] - wall_offset_s)
 
-    def is_since(self, since: float) -> bool:
-        """Whether this is not older than the death of a lighthouse at ``since``."""
-        early_s = _EARLY_S if self.kind == "lighthouse_away" else 0.0
-        return self.at >= since - early_s
+    def is_new(self, since: float, before: Sequence[Record]) -> bool:
+        """Whether no lighthouse that died up to ``since`` has written this, or ``before``."""
+        if self.kind != "lighthouse_away":
+            return self.at >= since
+        return not any(
+            each.kind == self.kind and each.job == self.job and abs(each.at - self.at) < _SAME_S
+            for each in before
+        )
 
 
 def read_records(logs: Iterable[EventLog], wall_offset_s: float) -> list[Record]:
     """The latest state of all records, each once, by time: without what groups repeat to a
     restarted lighthouse."""
-    records = []
+    records: list[Record] = []
     for log in logs:
         if not log.path.exists():
             continue
@@ -70,8 +76,8 @@ def read_records(logs: Iterable[EventLog], wall_offset_s: float) -> list[Record]
         for line in log.path.read_text().splitlines():
             parsed = json.loads(line)
             latest[parsed["job"], parsed["number"]] = parsed
-        found = (Record.parsed(each, wall_offset_s) for each in latest.values())
-        records += [each for each in found if each.is_since(log.since)]
+        found = [Record.parsed(each, wall_offset_s) for each in latest.values()]
+        records += [each for each in found if each.is_new(log.since, records)]
     return sorted(records, key=lambda each: each.at)
 
 
@@ -82,7 +88,7 @@ def compare_records(
     jobs = list(jobs)
     for number, incident in enumerate(incidents):
         causes = CAUSES.get(incident.fault.kind)
-        if causes is None:
+        if causes is None or incident.is_unseen:
             continue
         following = incidents[number + 1 :]
         until = following[0].at - _EARLY_S if following else float("inf")

@@ -289,7 +289,9 @@ def judge_records(run: Run) -> Verdict:
     """Each fault is one record with its cause (rules N1, N2)."""
     faults = list(compare_records(run.records, run.incidents, run.jobs()))
     kinds = Counter(record.kind for record in run.records)
+    num_unseen = sum(incident.is_unseen for incident in run.incidents)
     proof = ", ".join(f"{num} {kind}" for kind, num in kinds.most_common())
+    proof += f"; {num_unseen} faults before the lighthouse was back" * (num_unseen > 0)
     return Verdict.of("each fault is one record with its cause", faults, proof)
 
 

@@ -286,6 +286,15 @@ def test_a_fault_that_nobody_has_to_notice_needs_no_record(run: Run) -> None:
     assert judge_records(run).outcome is Outcome.PASS
 
 
+def test_a_fault_before_the_lighthouse_is_back_is_not_judged() -> None:
+    run = after_a_kill()
+    assert judge_records(run).outcome is Outcome.FAIL
+    run.incidents[0].is_unseen = True
+    verdict = judge_records(run)
+    assert verdict.outcome is Outcome.PASS
+    assert "1 faults before the lighthouse was back" in verdict.detail
+
+
 def test_the_goodput_is_compared_with_the_commits() -> None:
     commits = [("one", commit(0, step, 100.0 + step)) for step in range(41)]
     commits += [("one", commit(0, step, 110.0 + step, quorum_id=2)) for step in range(41, 81)]
@@ -304,13 +313,17 @@ def test_what_a_restarted_lighthouse_repeats_is_one_record(tmp_path: Path) -> No
         {**line, "at": 1010.5},
         {**line, "number": 6, "kind": "drained", "at": 1020.0},
     ]
-    again = [{**line, "number": 9, "at": 1011.0}, {**line, "number": 10, "at": 1031.0}]
+    away = {**line, "kind": "lighthouse_away", "at": 1025.0}  # known to the next but one only
+    again = [{**line, "number": 9, "at": 1011.0}, {**line, "number": 10, "at": 1031.0}, away]
     before.path.write_text("\n".join(map(json.dumps, lines)))
     after.path.write_text("\n".join(map(json.dumps, again)))
-    missing = EventLog(tmp_path / "2.jsonl", 40.0)
-    found = read_records([before, after, missing], wall_offset_s=1000.0)
+    third = EventLog(tmp_path / "third", 40.0)
+    third.path.write_text(json.dumps({**away, "at": 1025.25}))
+    missing = EventLog(tmp_path / "missing", 50.0)
+    found = read_records([before, after, third, missing], wall_offset_s=1000.0)
     assert [(each.kind, each.groups, each.at) for each in found] == [
         ("lost", frozenset({3}), 10.5),
         ("drained", frozenset({3}), 20.0),
+        ("lighthouse_away", frozenset({3}), 25.0),
         ("lost", frozenset({3}), 31.0),
     ]
