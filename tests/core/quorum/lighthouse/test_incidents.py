@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import pytest
 from support.core.scenes import JOB, Scene, config, formed
 
 from torchft_svc.core.quorum.activity import Phase
@@ -285,6 +286,25 @@ def test_n2_a_manager_that_died_is_no_lost_group() -> None:
     scene.ask("a:1", step=5)
     assert kinds(scene) == ["joined", "manager_died", "joined"]
     assert records(scene)[1].cause == "it died"
+
+
+@pytest.mark.parametrize(("ago_s", "num_records"), [(5.5, 1), (0.5, 2)], ids=["before", "later"])
+def test_n2_a_group_seems_to_hang_after_its_manager_has_died(
+    ago_s: float, num_records: int
+) -> None:
+    scene = formed("a:1", "b:1", step=4, settings=config(hang_timeout_s=5.0))
+    scene.report("b:1", Phase.TRAINING, step=4)
+    scene.until(106.0)
+    assert kinds(scene) == ["joined", "hung"]
+    report(scene, "b:1", event(EventKind.MANAGER_DIED, 0, 0, cause="it died", ago_s=ago_s))
+    scene.report("b:1", Phase.VOTING, step=4)
+    found = records(scene)[1:]
+    assert (len(found), found[-1].kind, found[-1].cause) == (
+        num_records,
+        IncidentKind.MANAGER_DIED,
+        "it died",
+    )
+    assert not any(each.is_open for each in found)
 
 
 def test_n2_a_manager_that_died_in_a_term_costs_nothing_and_is_a_record() -> None:

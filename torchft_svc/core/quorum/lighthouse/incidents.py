@@ -541,9 +541,12 @@ class JobLedger:
     def _record_dead_manager(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
         name = stable_name(replica_id)
         for entry in reversed(self._entries.values()):
-            if entry.incident.kind is IncidentKind.LOST and entry.concerns(name):
+            incident = entry.incident
+            if incident.kind in (IncidentKind.LOST, *_BEGINNINGS) and entry.concerns(name):
                 was_gone = moment.at <= entry.returned_at
-                if was_gone and abs(entry.incident.at - moment.at) <= SAME_FAULT_S:
+                # Without a manager, the group seemed to stand still.
+                is_why = incident.kind is IncidentKind.LOST or moment.at <= incident.at
+                if was_gone and is_why and abs(incident.at - moment.at) <= SAME_FAULT_S:
                     self._change(entry, kind=IncidentKind.MANAGER_DIED, cause=event.cause)
                     return
                 break
