@@ -8,8 +8,10 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 from support.etcd_server import etcd_server, needs_etcd
 from support.examined import examine, levels, named, only
@@ -27,6 +29,7 @@ from support.running import (
 from torchft_svc.coordination import LighthouseServer
 from torchft_svc.doctor.findings import CHECK_DEADLINE_S, Level
 from torchft_svc.rpc.security import Security
+from torchft_svc.version import VERSION
 
 OTHER_TOKEN = "another-token-of-somebody"  # noqa: S105 - of these tests
 LIBRARY = next(iter(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1")), None)
@@ -90,6 +93,25 @@ def test_a_service_that_is_no_lighthouse() -> None:
         answering.join()
     assert only(found, "leader").level is Level.PROBLEM
     assert only(found, "lighthouse").level is Level.PROBLEM
+
+
+def test_a_lighthouse_of_another_version(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchft_svc.doctor.lighthouse.VERSION", "0.0.1")
+    found = only(examine(TORCHFT_LIGHTHOUSE=address), "lighthouse")
+    assert found.level is Level.WARNING
+    assert found.found == f"{address} has version {VERSION}, this is 0.0.1"
+
+
+def test_a_service_without_the_calls_of_this_version() -> None:
+    server = grpc.server(ThreadPoolExecutor(2))
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    try:
+        found = examine(TORCHFT_LIGHTHOUSE=address)
+    finally:
+        server.stop(None)
+    assert only(found, "lighthouse").level is Level.WARNING
+    assert "does not report its settings" in only(found, "lighthouse").found
 
 
 def test_a_name_that_does_not_resolve() -> None:
@@ -223,6 +245,16 @@ def test_the_job_and_the_group_that_are_there_already(address: str) -> None:
     assert only(alike, "group").level is Level.WARNING, "it has no name"
 
 
+def test_a_job_whose_groups_have_ended(address: str) -> None:
+    with line_to(address) as line:
+        line.quorum("a:1", step=7, job="nightly").result()
+        line.leave("a:1", job="nightly")
+        ended = examine(TORCHFT_LIGHTHOUSE=address, TORCHFT_JOB_ID="nightly", REPLICA_GROUP_ID="a")
+    assert only(ended, "job").level is Level.OK
+    assert only(ended, "job").found.startswith("nightly: its last group is gone for ")
+    assert only(ended, "group").level is Level.OK
+
+
 @pytest.mark.parametrize("job", ["x" * 300, "a\tb", "jöb"])
 def test_a_job_name_that_cannot_travel(address: str, job: str) -> None:
     found = examine(TORCHFT_LIGHTHOUSE=address, TORCHFT_JOB_ID=job)
@@ -243,7 +275,8 @@ def test_a_list_without_an_election(address: str) -> None:
 
 @pytest.mark.processes
 @needs_etcd
-def test_the_elected_lighthouse_of_a_list(tmp_path: Path) -> None:
+def test_the_elected_lighthouse_of_a_list(address: str, tmp_path: Path) -> None:
+    lone = address
     with etcd_server(tmp_path) as etcd:
         elect = f"--leader-election=etcd://{etcd.address}/torchft"
         where = steady_address()
@@ -260,3 +293,6 @@ def test_the_elected_lighthouse_of_a_list(tmp_path: Path) -> None:
                 other = only(examine(TORCHFT_LIGHTHOUSE=second.address), "leader")
                 assert other.level is Level.PROBLEM
                 assert f"the leader is {first.address}, which is not in the list" in other.found
+                mixed = only(examine(TORCHFT_LIGHTHOUSE=f"{second.address},{lone}"), "leader")
+                assert mixed.level is Level.WARNING
+                assert f"{lone} answers without an election, and {second.address}" in mixed.found
