@@ -11,7 +11,7 @@ from support.bounds import Late
 
 from tools.chaos.__main__ import assign_groups, perform
 from tools.chaos.faults import Kind, draw_faults
-from tools.chaos.verdicts import judge, judge_bounds, judge_goodput, judge_records
+from tools.chaos.verdicts import judge, judge_bounds, judge_goodput
 from tools.demo.promises import Outcome
 
 pytestmark = pytest.mark.processes
@@ -21,8 +21,8 @@ pytestmark = pytest.mark.processes
 SEED = 6734
 # A fraction of it is enough, but who shares the machine may take most of it.
 MAX_S = 200.0
-# `make chaos` judges them, too. Causes that are open: docs/design/incidents.md.
-OPEN = (judge_records, judge_goodput)
+# What a busy machine may miss once.
+TIMED = (judge_bounds, judge_goodput)
 
 
 @pytest.mark.timeout(3 * MAX_S)
@@ -30,11 +30,9 @@ def test_everything_goes_wrong_and_every_promise_is_kept(tmp_path: Path) -> None
     jobs, sizes = assign_groups(groups=3, pairs=0)
     folder = Path(mkdtemp(dir=tmp_path))
     run = perform(folder, MAX_S, SEED, jobs, sizes, max_faults=len(Kind))
-    is_open = [rule(run) for rule in OPEN]
-    verdicts = [verdict for verdict in judge(run) if verdict not in is_open]
-    assert len(verdicts) == len(judge(run)) - len(OPEN)
-    failed = [verdict for verdict in verdicts if verdict.outcome is Outcome.FAIL]
-    if failed == [judge_bounds(run)]:
+    failed = [verdict for verdict in judge(run) if verdict.outcome is Outcome.FAIL]
+    timed = [rule(run) for rule in TIMED]
+    if failed and all(verdict in timed for verdict in failed):
         raise Late(str(failed))
     assert not failed
     assert {incident.fault.kind for incident in run.incidents} == set(Kind)
