@@ -14,6 +14,7 @@ import pytest
 from tools.chaos.cluster import EventLog
 from tools.chaos.director import Incident
 from tools.chaos.faults import Fault, Kind
+from tools.chaos.observed import observe
 from tools.chaos.records import Record, read_records
 from tools.chaos.verdicts import (
     Run,
@@ -303,6 +304,13 @@ def test_the_goodput_is_compared_with_the_commits() -> None:
         goodput = {**wall, "committed_s": committed_s, "lost_s": {"waiting": 1.0}}
         run = Run(seen=commits, incidents=[], goodputs={"one": (190.0, goodput)})
         assert judge_goodput(run).outcome is outcome
+
+
+def test_steps_that_a_job_goes_back_behind_are_no_goodput() -> None:
+    commits = [commit(0, step, 100.0 + step) for step in range(41)]
+    commits += [commit(1, step, 120.0 + step, quorum_id=2) for step in range(31, 51)]
+    seen = observe(commits, 100.0, 170.0)
+    assert seen.committed_s == 50.0, "10 steps of the first group are done again"
 
 
 def test_what_a_restarted_lighthouse_repeats_is_one_record(tmp_path: Path) -> None:

@@ -132,6 +132,19 @@ def test_n6_a_group_that_heals_is_no_reference() -> None:
     assert lost(accounts.goodput(4.0)) == {}
 
 
+def test_n6_steps_that_the_job_goes_back_behind_were_in_vain() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.give_up(5)  # nobody knows how long they took
+    accounts.record_quorum({"a"}, 0.0)
+    accounts.record_tally("a", Tally(committed_s=8.0, waiting_s=2.0, num_committed=4), 10.0)
+    accounts.give_up(3)
+    goodput = accounts.goodput(10.0)
+    check_sums(goodput, 10.0)
+    assert (goodput.committed_s, lost(goodput)) == (2.0, {"waiting": 2.0, "discarded": 6.0})
+    accounts.give_up(100)
+    assert accounts.goodput(10.0).committed_s == 0.0
+
+
 def test_n6_what_is_lost_to_a_hang_is_blamed_on_it() -> None:
     accounts = TimeAccounts(0.0)
     accounts.record_quorum({"a"}, 0.0)

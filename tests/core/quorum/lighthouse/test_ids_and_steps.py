@@ -12,6 +12,7 @@ from torchft_svc.core.quorum.assignment import assign
 from torchft_svc.core.quorum.lighthouse.jobs import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
 from torchft_svc.core.quorum.lighthouse.membership import GATHER_S
 from torchft_svc.core.quorum.lighthouse.quorum import joining
+from torchft_svc.core.quorum.tally import Tally
 from torchft_svc.core.quorum.types import Member, Quorum
 from torchft_svc.errors import RequestRefused
 
@@ -522,6 +523,23 @@ def test_q7_an_operator_accepts_the_loss_once() -> None:
     scene.ask("b", step=4)  # and not the next one
     assert scene.pop_orders() == []
     assert "committed step 5" in scene.why()
+
+
+def test_n6_what_an_operator_gives_up_is_no_goodput() -> None:
+    scene = Scene()
+    scene.beat("a", "b")
+    scene.ask("a", step=7)
+    scene.ask("b", step=5)
+    scene.now += 10.0
+    for replica_id in ("a", "b"):
+        done = Tally(committed_s=10.0, num_committed=10)
+        scene.jobs.record_report(JOB, replica_id, done, (), scene.now)
+    assert scene.jobs.goodput(JOB, scene.now).committed_s == 10.0
+    scene.leave("a")
+    scene.ask("b", step=5, min_replicas=1)
+    scene.accept_loss()
+    found = scene.jobs.goodput(JOB, scene.now)
+    assert (found.committed_s, found.lost_s["discarded"]) == (8.0, 2.0)
 
 
 def test_q7_a_loss_is_accepted_before_there_are_enough_groups() -> None:

@@ -138,6 +138,16 @@ class TimeAccounts:
         """Count what members wait for and discard until the next quorum as lost to ``cause``."""
         self._blamed, self._blamed_until = cause, None
 
+    def give_up(self, num_steps: int) -> None:
+        """Count the last ``num_steps`` committed steps as discarded: the job continues without."""
+        tallies = (each.last for each in self._known.values())
+        known = max(tallies, key=lambda each: each.num_committed, default=NO_TALLY)
+        if known.num_committed:
+            seconds = num_steps * known.committed_s / known.num_committed
+            seconds = min(self._committed_s, seconds)
+            self._committed_s -= seconds
+            self._lost_s[DISCARDED] += seconds
+
     def end(self, at: float) -> None:
         """Record that the last group is gone."""
         self._add_rest(at, self._rest_cause(waits=False, hangs=False))

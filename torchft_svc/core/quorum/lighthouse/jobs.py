@@ -1242,6 +1242,7 @@ class Jobs:
         if formed.lost_from is not None and not begins_anew:
             cause = f"the job went back from step {formed.lost_from} to step {quorum.max_step}"
             job.ledger.record_accepted_loss(cause, self._moment(job, now))
+            job.accounts.give_up(formed.lost_from - quorum.max_step)
         callers = job.members.publish(quorum)
         job.announcements, job.left = Announcements(), {}
         job.term = RunningTerm(quorum.steady, quorum.max_step, formed_at=now)
