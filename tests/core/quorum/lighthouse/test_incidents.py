@@ -285,7 +285,9 @@ def test_n2_a_manager_that_died_is_no_lost_group() -> None:
     scene.ask("b:2")
     scene.ask("a:1", step=5)
     assert kinds(scene) == ["joined", "manager_died", "joined"]
-    assert records(scene)[1].cause == "it died"
+    died = records(scene)[1]
+    assert (died.cause, died.at) == ("it died", records(scene)[2].at - 0.5)
+    assert (died.decided_after_s, died.detected_after_s) == (0.5, None)
 
 
 @pytest.mark.parametrize(("ago_s", "num_records"), [(5.5, 1), (0.5, 2)], ids=["before", "later"])

@@ -305,7 +305,8 @@ class JobLedger:
         """Record that a group that hung has gone on by itself."""
         number = self.hung.pop(replica_id, None)
         entry = self._open.get(number or 0)
-        if entry is not None and entry.incident.kind is IncidentKind.HUNG:
+        seemed = (IncidentKind.HUNG, IncidentKind.MANAGER_DIED)
+        if entry is not None and entry.incident.kind in seemed:
             entry.awaits_return = set()
             self._update(entry)
 
@@ -548,9 +549,22 @@ class JobLedger:
                 is_why = incident.kind is IncidentKind.LOST or moment.at <= incident.at
                 if was_gone and is_why and abs(incident.at - moment.at) <= SAME_FAULT_S:
                     self._change(entry, kind=IncidentKind.MANAGER_DIED, cause=event.cause)
+                    self._begin_earlier(entry, moment.at)
                     return
                 break
         self._add(IncidentKind.MANAGER_DIED, event.cause, (replica_id,), moment)
+
+    def _begin_earlier(self, entry: _Entry, at: float) -> None:
+        """Let a record begin with its cause, which was at ``at``, and not with what followed."""
+        incident = entry.incident
+        earlier_s = incident.at - at
+        if earlier_s > 0:
+            after_s = {
+                field: seconds + earlier_s
+                for field in ("decided_after_s", "first_commit_after_s")
+                if (seconds := getattr(incident, field)) is not None
+            }
+            self._change(entry, at=at, detected_after_s=None, **after_s)
 
     def _record_absence(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
         began_at = moment.at - event.lasts_s
