@@ -102,6 +102,19 @@ def test_streams_go_to_files_and_to_the_console(
     assert sorted(chosen) == ["[role0]:apple 0", "[role1]:apple 1"]
 
 
+def test_a_line_is_copied_when_all_of_it_is_there(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    script = "printf 'an '; sleep 0.5; printf 'apple\\nthe end'"
+    more: dict[str, Any] = {"duplicate_stdout_filters": ["apple"]}
+    with workers("sh", "-c", script, num=1, folder=tmp_path, tee=Std.OUT, **more) as local:
+        local.start(environments(1))
+        ends_of(local, 1)
+    assert capfd.readouterr().out == "[role0]:an apple\n[role0]:the end\n"
+    (chosen,) = tmp_path.glob("run_*/attempt_0/filtered_stdout.log")
+    assert chosen.read_text() == "[role0]:an apple\n"
+
+
 @pytest.mark.parametrize("redirects", [Std.NONE, Std.ALL])
 def test_a_temporary_directory_of_logs_stays_only_if_there_are_logs(
     redirects: Std, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,7 +8,8 @@ import sys
 from datetime import datetime, timezone
 
 import pytest
-from support.running import command, lighthouse_process, line_to
+from support.fork_server import TORCH
+from support.running import START_S, lighthouse_process, line_to, run_forked
 
 from torchft_svc.host.exit_verdict import DO_NOT_REQUEUE
 from torchft_svc.host.log_format import JsonFormatter, Speaker
@@ -81,7 +82,8 @@ def test_a_lighthouse_logs_json() -> None:
 
 @pytest.mark.processes
 def test_torchft_run_refuses_another_format() -> None:
-    done = command("elastic.run", "--nnodes=1", __file__, TORCHFT_LOG_FORMAT="xml")
+    words = [sys.executable, "-m", "torchft_svc.elastic.run", "--nnodes=1", __file__]
+    done = run_forked(words, TORCH, START_S, TORCHFT_LOG_FORMAT="xml")
     assert done.returncode == DO_NOT_REQUEUE
     assert "TORCHFT_LOG_FORMAT" in done.stderr
     assert "Traceback" not in done.stderr

@@ -208,7 +208,8 @@ def test_only_the_last_records_are_asked_for_again() -> None:
 @pytest.mark.processes
 def test_groups_come_and_go_and_the_window_changes(lighthouse: Process, line: Line) -> None:
     where = f"--lighthouse={lighthouse.address}"
-    with terminal([*TOP, where, "--every=0.2"]) as shown:
+    # As a shell may export it, which does not follow the window.
+    with terminal([*TOP, where, "--every=0.2"], COLUMNS="80", LINES="24") as shown:
         shown.wait_for(f"lighthouse {lighthouse.address}", "updated 0 s ago", "q quit")
         line.quorum("a:1", step=7, job="live").result()
         shown.wait_for("job live: step 7", "a:1", "in quorum", "1 of 1 groups")
@@ -217,14 +218,14 @@ def test_groups_come_and_go_and_the_window_changes(lighthouse: Process, line: Li
         shown.wait_for("1 of 1 groups")
         shown.wait_for("joined a: ", "goodput ")
         shown.resize(120, 40)
-        text = shown.wait_for("MANAGER")
+        shown.wait_for("MANAGER")
         for _ in range(50):
             shown.read(0.2)
             rows = shown.text.splitlines()
             if len(rows) == 40 and rows[39].startswith("q quit"):
                 break
         else:
-            raise AssertionError(text)
+            raise AssertionError(shown.text)
         shown.resize(60, 10)
         shown.read(1.0)
         assert shown.text.splitlines()[9].startswith("q quit"), shown.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -201,7 +202,10 @@ def test_a_launcher_loses_no_line_of_a_worker_while_somebody_reads(
         timeout=RUN_S,
         check=True,
     )
-    lines = [line.partition(":")[2] for line in done.stdout.decode().splitlines()]
+    output = done.stdout.decode()
+    if policy == "hard":  # torch's copy repeats its header inside of a line that is being written
+        output = re.sub(r"(?<=[^\n])\[default0\]:", "", output)
+    lines = [line.partition(":")[2] for line in output.splitlines()]
     attempts = [line for line in lines if line.startswith("attempt")]
     assert sorted(attempts) == sorted(
         f"attempt {a} line {n}" for a in range(2) for n in range(5000)

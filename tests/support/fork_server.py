@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import pickle
 import signal
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +29,8 @@ LOCAL_PROCESS = "torchft_svc.trainer.local_process"
 # What a fork server has imported: a service must not have torch, nor its memory.
 TORCH = "torch"
 SERVICES = "services"
+# So long waits one thread for the end of a process while others do.
+_TURN_S = 0.1
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Forked:
         self._server = server(what.loaded if isinstance(what, Program) else TORCH)
         self.pid = self._server.fork(pickle.dumps(what), *descriptors)
         self.returncode: int | None = None
+        self._ending = threading.Lock()
 
     def poll(self) -> int | None:
         return self._end(0.0)
@@ -91,9 +97,18 @@ class Forked:
         return status
 
     def _end(self, timeout_s: float | None) -> int | None:
-        if self.returncode is None:
-            ended = self._server.end_of(self.pid, timeout_s)
-            self.returncode = None if ended is None else ended[0]
+        # The server reports an end once, to one of the threads that wait for it.
+        until = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        while self.returncode is None:
+            asked_at = time.monotonic()
+            wait_s = max(0.0, min(until - asked_at, _TURN_S))
+            with self._ending:
+                if self.returncode is None:
+                    ended = self._server.end_of(self.pid, wait_s)
+                    self.returncode = None if ended is None else ended[0]
+            now = time.monotonic()
+            if now >= until or now - asked_at < wait_s:  # in time; the server is lost
+                break
         return self.returncode
 
     def send_signal(self, number: int) -> None:

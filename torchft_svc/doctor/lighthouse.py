@@ -25,7 +25,13 @@ from torchft_svc.doctor.findings import (
     found_warning,
 )
 from torchft_svc.doctor.network import CERTIFICATE_WARNING_S
-from torchft_svc.errors import NotLeader, RequestRefused, TorchFTError, Unauthorized
+from torchft_svc.errors import (
+    DeadlineExceeded,
+    NotLeader,
+    RequestRefused,
+    TorchFTError,
+    Unauthorized,
+)
 from torchft_svc.host.address import HostPort, parse_address
 from torchft_svc.host.quantities import show_seconds
 from torchft_svc.proto import torchft_pb2 as pb
@@ -217,7 +223,9 @@ def _check_address(look: Look) -> Iterator[Diagnosis]:
                 f"run version {VERSION} of the lighthouse, too, or check the port",
             )
         else:
-            yield found_problem("lighthouse", str(look.error), "check port and TLS")
+            late = isinstance(look.error, DeadlineExceeded)
+            found = f"{look.address} does not answer: {look.error}" if late else str(look.error)
+            yield found_problem("lighthouse", found, "check port and TLS")
     if look.about is not None and look.about.version != VERSION:
         yield found_warning(
             "lighthouse",

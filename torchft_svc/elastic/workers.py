@@ -23,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
@@ -368,9 +368,8 @@ class _Tails:
         logs: LogsDest,
         line_prefix: Callable[[int], str] | None,
     ) -> None:
-        prefixes = None if line_prefix is None else {rank: line_prefix(rank)}
+        header = f"[{spec.role}{rank}]:" if line_prefix is None else line_prefix(rank)
         self._tails: list[TailLog] = []
-        self._files: list[Any] = []
         self._ends: list[Callable[[], object]] = []
         for sources, console, filters, path in (
             (logs.tee_stdouts, sys.stdout, spec.duplicate_stdout_filters, logs.filtered_stdout),
@@ -382,28 +381,49 @@ class _Tails:
                 if not isinstance(console, LineStream):
                     stream = LineStream(LineWriter(console), READER_PATIENCE_S)
                     self._ends.append(stream.writer.close)
-                self._tails.append(TailLog(spec.role, source, stream, prefixes))
+                self._copy(spec.role, source, _WholeLines(stream, header))
             if filters and source:
                 file = open(path, "a", errors="replace", buffering=1)  # noqa: SIM115 - by stop()
-                self._files.append(file)
-                chosen = functools.partial(_has_any, tuple(filters))
-                self._tails.append(
-                    TailLog(spec.role, source, file, prefixes, log_line_filter=chosen)
-                )
+                self._ends.append(file.close)
+                self._copy(spec.role, source, _WholeLines(file, header, tuple(filters)))
         for tail in self._tails:
             tail.start()
+
+    def _copy(self, role: str, source: dict[int, str], lines: _WholeLines) -> None:
+        self._tails.append(TailLog(role, source, cast(TextIO, lines), dict.fromkeys(source, "")))
+        self._ends.insert(0, lines.end_line)  # before its stream is closed
 
     def stop(self) -> None:
         for tail in self._tails:
             tail.stop()
-        for file in self._files:
-            file.close()
         for end in self._ends:
             end()
 
 
-def _has_any(needles: tuple[str, ...], line: str) -> bool:
-    return any(needle in line for needle in needles)
+class _WholeLines:
+    """What `TailLog` writes to: each line gets its header when all of it is there.
+
+    `TailLog` reads what the worker has written so far, which may end inside of a line.
+
+    Args:
+        words: only lines with one of them are copied (default: all).
+    """
+
+    def __init__(self, stream: Any, header: str, words: tuple[str, ...] = ("",)) -> None:
+        self._stream, self._header, self._words = stream, header, words
+        self._part = ""
+
+    def write(self, text: str) -> None:
+        self._part += text
+        if text.endswith("\n"):
+            line, self._part = self._part, ""
+            if any(word in line for word in self._words):
+                self._stream.write(self._header + line)
+
+    def end_line(self) -> None:
+        """Copy the last line of a worker that has not ended it."""
+        if self._part:
+            self.write("\n")
 
 
 def _remove_unused(log_dir: Path) -> None:

@@ -10,7 +10,7 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
 from rich.live import Live
@@ -63,7 +63,7 @@ def show_live(make_feed: Callable[[Callable[[], None]], StatusFeed], where: str)
 
     ``make_feed`` receives what wakes the screen.
     """
-    console, selection = Console(), Selection()
+    console, selection = Console(_environ=_without_size(os.environ)), Selection()
     awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, awake)
@@ -91,6 +91,12 @@ def show_live(make_feed: Callable[[Callable[[], None]], StatusFeed], where: str)
                     if not keys:
                         return  # the terminal is gone
                     handle_keys(keys, selection)
+
+
+def _without_size(variables: Mapping[str, str]) -> dict[str, str]:
+    """The environment without the size that some shells and libraries export at their start, which
+    would keep the screen from following the terminal's."""
+    return {name: value for name, value in variables.items() if name not in ("COLUMNS", "LINES")}
 
 
 def show_once(answer: Answer, where: str) -> None:
