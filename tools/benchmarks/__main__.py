@@ -43,6 +43,7 @@ BENCHMARKS = (
         ("--every=15", "--steps=400", "--calm-steps=100", "--seeds=1", "--checkpoint-every=40"),
         ("--picture=results/under-failures.png",),
     ),
+    Benchmark("decoupled", ("--seconds=40",), ("--seconds=240",)),
     Benchmark("isolation", ("--blocks=2",), ("--blocks=8",)),
     Benchmark(
         "striping",
