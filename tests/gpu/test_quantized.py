@@ -15,6 +15,7 @@ from torchft_svc.client.reduce.quantized import BLOCK, Quantization
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.processes,  # Triton's compilers
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton")

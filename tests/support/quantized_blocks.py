@@ -61,13 +61,12 @@ def _assert_same_rows(found: torch.Tensor, wanted: torch.Tensor) -> None:
     for mine, theirs in zip(found.cpu(), wanted.cpu(), strict=True):
         chunk = len(mine) // (BLOCK + 4) * BLOCK
         scales = mine[chunk:].view(torch.float32), theirs[chunk:].view(torch.float32)
-        assert torch.equal(scales[0].isnan(), scales[1].isnan())
-        is_number = ~scales[0].isnan()
+        is_finite = scales[0].isfinite()
+        assert torch.equal(is_finite, scales[1].isfinite())
         # As whole numbers: zeros of both signs are equal otherwise.
         assert torch.equal(
-            mine[chunk:].view(torch.int32)[is_number], theirs[chunk:].view(torch.int32)[is_number]
+            mine[chunk:].view(torch.int32)[is_finite], theirs[chunk:].view(torch.int32)[is_finite]
         )
-        is_finite = scales[0].isfinite()
         blocks = mine[:chunk].view(-1, BLOCK), theirs[:chunk].view(-1, BLOCK)
         assert torch.equal(blocks[0][is_finite], blocks[1][is_finite])
 
@@ -76,9 +75,9 @@ def _assert_same_numbers(found: torch.Tensor, wanted: torch.Tensor) -> None:
     assert found.dtype == wanted.dtype
     assert found.shape == wanted.shape
     found, wanted = found.cpu(), wanted.cpu()
-    assert torch.equal(found.isnan(), wanted.isnan())
+    assert torch.equal(found.isfinite(), wanted.isfinite())
     whole = {4: torch.int32, 2: torch.int16}[found.element_size()]
-    pairs = [each.contiguous()[~wanted.isnan()].view(whole) for each in (found, wanted)]
+    pairs = [each.contiguous()[wanted.isfinite()].view(whole) for each in (found, wanted)]
     assert torch.equal(*pairs)
 
 
@@ -88,18 +87,33 @@ class Reduced(NamedTuple):
     sent: list[torch.Tensor]
     sums: torch.Tensor
     result: torch.Tensor
+    errors: list[torch.Tensor]  # of each member's numbers, then of each chunk's sum
 
 
 def reduce(values: list[torch.Tensor], kind: Quantization) -> Reduced:
     """Sum the ``values`` of all members, as they do together."""
-    num_members = len(values)
-    sent = [quantized.encode_chunks(each, num_members, kind) for each in values]
+    num_members, device = len(values), values[0].device
+    own = [each.reshape(-1).float() for each in values]
+    errors = [torch.empty_like(each) for each in own]
+    sent = [
+        quantized.encode_chunks(each, num_members, kind, errors=error)
+        for each, error in zip(values, errors, strict=True)
+    ]
+    plain = [quantized.encode_chunks(each, num_members, kind) for each in values]
+    in_place = quantized.encode_chunks(own[0], num_members, kind, errors=own[0])
+    for mine, theirs in [*zip(sent, plain, strict=True), (in_place, sent[0])]:
+        _assert_same_rows(mine, theirs)
+    _assert_same_numbers(own[0], errors[0])
     chunk = quantized.chunk_length(values[0].numel(), num_members)
-    received = [torch.stack([rows[member] for rows in sent]) for member in range(num_members)]
-    sums = torch.stack([quantized.sum_chunks(rows, chunk, kind) for rows in received])
+    sums = []
+    for member in range(num_members):
+        received = torch.stack([rows[member] for rows in sent])
+        errors.append(torch.empty(chunk - 5 * member, device=device))  # the last one may be shorter
+        sums.append(quantized.sum_chunks(received, chunk, kind, errors=errors[-1]))
+        _assert_same_rows(sums[-1][None], quantized.sum_chunks(received, chunk, kind)[None])
     result = torch.empty_like(values[0])
-    quantized.decode_chunks(sums, result, kind)
-    return Reduced(sent, sums, result)
+    quantized.decode_chunks(torch.stack(sums), result, kind)
+    return Reduced(sent, torch.stack(sums), result, errors)
 
 
 def assert_same_bits(found: Reduced, wanted: Reduced) -> None:
@@ -107,3 +121,5 @@ def assert_same_bits(found: Reduced, wanted: Reduced) -> None:
         _assert_same_rows(mine, theirs)
     _assert_same_rows(found.sums, wanted.sums)
     _assert_same_numbers(found.result, wanted.result)
+    for mine, theirs in zip(found.errors, wanted.errors, strict=True):
+        _assert_same_numbers(mine, theirs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -44,6 +44,9 @@ log = logging.getLogger(__name__)
 _NEUTRAL = {ReduceOp.SUM: 0.0, ReduceOp.PRODUCT: 1.0}
 # Comparing with it takes a fifth of the time that asking a device for its type takes.
 _CPU = torch.device("cpu")
+# Elements that are summed in 8-bit numbers at once: the next ones are encoded, and the ones before
+# added up, while these travel. Smaller ones would wait for a link's latency more than they use it.
+SEGMENT = 4 << 20
 # Torch's id of the backward pass if none runs.
 NO_GRAPH = -1
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -88,6 +91,22 @@ class _Admitted:
     """The groups agree on an operation; None: they have agreed on it before."""
 
     operation: Operation | None
+
+
+@dataclass(slots=True)
+class _Segment:
+    """A part of a tensor that is summed in 8-bit numbers, with the two collectives of that.
+
+    ``errors``: see `Collectives.allreduce_quantized`. ``received`` holds this group's chunk of all
+    groups after the ``first`` one, ``sent`` the sums of all chunks after the ``second`` one.
+    """
+
+    values: torch.Tensor
+    errors: torch.Tensor | None
+    sent: torch.Tensor
+    received: torch.Tensor
+    first: Reduction | None = None
+    second: Reduction | None = None
 
 
 class Collectives:
@@ -205,47 +224,87 @@ class Collectives:
         quantization: Quantization,
         *,
         part: float | None = None,
+        errors: torch.Tensor | None = None,
     ) -> dist.Work:
         """Start reducing a copy of ``tensor`` in 8-bit numbers, as `allreduce`.
 
         The first of its two collectives begins at once. The second one begins in the work's
         ``wait``, so all groups have to wait for such works in the same order.
+
+        ``errors``: float32 of shape (numel,), what earlier results lack because of this group's
+        rounding. It is added to what this group contributes, and holds what is lacking then once
+        the work is over. A group that does not contribute keeps it as it is.
         """
-        values, pg = tensor.detach(), self._pg
+        values = tensor.detach()
         kind = Kind.INT8 if quantization is Quantization.INT8 else Kind.FLOAT8
-        if pg.size() == 1 or not tensor.numel():  # nothing travels that could be encoded
+        kept = errors if _contributes(op, participation, part) else None
+        if self._pg.size() == 1 or not tensor.numel():  # nothing travels that could be encoded
+            if kept is not None:
+                values.add_(kept.view(values.shape))
+                kept.zero_()
             return self.allreduce(tensor, op, participation, kind, part=part)
-        own = values.to(torch.float32, copy=True)
-        _write_contribution(own, own, op, participation, part)
-        sent = encode_chunks(own, pg.size(), quantization)
-        received = torch.empty_like(sent)
-        flat = received.view(-1)
         admitted = self._begin_operation(values, op, kind)
         if admitted is None:
             return CompletedWork(tensor)
-        operation = admitted.operation
-        arguments: tuple[Any, ...] = (flat, sent.view(-1), [], [])
-        first = self._launch(received, pg.alltoall_base, *arguments, operation=operation)
-        if first is None:
-            return CompletedWork(tensor)
-
-        seconds: list[Reduction | None] = []  # once: a wait that is interrupted may be repeated
+        flat = values.contiguous().view(-1)  # the same memory, if that is possible
+        segments: list[_Segment] = []
+        write = functools.partial(
+            _write_contribution, op=op, participation=participation, part=part
+        )
+        for segment in _encode_segments(flat, kept, write, quantization, self._pg.size()):
+            segments.append(segment)
+            if not self._launch_segment(segment, admitted.operation):
+                return CompletedWork(tensor)
 
         def finish() -> torch.Tensor:
-            if not first.wait():
-                return tensor
-            if not seconds:
-                chunk = chunk_length(values.numel(), pg.size())
-                mine = sum_chunks(received, chunk, quantization)
-                seconds.append(self._launch(sent, pg.allgather, [list(sent.unbind())], [mine]))
-            (second,) = seconds
-            if second is not None and second.wait():
-                decode_chunks(sent, values, quantization)
+            if self._sum_segments(segments, quantization) and not values.is_contiguous():
+                values.copy_(flat.view(values.shape))
             return tensor
 
         self.has_averages = True
         self._works.append(ManagedWork(finish))
         return self._works[-1]
+
+    def _launch_segment(self, segment: _Segment, operation: Operation | None) -> bool:
+        """Send each group its chunk of a segment; False: that failed, and the error was latched."""
+        sent, received = segment.sent, segment.received
+        arguments: tuple[Any, ...] = (received.view(-1), sent.view(-1), [], [])
+        segment.first = self._launch(
+            received, self._pg.alltoall_base, *arguments, operation=operation
+        )
+        return segment.first is not None
+
+    def _sum_segments(self, segments: list[_Segment], quantization: Quantization) -> bool:
+        """Wait for the sums of all segments, and decode them if none has failed."""
+        is_launched = all(self._launch_sum_of_chunk(each, quantization) for each in segments)
+        if not is_launched or not all(each.second and each.second.wait() for each in segments):
+            return False
+        for segment in segments:
+            decode_chunks(segment.sent, segment.values, quantization)
+        return True
+
+    def _launch_sum_of_chunk(self, segment: _Segment, quantization: Quantization) -> bool:
+        """Add up this group's chunk of a segment, and launch what sends the sum to all.
+
+        Once: a wait that is interrupted may be repeated. Returns False if that failed, and the
+        error was latched. It does not matter which group makes up for what the sum leaves out: the
+        contributions are added up.
+        """
+        if segment.second is not None:
+            return True
+        if segment.first is None or not segment.first.wait():
+            return False
+        chunk = chunk_length(segment.values.numel(), self._pg.size())
+        own_errors = left_out = None
+        if segment.errors is not None:
+            own_errors = segment.errors[chunk * self._pg.rank() :][:chunk]
+            left_out = torch.empty_like(own_errors)
+        mine = sum_chunks(segment.received, chunk, quantization, left_out)
+        if own_errors is not None and left_out is not None:
+            own_errors.add_(left_out)
+        sent = segment.sent
+        segment.second = self._launch(sent, self._pg.allgather, [list(sent.unbind())], [mine])
+        return segment.second is not None
 
     @profiled("torchft::allreduce")
     def launch(
@@ -541,6 +600,26 @@ class Collectives:
         self._pg.tidy()
 
 
+def _encode_segments(
+    values: torch.Tensor,
+    errors: torch.Tensor | None,
+    write_contribution: Callable[[torch.Tensor, torch.Tensor], None],
+    quantization: Quantization,
+    num_members: int,
+) -> Iterator[_Segment]:
+    """Encode this group's part of a sum, segment by segment; ``errors`` are corrected in it."""
+    for start in range(0, values.numel(), SEGMENT):
+        piece = values[start : start + SEGMENT]
+        own = torch.empty(piece.shape, dtype=torch.float32, device=piece.device)
+        write_contribution(piece.to(torch.float32), own)
+        left_out = None
+        if errors is not None:
+            left_out = errors[start : start + SEGMENT]
+            own.add_(left_out)
+        sent = encode_chunks(own, num_members, quantization, left_out)
+        yield _Segment(piece, left_out, sent, torch.empty_like(sent))
+
+
 def _sent_op(op: ReduceOp.RedOpType) -> ReduceOp.RedOpType:
     return ReduceOp.SUM if op == ReduceOp.AVG else op
 
@@ -557,7 +636,7 @@ def _write_contribution(
     ``part``: see `Collectives.allreduce`.
     """
     average = op == ReduceOp.AVG
-    if participation.participating_rank is None or (average and part == 0.0):
+    if not _contributes(op, participation, part):
         out.fill_(neutral_element(_sent_op(op), out.dtype))
     elif average and part is not None:
         torch.mul(values, part, out=out)
@@ -566,6 +645,11 @@ def _write_contribution(
         torch.div(values, participation.num_participants, out=out)
     elif out is not values:
         out.copy_(values)
+
+
+def _contributes(op: ReduceOp.RedOpType, participation: Participation, part: float | None) -> bool:
+    """Whether this group adds anything to a reduction by ``op``."""
+    return participation.participating_rank is not None and not (op == ReduceOp.AVG and part == 0.0)
 
 
 def _options(op: ReduceOp.RedOpType) -> dist.AllreduceOptions:

@@ -24,14 +24,20 @@ _WARPS = 4
 # Sizes are not specialized: each tensor of another size could be compiled again, within a step.
 
 
-def encode(values: torch.Tensor, rows: torch.Tensor, kind: Quantization) -> None:
-    """Encode ``values``, float32 of shape (numel,), into ``rows``, zeros behind its end."""
+def encode(
+    values: torch.Tensor, rows: torch.Tensor, kind: Quantization, errors: torch.Tensor | None
+) -> None:
+    """Encode ``values``, float32 of shape (numel,), into ``rows``, zeros behind its end.
+
+    ``errors``: gets what ``rows`` leave out; may be ``values``.
+    """
     num_blocks = rows.numel() // _block_bytes()
     with _on_device(rows):
         _encode[_grid(num_blocks)](
             values,
             rows.view(torch.int8),
             rows.view(torch.float32),
+            errors,
             values.numel(),
             num_blocks,
             num_blocks // len(rows),
@@ -39,8 +45,13 @@ def encode(values: torch.Tensor, rows: torch.Tensor, kind: Quantization) -> None
         )
 
 
-def add(rows: torch.Tensor, encoded: torch.Tensor, kind: Quantization) -> None:
-    """Add up ``rows`` in float32 and in their order, and write the encoded sum to ``encoded``."""
+def add(
+    rows: torch.Tensor, encoded: torch.Tensor, kind: Quantization, errors: torch.Tensor | None
+) -> None:
+    """Add up ``rows`` in float32 and in their order, and write the encoded sum to ``encoded``.
+
+    ``errors``: gets what ``encoded`` leaves out.
+    """
     num_blocks = encoded.numel() // _block_bytes()
     with _on_device(rows):
         _add[_grid(num_blocks)](
@@ -48,6 +59,8 @@ def add(rows: torch.Tensor, encoded: torch.Tensor, kind: Quantization) -> None:
             rows.view(torch.float32),
             encoded.view(torch.int8),
             encoded.view(torch.float32),
+            errors,
+            0 if errors is None else errors.numel(),
             len(rows),
             num_blocks,
             **_options(kind),
@@ -78,8 +91,8 @@ def check(device: torch.device, kind: Quantization) -> None:
     """
     values = torch.ones(BLOCK, device=device)
     rows = torch.empty(1, _block_bytes(), dtype=torch.uint8, device=device)
-    encode(values, rows, kind)
-    add(rows, rows[0].clone(), kind)
+    encode(values, rows, kind, None)
+    add(rows, rows[0].clone(), kind, None)
     decode(rows, values, kind)
 
 
@@ -111,6 +124,7 @@ def _encode(
     values,
     numbers,
     scales,
+    errors,
     numel,
     num_blocks,
     per_row,
@@ -123,14 +137,19 @@ def _encode(
     read = tl.load(values + place, mask=place < numel, other=0.0)
     encoded, scale = _quantize(read, is_float8)
     _store(numbers, scales, block, num_blocks, per_row, encoded, scale, size)
+    if errors is not None:
+        left = read - _to_float32(encoded, is_float8) * scale[:, None]
+        tl.store(errors + place, left, mask=place < numel)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_blocks"])
+@triton.jit(do_not_specialize=["num_errors", "num_rows", "num_blocks"])
 def _add(
     numbers,
     scales,
     sum_numbers,
     sum_scales,
+    errors,
+    num_errors,
     num_rows,
     num_blocks,
     is_float8: tl.constexpr,
@@ -147,6 +166,10 @@ def _add(
         row += 1
     encoded, scale = _quantize(total, is_float8)
     _store(sum_numbers, sum_scales, block, num_blocks, num_blocks, encoded, scale, size)
+    if errors is not None:
+        left = total - _to_float32(encoded, is_float8) * scale[:, None]
+        place = block[:, None] * size + tl.arange(0, size)[None, :]
+        tl.store(errors + place, left, mask=place < num_errors)
 
 
 @triton.jit(do_not_specialize=["numel", "num_blocks", "per_row"])
@@ -189,8 +212,13 @@ def _load(numbers, scales, block, is_there, per_row, is_float8: tl.constexpr, si
     first, of_scale = _places(block, per_row, size)
     place = first[:, None] + tl.arange(0, size)[None, :]
     read = tl.load(numbers + place, mask=is_there[:, None], other=0)
-    number = _from_float8(read) if is_float8 else read.to(tl.float32)
-    return number * tl.load(scales + of_scale, mask=is_there, other=0.0)[:, None]
+    scale = tl.load(scales + of_scale, mask=is_there, other=0.0)
+    return _to_float32(read, is_float8) * scale[:, None]
+
+
+@triton.jit
+def _to_float32(numbers, is_float8: tl.constexpr):
+    return _from_float8(numbers) if is_float8 else numbers.to(tl.float32)
 
 
 @triton.jit
