@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import ReduceOp
 
 from torchft_svc.client.gradients.buckets import describe_tensors, plain_name
 from torchft_svc.client.reduce.quantized import Quantization
@@ -106,7 +107,8 @@ class BucketedAverage:
     ``like``: tensors with the shapes, dtypes and devices of what is averaged. ``capacity_mb``: the
     size of a bucket in MiB (None: a collective for each tensor). One average at a time is under
     way; its memory is as large as ``like``, is allocated when it begins, and is summed in place.
-    With ``quantization`` the 8-bit numbers that are sent and received come on top.
+    With ``quantization`` the 8-bit numbers that are sent and received come on top. ``errors_on``:
+    keep there what rounding leaves out of the averages, and add it to the next ones.
     """
 
     def __init__(
@@ -116,6 +118,7 @@ class BucketedAverage:
         capacity_mb: float | None,
         *,
         quantization: Quantization | None = None,
+        errors_on: torch.device | None = None,
     ) -> None:
         if capacity_mb is not None and not capacity_mb > 0:
             raise ConfigError("bucket_cap_mb", capacity_mb, "a bucket needs a size above 0")
@@ -125,25 +128,42 @@ class BucketedAverage:
         self._plan = plan_parts(self._like, capacity_mb)
         self._works: list[dist.Work | Reduction] = []
         self._views: dict[int, torch.Tensor] = {}
+        # One for each part: of the averages that were applied, and of those that are under way.
+        self._errors: list[torch.Tensor] = []
+        self._new_errors: list[torch.Tensor] = []
+        if errors_on is not None:
+            self._errors = [
+                torch.zeros(self._numel(part), dtype=torch.float32, device=errors_on)
+                for part in self._plan
+            ]
+
+    def _numel(self, part: list[int]) -> int:
+        return sum(self._like[index].numel() for index in part)
 
     @torch.no_grad()
     def launch(self, fill: Callable[[int, torch.Tensor], None]) -> None:
         """Begin to average; ``fill`` writes the tensor with a number into a view of its shape."""
         self.drop_averages()
-        for part in self._plan:
+        for number, part in enumerate(self._plan):
             memory = self._fill_memory(part, fill)
             if self._quantization is None:
                 self._launch_sum(memory)
-            else:
-                quantized = self._quantization.value
-                self._works.append(self._manager.allreduce(memory, should_quantize=quantized))
+                continue
+            errors = None
+            if self._errors:
+                errors = self._errors[number].to(memory.device, copy=True)
+                self._new_errors.append(errors)
+            self._works.append(
+                self._manager._sums.allreduce(
+                    memory, self._quantization.value, ReduceOp.AVG, errors=errors
+                )
+            )
 
     def _fill_memory(
         self, part: list[int], fill: Callable[[int, torch.Tensor], None]
     ) -> torch.Tensor:
-        numel = sum(self._like[index].numel() for index in part)
         first = self._like[part[0]]
-        memory = torch.empty(numel, dtype=first.dtype, device=first.device)
+        memory = torch.empty(self._numel(part), dtype=first.dtype, device=first.device)
         offset = 0
         for index in part:
             like = self._like[index]
@@ -173,14 +193,27 @@ class BucketedAverage:
         self._works = []
 
     def pop_averages(self) -> list[torch.Tensor]:
-        """Return the averages in the order of ``like``; their memory is the caller's."""
+        """Return the averages in the order of ``like``; their memory is the caller's.
+
+        They are applied, so what they lack is added to the next ones.
+        """
         views = self._views
+        for kept, errors in zip(self._errors, self._new_errors, strict=True):
+            kept.copy_(errors)
         self.drop_averages()
         return [views[index] for index in range(len(self._like))]
 
     def drop_averages(self) -> None:
         """Free the memory of the averages."""
-        self._works, self._views = [], {}
+        self._works, self._views, self._new_errors = [], {}, []
+
+    def reset_errors(self) -> None:
+        """Begin without errors: a group that heals has sent nothing that it could make up for.
+
+        The errors of the group that it heals from are added to that one's next sums.
+        """
+        for errors in self._errors:
+            errors.zero_()
 
 
 def plan_parts(tensors: Sequence[torch.Tensor], capacity_mb: float | None) -> list[list[int]]:

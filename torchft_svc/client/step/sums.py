@@ -289,12 +289,13 @@ class StepSums:
         should_quantize: bool | str,
         op: ReduceOp.RedOpType,
         kind: Kind = Kind.AVERAGE,
+        errors: torch.Tensor | None = None,
     ) -> dist.Work:
-        """See `Manager.allreduce`."""
+        """See `Manager.allreduce`; ``errors``: see `Collectives.allreduce_quantized`."""
         quantization = check_arguments(tensor, should_quantize, op)
         if self.is_between_steps():
             return self._report(tensor, op)
-        return self._allreduce(tensor, op, kind, quantization)
+        return self._allreduce(tensor, op, kind, quantization, errors)
 
     def _allreduce_bucket(self, bucket: torch.Tensor, kind: Kind) -> dist.Work:
         """See `Manager.allreduce_grad`; ``kind``: which pass of torch's wrapper it belongs to."""
@@ -307,6 +308,7 @@ class StepSums:
         op: ReduceOp.RedOpType,
         kind: Kind,
         quantization: Quantization | None = None,
+        errors: torch.Tensor | None = None,
     ) -> dist.Work:
         if not self.can_reduce() or not self._has_read_data():
             return CompletedWork(tensor)
@@ -314,7 +316,7 @@ class StepSums:
         if quantization is None:
             return self.collectives.allreduce(tensor, op, participation, kind, part=self._weight)
         return self.collectives.allreduce_quantized(
-            tensor, op, participation, quantization, part=self._weight
+            tensor, op, participation, quantization, part=self._weight, errors=errors
         )
 
     def sum_numbers(self, numbers: Sequence[float | torch.Tensor]) -> list[float] | None:
