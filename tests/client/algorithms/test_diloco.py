@@ -16,7 +16,8 @@ from torch import nn
 
 from torchft_svc.client import Optimizer
 from torchft_svc.client.algorithms import DiLoCo, LocalSGD
-from torchft_svc.client.algorithms.agreed_weights import plan_parts
+from torchft_svc.client.algorithms.agreed_weights import AgreedWeights, plan_parts
+from torchft_svc.client.algorithms.diloco import _Fragment
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.errors import ConfigError, RequestRefused
 
@@ -180,16 +181,26 @@ def columns(rows: list[list[float]]) -> list[list[float]]:
     return [list(column) for column in zip(*rows, strict=True)]
 
 
-@pytest.mark.parametrize(("delay", "alpha"), EXPECTED)
-def test_the_numbers_of_two_fragments(address: str, delay: int, alpha: float) -> None:
+def check_numbers(address: str, delay: int, alpha: float, *, extra_steps: int = 2) -> None:
+    """Check both fragments' values; after an odd number of steps the second one is the first."""
     options = {"fragment_sync_delay": delay, "fragment_update_alpha": alpha}
-    with groups(address, "ab", **options) as (a, b):
+    with groups(address, "ab", extra_steps=extra_steps, **options) as (a, b):
         together(lambda: a.train(16), lambda: b.train(16))
         first, second, first_agreed, second_agreed = EXPECTED[delay, alpha]
+        order = -1 if extra_steps % 2 else 1
         for group in (a, b):
-            assert columns(group.locals) == [first, second]
-            found = columns(group.globals)
+            assert columns(group.locals)[::order] == [first, second]
+            found = columns(group.globals)[::order]
             assert [each[:5] for each in found] == [first_agreed, second_agreed]
+
+
+@pytest.mark.parametrize(("delay", "alpha"), EXPECTED)
+def test_the_numbers_of_two_fragments(address: str, delay: int, alpha: float) -> None:
+    check_numbers(address, delay, alpha)
+
+
+def test_the_fragment_follows_the_step_of_the_manager(address: str) -> None:
+    check_numbers(address, 0, 0.0, extra_steps=1)
 
 
 @pytest.mark.parametrize(("delay", "alpha"), ONE)
@@ -200,7 +211,7 @@ def test_the_numbers_of_one_fragment(address: str, delay: int, alpha: float) -> 
         assert columns(a.locals) == columns(b.locals) == [ONE[delay, alpha]]
 
 
-def test_sums_that_fail_restore_the_fragment_which_comes_again(address: str) -> None:
+def check_refusals(address: str) -> None:
     with groups(address, "ab") as (a, b):
 
         def fail_third(group: Group) -> Callable[[int], None]:
@@ -217,7 +228,11 @@ def test_sums_that_fail_restore_the_fragment_which_comes_again(address: str) -> 
             assert group.manager.current_step() == 2 + 3
 
 
-def test_a_group_that_joins_is_in_phase(address: str) -> None:
+def test_sums_that_fail_restore_the_fragment_which_comes_again(address: str) -> None:
+    check_refusals(address)
+
+
+def check_join(address: str) -> None:
     last_step = 40
     with groups(address, "ab") as (a, b), groups(address, "c", extra_steps=0) as (c,):
         has_begun = threading.Event()
@@ -240,6 +255,73 @@ def test_a_group_that_joins_is_in_phase(address: str) -> None:
         states = [[bits(each.state_dict()) for each in g.algorithm._fragments] for g in (a, b, c)]
         assert states[0] == states[1] == states[2]
         assert {g.algorithm.inner_steps for g in (a, b, c)} == {0}
+
+
+def test_a_group_that_joins_is_in_phase(address: str) -> None:
+    check_join(address)
+
+
+def reset_the_counter_at_the_launch(patch: pytest.MonkeyPatch) -> None:
+    launch = DiLoCo._launch
+
+    def faulty(self: DiLoCo, **options: Any) -> Any:
+        self._count = 0
+        return launch(self, **options)
+
+    patch.setattr(DiLoCo, "_launch", faulty)
+
+
+def store_the_backup_after_mixing(patch: pytest.MonkeyPatch) -> None:
+    apply = _Fragment.apply
+
+    def faulty(self: _Fragment) -> None:
+        apply(self)
+        self._weights.store()
+
+    patch.setattr(_Fragment, "apply", faulty)
+
+
+def choose_the_fragment_by_a_count_of_its_own(patch: pytest.MonkeyPatch) -> None:
+    def faulty(self: Any, *, is_last_step: bool) -> Any:
+        self._begin_sync()
+        self._num_launched = getattr(self, "_num_launched", -1) + 1
+        fragment = self._fragments[self._num_launched % len(self._fragments)]
+        fragment.launch(frees_gradients=is_last_step)
+        return fragment
+
+    patch.setattr(DiLoCo, "_launch", faulty)
+
+
+def restore_nothing(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Fragment, "restore", lambda self: self._averaging.drop_averages())
+
+
+def heal_without_the_backup(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AgreedWeights, "load_state_dict", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "check"),
+    [
+        (reset_the_counter_at_the_launch, lambda where: check_numbers(where, 1, 0.0)),
+        (store_the_backup_after_mixing, lambda where: check_numbers(where, 0, 0.5)),
+        (
+            choose_the_fragment_by_a_count_of_its_own,
+            lambda where: check_numbers(where, 0, 0.0, extra_steps=1),
+        ),
+        (restore_nothing, check_refusals),
+        (heal_without_the_backup, check_join),
+    ],
+)
+def test_planted_faults_are_found(
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    check: Callable[[str], None],
+) -> None:
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        check(address)
 
 
 @pytest.mark.parametrize(
@@ -304,6 +386,11 @@ def test_an_outer_optimizer_of_another_fragment_is_refused(address: str) -> None
         ({"bucket_cap_mb": 1.5}, "buckets of 25 MiB", r"buckets of 1\.5 MiB"),
         ({"use_bucketization": False}, "buckets of 25 MiB", "no buckets"),
         ({"should_quantize": "float8"}, "not quantized", "quantized float8"),
+        (
+            {"should_quantize": "int8", "error_feedback": True},
+            "not quantized",
+            "quantized int8 with error feedback",
+        ),
     ],
 )
 def test_groups_with_other_settings_are_refused(
