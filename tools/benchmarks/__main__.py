@@ -60,6 +60,11 @@ BENCHMARKS = (
     ),
     Benchmark("replica_groups", ("--kills=1",), ("--kills=3",), 1200.0),
     Benchmark("trainer", ("--kills=2",), ("--kills=20",)),
+    Benchmark(
+        "slow_links",
+        ("--seconds=5", "--repeat=1", "--sum-mb=16"),
+        ("--groups=2", "--groups=4", "--picture=results/slow-links.png"),
+    ),
     Benchmark("memory", ("--repeat=1",), ("--repeat=9",)),
     Benchmark("healing", ("--gb=0.5", "--repeat=3"), ("--gb=2", "--repeat=7")),
 )
