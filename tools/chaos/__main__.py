@@ -15,6 +15,7 @@ import click
 from tools.chaos.cluster import Cluster
 from tools.chaos.director import Director, RunFailed
 from tools.chaos.faults import draw_faults
+from tools.chaos.options import PROCESS_GROUPS
 from tools.chaos.records import read_records
 from tools.chaos.verdicts import Run, judge
 from tools.demo.orphans import end_leftovers
@@ -53,13 +54,25 @@ _LEFTOVER_GRACE_S = 5.0
     help="2: a list without leader election; a fault on the way back to the first may split a job.",
 )
 @click.option(
+    "--process-group",
+    type=click.Choice(PROCESS_GROUPS),
+    default="gloo",
+    help="With NCCL, all workers train on the first CUDA device.",
+)
+@click.option(
     "--report",
     type=click.Path(dir_okay=False, path_type=Path),
     default=Path("chaos-report.png"),
     help="The picture; the figures go beside it as JSON.",
 )
 def main(
-    minutes: float, seed: int, groups: int, pairs: int, lighthouses: int, report: Path
+    minutes: float,
+    seed: int,
+    groups: int,
+    pairs: int,
+    lighthouses: int,
+    process_group: str,
+    report: Path,
 ) -> None:
     """Train real groups under every kind of fault, and check every promise."""
     if pairs == 1:
@@ -67,7 +80,7 @@ def main(
     console = make_console()
     folder = Path(tempfile.mkdtemp(prefix="torchft-chaos-"))
     jobs, sizes = assign_groups(groups, pairs)
-    run = perform(folder, minutes * 60, seed, jobs, sizes, lighthouses)
+    run = perform(folder, minutes * 60, seed, jobs, sizes, lighthouses, process_group=process_group)
     verdicts = judge(run)
     print_report(console, run, verdicts)
     write_json(run, verdicts, seed, report.with_suffix(".json"))
@@ -95,11 +108,13 @@ def perform(
     sizes: dict[int, int],
     num_lighthouses: int = 1,
     max_faults: int | None = None,
+    *,
+    process_group: str = "gloo",
 ) -> Run:
     """The whole run, to the end of its last process; it ends after ``max_faults``, or the time."""
     mark = uuid.uuid4().hex
     _print_progress(0.0, f"seed {seed}; logs and events: {folder}")
-    cluster = Cluster(folder, jobs, sizes, seed, mark, num_lighthouses)
+    cluster = Cluster(folder, jobs, sizes, seed, mark, num_lighthouses, process_group)
     faults = islice(draw_faults(seed, jobs, sizes, num_lighthouses), max_faults)
     director = Director(cluster, faults, seconds, _print_progress)
     failure, interrupted = "", False

@@ -13,6 +13,8 @@ LEFT_OUT_S = 0.4
 JOIN_S = 1.0
 MANAGER_BACK_S = 2.0
 LIGHTHOUSE_BACK_S = 1.0
+# The connections of NCCL, which are made anew with each change of the members.
+NCCL_CONNECT_S = 1.0
 
 # A bound counts from an event to the next commit, which holds a whole step of several processes.
 # On a machine with more runnable processes than cores each of them waits for its turn, several

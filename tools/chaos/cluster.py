@@ -133,6 +133,7 @@ class Cluster:
     seed: int
     mark: str
     num_lighthouses: int = 1
+    process_group: str = "gloo"
     fork_server: ForkServer = field(init=False)
     lighthouses: list[Lighthouse] = field(default_factory=list)
     fleets: dict[str, Fleet] = field(default_factory=dict)
@@ -160,7 +161,12 @@ class Cluster:
             lighthouse.start(wait=True)
             self.lighthouses.append(lighthouse)
         for job, groups in self.jobs.items():
-            settings: dict[str, Any] = {"job": job, "seed": self.seed, "program": PROGRAM}
+            settings: dict[str, Any] = {
+                "job": job,
+                "seed": self.seed,
+                "program": PROGRAM,
+                "process_group": self.process_group,
+            }
             self.fleets[job] = fleet = Fleet(self.fork_server, self.folder, "", settings)
             self._stack.callback(fleet.end)
             for group in groups:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tools.chaos.actions import inject
-from tools.chaos.bounds import LIGHTHOUSE_BACK_S, allowance_s
+from tools.chaos.bounds import LIGHTHOUSE_BACK_S, NCCL_CONNECT_S, allowance_s
 from tools.chaos.cluster import Cluster
 from tools.chaos.faults import (
     ALONE,
@@ -20,6 +20,7 @@ from tools.chaos.faults import (
     Fault,
     Kind,
 )
+from tools.chaos.options import uses_device
 from tools.chaos.track import Place, Track
 from tools.demo.events import Event, Exited
 from torchft_svc.errors import TorchFTError
@@ -110,6 +111,8 @@ class Director:
         self._pause(fault.pause_s)
         job = self.cluster.job_of(fault.group)
         allowed_s = BOUNDS_S[fault.kind] + allowance_s()
+        if uses_device(self.cluster.process_group):
+            allowed_s += NCCL_CONNECT_S
         if self.incidents and self.incidents[-1].fault.kind in FOR_ALL:
             # Who needs the lighthouse now waits until it is back.
             allowed_s += LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S

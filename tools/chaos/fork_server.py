@@ -32,6 +32,8 @@ def worker_server(trainer: str = "tools.chaos.trainer", **variables: str) -> Ite
         # torch looks up the name of whoever connects; a lost answer must not cost 5 s.
         "RES_OPTIONS": "timeout:1 attempts:1",
         "PYTHONPATH": str(ROOT),
+        # torch looks for devices without CUDA, which a process must not initialize before it forks.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
     }
     server = ForkServer(
         "tools.chaos.fork_server",

@@ -8,6 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PROCESS_GROUPS = ("gloo", "nccl", "isolated-gloo", "isolated-nccl")
+
+
+def uses_device(process_group: str) -> bool:
+    """Whether workers with this process group train on a CUDA device."""
+    return "nccl" in process_group
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOptions:
@@ -17,8 +24,9 @@ class WorkerOptions:
     pass takes, ``ballast`` the bytes of state beyond the model's, for heals that take a while.
     ``manager`` are keywords of `torchft_svc.client.Manager`; those that end in ``_s`` are seconds,
     and ``world_size_mode`` is given by its name. ``program`` is for trainers that can be asked what
-    to train: plain values, too. ``host``: the address of the host that it runs on, and
-    ``namespace``: the network namespace which is that host (empty: this machine).
+    to train: plain values, too. ``process_group``: one of `PROCESS_GROUPS`. ``host``: the address
+    of the host that it runs on, and ``namespace``: the network namespace which is that host (empty:
+    this machine).
     """
 
     folder: Path
@@ -34,6 +42,7 @@ class WorkerOptions:
     ballast: int = 0
     manager: dict[str, Any] = field(default_factory=dict)
     program: dict[str, Any] = field(default_factory=dict)
+    process_group: str = "gloo"
     host: str = ""
     namespace: str = ""
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed import TCPStore
 
+from tools.chaos.groups import OnPurpose, device_of, make_group
 from tools.chaos.options import WorkerOptions
 from tools.chaos.reading import WIDTH, CountedReader, batches_of
 from tools.demo.events import (
@@ -24,7 +25,6 @@ from tools.demo.events import (
     Healed,
     Joined,
     PhaseBegan,
-    SumFailed,
 )
 from tools.demo.fingerprint import fingerprint
 from torchft_svc.client import (
@@ -32,7 +32,6 @@ from torchft_svc.client import (
     HTTPTransport,
     Manager,
     OptimizerWrapper,
-    ProcessGroupGloo,
     WorldSizeMode,
 )
 
@@ -40,10 +39,6 @@ from torchft_svc.client import (
 _STORE_WAIT_S = 20.0
 _DEFAULT_TIMEOUT_S = 20.0
 _LOOK_S = 0.005
-
-
-class OnPurpose(RuntimeError):
-    """A failure that a command asked for."""
 
 
 class Commands:
@@ -64,21 +59,6 @@ class Commands:
                 self._left.remove(command)
                 return rest
         return None
-
-
-class Gloo(ProcessGroupGloo):
-    """gloo, whose next sum fails after the command `fail`."""
-
-    def __init__(self, timeout_s: float, commands: Commands, log: EventLog) -> None:
-        super().__init__(timedelta(seconds=timeout_s))
-        self._commands = commands
-        self._log = log
-
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:  # type: ignore[override]
-        if self._commands.pop_command("fail") is not None:
-            self._log.write(SumFailed)
-            raise OnPurpose("this sum fails on purpose")
-        return super().allreduce(tensors, opts)
 
 
 class Transport(HTTPTransport[Any]):
@@ -120,7 +100,9 @@ class State:
         if batches_of(options) is not None:  # exact enough to be compared with another run
             self.model, self.adam = make_model(1000 * options.seed)
             self.model.double()
-        self._ballast = torch.zeros(options.ballast, dtype=torch.uint8)
+        self.device = device_of(options.process_group)
+        self.model.to(self.device)
+        self._ballast = torch.zeros(options.ballast, dtype=torch.uint8, device=self.device)
         self._loaded = loaded
 
     def state_dict(self) -> dict[str, Any]:
@@ -163,22 +145,23 @@ def run(options: WorkerOptions) -> None:
             log.write(PhaseBegan, step=step, phase="forward")
             inputs = _inputs(options, step) if data is None else data.read_step()
             optimizer.zero_grad()
-            loss = model(inputs).square().mean()
+            loss = model(inputs.to(state.device)).square().mean()
             time.sleep(options.step_s)
             _hang(commands, "hang_inside")
             loss.backward()
             _finish(manager, optimizer, state, log, loss.item())
         log.write(Finished, step=manager.current_step())
-        torch.save(state.model.state_dict(), options.weights)
+        torch.save(state.model.cpu().state_dict(), options.weights)
 
 
 def warm_up() -> None:
     """Load what torch and we load at the first use, which takes seconds; starts no thread."""
     import torchft_svc.preload  # noqa: F401
 
-    weight = nn.Parameter(torch.zeros(2))
-    weight.grad = torch.zeros(2)
-    torch.optim.Adam([weight]).step()
+    if not torch.cuda.is_available():  # where it is, a step asks CUDA, which no fork could use then
+        weight = nn.Parameter(torch.zeros(2))
+        weight.grad = torch.zeros(2)
+        torch.optim.Adam([weight]).step()
 
 
 def _manager(options: WorkerOptions, state: State, log: EventLog, commands: Commands) -> Manager:
@@ -203,7 +186,7 @@ def _manager(options: WorkerOptions, state: State, log: EventLog, commands: Comm
     return Manager(
         state_dict=state.state_dict,
         load_state_dict=state.load_state_dict,
-        pg=Gloo(timeout_s, commands, log),
+        pg=make_group(options.process_group, timeout_s, options.life, commands, log),
         checkpoint_transport=Transport(log, options.host or "127.0.0.1"),
         **(settings | given),
     )
