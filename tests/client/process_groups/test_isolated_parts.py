@@ -36,11 +36,9 @@ ENOUGH = timedelta(seconds=10)
             ENOUGH,
             messages.Backend("nccl", "cuda:1", high_priority=True),
         ),
-        messages.ShareDevice(
-            3, 1, (1, b"handle", 64, 0, b"counter", 7, b"event", True), b"r", b"d"
-        ),
+        messages.ShareDevice(3, 1, (1, b"handle", 64, 0, b"counter", 7, b"event", True), b"r"),
         messages.Launch(4, 3, "allreduce", [[messages.Place(3, 64, (2, 3), torch.bfloat16)]], {}),
-        messages.Reply(4, is_over=False),
+        messages.Reply(4, "it was refused"),
     ],
     ids=lambda message: type(message).__name__,
 )
@@ -75,22 +73,20 @@ def work() -> IsolatedWork:
     return IsolatedWork([result], [result], loan, 0.05)
 
 
-def test_a_result_that_the_device_orders_is_there_before_the_end(work: IsolatedWork) -> None:
-    with pytest.raises(RuntimeError, match=r"not over after 0\.05 s"):
-        work.wait()  # nobody has said that it has started
-    work.fetch_results()
-    assert work.wait()
-    assert work.result() == [torch.tensor([5.0])]
-    with pytest.raises(RuntimeError, match=r"not over after 0\.05 s"):
-        work.wait(SOON)  # which is until the end
+def test_both_waits_last_until_the_end(work: IsolatedWork) -> None:
+    for timeout in (None, SOON):
+        with pytest.raises(RuntimeError, match=r"not over after 0\.05 s"):
+            work.wait(timeout)
     assert not work.is_completed()
+    work.fetch_results()
     work.complete(None)
+    assert work.wait()
     assert work.wait(SOON)
+    assert work.result() == [torch.tensor([5.0])]
     assert work.is_success()
 
 
-def test_a_failure_after_the_start_is_raised_by_both_waits(work: IsolatedWork) -> None:
-    work.fetch_results()
+def test_a_failure_is_raised_by_both_waits(work: IsolatedWork) -> None:
     work.complete(RuntimeError("a member is gone"))
     for timeout in (None, SOON):
         with pytest.raises(RuntimeError, match="a member is gone"):

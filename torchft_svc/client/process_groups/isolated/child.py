@@ -146,7 +146,6 @@ class Child:
             return
         answer = functools.partial(self._answer, message.number)
         if isinstance(segment, DeviceWindow):
-            self._reply(Reply(message.number, is_over=False))
             self._poll_work(work, segment, answer)
             return
         try:

@@ -1,7 +1,8 @@
 """Memory of a CUDA device that the trainer and the process of its collectives share.
 
-The trainer owns it, so the other process may be killed at any moment. Both order their streams with
-two events, which the trainer owns, too; the CPU waits for neither. Not yet run on a GPU.
+The trainer owns it, so the other process may be killed at any moment. That process orders its
+stream behind an event of the trainer. The trainer's streams never wait for an event of that
+process: if it were killed before, they would wait forever, whoever recorded the event again.
 """
 
 from __future__ import annotations
@@ -35,14 +36,12 @@ class DeviceSegment(Segment):
         with _cuda.device(device):
             storage: Any = self._bytes.untyped_storage()
             self._memory: tuple[Any, ...] = storage._share_cuda_()
-            # The inputs are copied; the operation has ended.
-            self._ready = _cuda.Event(interprocess=True)
-            self._done = _cuda.Event(interprocess=True)
-            self._handles = self._ready.ipc_handle(), self._done.ipc_handle()
+            self._ready = _cuda.Event(interprocess=True)  # the inputs are copied
+            self._handle = self._ready.ipc_handle()
         self._fetched: Any = None
 
     def announce(self) -> ShareDevice:
-        return ShareDevice(self.number, self._device.index, self._memory, *self._handles)
+        return ShareDevice(self.number, self._device.index, self._memory, self._handle)
 
     def tensor(self, place: Place) -> torch.Tensor:
         assert self._bytes is not None, "closed"
@@ -59,9 +58,8 @@ class DeviceSegment(Segment):
             self._ready.record(stream)
 
     def fetch(self, pairs: Pairs) -> StreamWait:
-        """See `Segment.fetch`; the copy is queued behind the operation, which must have begun."""
+        """See `Segment.fetch`; the operation has ended, and the copy is queued."""
         with _cuda.stream(self._stream):
-            self._stream.wait_event(self._done)
             for result, shared in pairs:
                 result.copy_(shared, non_blocking=True)
                 if result.is_cuda:
@@ -70,15 +68,6 @@ class DeviceSegment(Segment):
             fetched.record(self._stream)
         self._fetched = fetched
         return functools.partial(_order_current_stream, fetched, self._device)
-
-    def release(self) -> None:
-        """See `Segment.release`.
-
-        A stream that waits for a killed operation would wait forever: the event is recorded again,
-        on an idle stream.
-        """
-        if self._fetched is not None and not self._fetched.query():
-            self._done.record(new_stream(self._device))
 
     def is_idle(self) -> bool:
         return bool(self._ready.query() and (self._fetched is None or self._fetched.query()))
@@ -101,7 +90,7 @@ class DeviceWindow:
             storage = torch.UntypedStorage._new_shared_cuda(*message.memory)
             self._bytes = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             self._ready = _cuda.Event.from_ipc_handle(device, message.ready)
-            self._done = _cuda.Event.from_ipc_handle(device, message.done)
+            self._done = _cuda.Event()
             # One per segment: an operation must not wait for another one.
             self._stream = new_stream(device)
 

@@ -35,7 +35,7 @@ from torchft_svc.client.process_groups.isolated.process import (
 )
 from torchft_svc.client.process_groups.isolated.segments import HostSegment, Loan, Pool, StreamWait
 from torchft_svc.client.process_groups.members import Members
-from torchft_svc.client.process_groups.nccl import check_support, resolve_device
+from torchft_svc.client.process_groups.nccl import check_support, refuse_capture, resolve_device
 from torchft_svc.client.process_groups.operations import IN_PLACE, result_of
 from torchft_svc.client.process_groups.recording import STARTED, Record
 from torchft_svc.client.process_groups.rendezvous import announce
@@ -178,6 +178,8 @@ class IsolatedProcessGroup(ProcessGroup):
             raise outcome[0]
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        if self._pool.on_device:
+            refuse_capture(name)
         with self._lock:
             child = self._child
             if self._error is not None or child is None:
@@ -200,7 +202,7 @@ class IsolatedProcessGroup(ProcessGroup):
             completion = _Completion(work, loan, self._pool, record)
             if record is not None:
                 record.state = STARTED  # before its end can be recorded
-            child.send(request, request.number, completion.on_end, completion.on_start)
+            child.send(request, request.number, completion.on_end)
         return work
 
     def _locate(
@@ -263,9 +265,9 @@ class ProcessGroupBabyNCCL(IsolatedProcessGroup):
 
     The process has its own CUDA context, which needs some hundred MB of device memory and is
     created again after each kill. Compared with `ProcessGroupNCCL`, a collective costs one more
-    copy on the device in each direction. A work's ``wait()`` blocks the current stream, and the CPU
-    only until the operation has been started; ``wait(timeout)`` blocks the caller until it has
-    ended. **Not yet run on a GPU.**
+    copy on the device in each direction. A work's ``wait()`` and ``wait(timeout)`` both block the
+    caller until the operation has ended: the trainer's streams never wait for the other process,
+    whose end they would not notice.
 
     Args:
         timeout: the longest time for a collective, and for connecting.
@@ -298,10 +300,9 @@ class ProcessGroupBabyNCCL(IsolatedProcessGroup):
 class IsolatedWork(dist.Work):
     """``results`` are copied from the segment of ``loan``, or are in shared memory themselves.
 
-    On the host the copy happens when the operation has ended; a failed or abandoned operation
-    writes nothing to them. On a device the copy is queued behind the operation once that has
-    started: then ``wait()`` orders the current stream, as torch's own does, and ``wait(timeout)``
-    also blocks the caller until the operation has ended.
+    The copy happens, or is queued on the device, when the operation has ended; a failed or
+    abandoned operation writes nothing to them. A wait blocks the caller until then, and orders the
+    current stream behind the copy.
 
     Args:
         copied: those of ``results`` that are the first tensors of ``loan``.
@@ -321,7 +322,6 @@ class IsolatedWork(dist.Work):
         self._loan: Loan | None = loan
         self._limit_s = limit_s
         self._order: StreamWait | None = None
-        self._taken = threading.Event()
         self._over = threading.Event()
         self._error: Exception | None = None
         self._lock = threading.Lock()
@@ -334,16 +334,6 @@ class IsolatedWork(dist.Work):
         with torch.no_grad():
             pairs = list(zip(self._copied, loan.tensors(), strict=False))
             self._order = loan.segment.fetch(pairs)
-        self._taken.set()
-
-    @property
-    def error(self) -> Exception | None:
-        return self._error
-
-    @property
-    def is_fetched(self) -> bool:
-        """Whether the results have been copied, or the copy is queued on the device."""
-        return self._taken.is_set()
 
     def complete(self, error: Exception | None) -> None:
         """Record the end of the operation; its results were copied unless it failed."""
@@ -351,7 +341,6 @@ class IsolatedWork(dist.Work):
             self._error = error
             self._loan = None  # a work that is kept must not keep the memory
             self._over.set()
-            self._taken.set()
             future = self._future
         if future is not None:
             self._fulfil(future)
@@ -363,7 +352,7 @@ class IsolatedWork(dist.Work):
             RuntimeError: it failed, or timed out; then `is_completed` is False.
         """
         limit_s = timeout.total_seconds() if timeout else self._limit_s
-        if not (self._over if timeout else self._taken).wait(limit_s):
+        if not self._over.wait(limit_s):
             raise dist.DistBackendError(f"a collective is not over after {limit_s:.3g} s")
         if self._error is not None:
             raise dist.DistBackendError(str(self._error)) from self._error
@@ -407,22 +396,17 @@ class _Completion:
     def __init__(self, work: IsolatedWork, loan: Loan, pool: Pool, record: Record | None) -> None:
         self._work, self._loan, self._pool, self._record = work, loan, pool, record
 
-    def on_start(self) -> None:
-        """Queue the copy of the results on the device."""
-        try:
-            self._work.fetch_results()
-        except RuntimeError as error:  # torch's, if a tensor or the device has changed
-            self._work.complete(error)
-
     def on_end(self, error: Exception | None) -> None:
-        """Complete the work, and give its memory back."""
+        """Copy the results, complete the work, and give its memory back."""
         if self._record is not None:
             self._record.end(failed=error is not None)
-        if error is None and not self._work.is_fetched:
-            self.on_start()
         if error is None:  # else the memory may still be written to
+            try:
+                self._work.fetch_results()
+            except RuntimeError as problem:  # torch's, if a tensor or the device has changed
+                error = problem
             self._pool.give_back(self._loan)  # first: the next operation may follow at once
-        self._work.complete(error or self._work.error)
+        self._work.complete(error)
 
 
 def _only_written(results: list[torch.Tensor], args: Any, kwargs: Any) -> set[int]:

@@ -63,25 +63,21 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class ShareDevice:
-    """Segment ``segment`` on a CUDA device, and two events: inputs copied, operation ended.
+    """Segment ``segment`` on a CUDA device, and the event that its inputs are copied.
 
-    ``memory`` is the result of ``UntypedStorage._share_cuda_``, for ``_new_shared_cuda``; the
-    events are handles for another process.
+    ``memory`` is the result of ``UntypedStorage._share_cuda_``, for ``_new_shared_cuda``; the event
+    is a handle for another process.
     """
 
     segment: int
     device_index: int
     memory: tuple[Any, ...]
     ready: bytes
-    done: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Start a collective on tensors in ``segment``; tensors in ``args`` are `Place`s.
-
-    Answered by a `Reply`; on a device, one that it has started comes first.
-    """
+    """Start a collective on tensors in ``segment``; tensors in ``args`` are `Place`s."""
 
     number: int
     segment: int
@@ -105,14 +101,10 @@ class Lose:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Command ``number`` has ended, or, with an ``error``, has failed.
-
-    Not ``is_over``: it is under way on the device, and from now on events order its result.
-    """
+    """Command ``number`` has ended, or, with an ``error``, has failed."""
 
     number: int
     error: str | None = None
-    is_over: bool = True
 
 
 @dataclass(frozen=True, slots=True)

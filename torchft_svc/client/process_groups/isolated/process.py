@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 
 from torchft_svc.client.process_groups.isolated.messages import (
-    Abort,
     ChildFailed,
     Command,
     Reply,
@@ -35,12 +34,8 @@ _REAP_S = 5.0
 _STATUS_S = 1.0
 # Its connection closes before the kernel has reclaimed a device's memory from it.
 _GONE_S = 30.0
-# An operation on a device that is aborted ends in about ten milliseconds. One that is killed may
-# leave the streams behind it waiting, so it is aborted first.
-_ABORT_S = 0.3
 
 OnEnd = Callable[[Exception | None], None]
-OnStart = Callable[[], None]
 
 
 # Of all process groups of this process.
@@ -70,8 +65,7 @@ class ChildProcess:
         self.pid, self._connection = fork_carrier(FORK_SERVER)
         self._end_of_process = ProcessEnd(self.pid)
         self._lock = threading.Lock()
-        self._answered = threading.Condition(self._lock)
-        self._waiting: dict[int, tuple[OnEnd, OnStart | None]] = {}
+        self._waiting: dict[int, OnEnd] = {}
         self._ended: Exception | None = None
         # A failed operation in a live process may still write to shared memory.
         self.has_failed = False
@@ -101,11 +95,9 @@ class ChildProcess:
         request: Command,
         number: int | None = None,
         on_end: OnEnd | None = None,
-        on_start: OnStart | None = None,
     ) -> None:
-        """Send ``request``; ``on_end`` is called when command ``number`` has ended.
-
-        ``on_start`` may be called before, once. Neither may raise.
+        """Send ``request``; ``on_end`` is called when command ``number`` has ended, and must not
+        raise.
 
         Raises:
             QuorumFailed: the process has ended.
@@ -114,7 +106,7 @@ class ChildProcess:
             if self._ended is not None:
                 raise self._ended
             if number is not None and on_end is not None:
-                self._waiting[number] = on_end, on_start
+                self._waiting[number] = on_end
             with contextlib.suppress(OSError):  # the reader notices, and answers all commands
                 self._connection.send(request)
 
@@ -131,11 +123,6 @@ class ChildProcess:
                 self._connection.send(segment)
                 if descriptor is not None:
                     send_handle(self._connection, descriptor, self.pid)
-
-    def wait_until_idle(self, timeout_s: float) -> None:
-        """Wait until every command has been answered, or until the timeout."""
-        with self._lock:
-            self._answered.wait_for(lambda: not self._waiting, timeout_s)
 
     def kill(self, wait_s: float = _REAP_S) -> None:
         """Kill the process, and wait up to ``wait_s`` for its exit; idempotent."""
@@ -171,14 +158,7 @@ class ChildProcess:
 
     def _receive(self, answer: Reply) -> None:
         with self._lock:
-            on_end, on_start = self._waiting.get(answer.number, (None, None))
-            if answer.is_over:
-                self._waiting.pop(answer.number, None)
-                self._answered.notify_all()
-        if not answer.is_over:
-            if on_start is not None:
-                on_start()
-            return
+            on_end = self._waiting.pop(answer.number, None)
         self.has_failed = self.has_failed or answer.error is not None
         if on_end is not None:
             on_end(None if answer.error is None else QuorumFailed(answer.error))
@@ -188,8 +168,7 @@ class ChildProcess:
         with self._lock:
             self._ended = error = self._ended or error
             waiting, self._waiting = self._waiting, {}
-            self._answered.notify_all()
-        for on_end, _ in waiting.values():
+        for on_end in waiting.values():
             on_end(error)
 
 
@@ -209,11 +188,7 @@ class KilledProcesses:
             child.kill()
             pool.close()  # the kernel keeps it until the process exits
             return
-        with contextlib.suppress(QuorumFailed):  # it has exited
-            child.send(Abort())
-        child.wait_until_idle(_ABORT_S)
         child.kill(wait_s=0)
-        pool.release()
         with self._lock:
             self._kept.append((child, pool))
         self.clear()

@@ -54,9 +54,6 @@ class Segment(abc.ABC):
     def fetch(self, pairs: Pairs) -> StreamWait:
         """Copy the second of each pair, which is in this segment, into the first."""
 
-    def release(self) -> None:  # noqa: B027 - copies on the host are synchronous
-        """The other process was killed: nothing of ours must wait for it."""
-
     def is_idle(self) -> bool:
         """Whether the trainer does not use it any more."""
         return True
@@ -185,11 +182,6 @@ class Pool:
         smallest = min(fitting, key=lambda segment: segment.num_bytes)
         self._free.remove(smallest)
         return smallest
-
-    def release(self) -> None:
-        """The other process was killed: nothing of ours must wait for it."""
-        for segment in self._all:
-            segment.release()
 
     def is_idle(self) -> bool:
         """Whether the trainer does not use any segment any more."""
