@@ -50,8 +50,8 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
     so no operation waits forever, even without a wait on the CPU.
 
     A work's ``wait()`` blocks the current stream, as torch's does; ``wait(timeout)`` blocks the
-    caller until the operation has ended on the device, and raises if it failed or timed out.
-    **Not yet run on a GPU in this form**: see docs/benchmarks.md, "On a GPU".
+    caller until the operation has ended on the device, and raises if it failed or timed out. A
+    collective inside of a CUDA graph is refused.
 
     Args:
         timeout: the longest time for a collective, and for connecting.
@@ -137,6 +137,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         return teardown
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        refuse_capture(name)
         with self._lock:
             comm = self._backend
             if comm is not None and not comm.left:
@@ -205,6 +206,21 @@ class _Communicator(WholeBackend):
             return
         self.pending = [entry for entry in self.pending if not entry[1].is_completed()]
 
+    def allgather_coalesced(
+        self, outputs: list[list[torch.Tensor]], sources: list[torch.Tensor], *options: Any
+    ) -> Any:
+        """Run one ``allgather`` after the other: torch has no such operation over NCCL.
+
+        ``outputs``: of each member, one for each of the ``sources``.
+        """
+        gathered = zip(*outputs, strict=True)
+        return _Several(
+            [
+                self.backend.allgather([list(parts)], [source], *options)
+                for parts, source in zip(gathered, sources, strict=True)
+            ]
+        )
+
     def alltoall_base(
         self,
         output: torch.Tensor,
@@ -222,6 +238,25 @@ class _Communicator(WholeBackend):
             list(torch.split(output, output_sizes or output.size(0) // size)),
             list(torch.split(source, source_sizes or source.size(0) // size)),
         )
+
+
+class _Several(WrappedWork):
+    """Operations that run one after the other on the same stream: they end with the last one."""
+
+    def __init__(self, works: list[Any]) -> None:
+        super().__init__(works[-1])
+        self._all = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        for work in self._all:
+            work.wait()
+        return True
+
+    def synchronize(self) -> None:
+        for work in self._all:
+            _order_stream(work)
+
+    block_current_stream = synchronize
 
 
 class DeviceWork(WrappedWork):
@@ -243,7 +278,7 @@ class DeviceWork(WrappedWork):
         # Checked after the end: an aborted operation ends, too.
         self._check()
         if not timeout:
-            self._work.synchronize()  # torch's wait would block the CPU
+            _order_stream(self._work)  # torch's wait would block the CPU
             return True
         return bool(self._work.wait())
 
@@ -282,6 +317,14 @@ class DeviceWork(WrappedWork):
             if waited_s > _SPIN_S:
                 time.sleep(min(sleep_s, timeout_s - waited_s))
                 sleep_s = min(sleep_s * 1.2, _LONGEST_SLEEP_S)
+
+
+def _order_stream(work: Any) -> None:
+    """Order the current stream behind ``work``; older versions of torch call that differently."""
+    if hasattr(work, "block_current_stream"):
+        work.block_current_stream()
+    else:
+        work.synchronize()
 
 
 class _Connecting:
@@ -349,6 +392,17 @@ def check_support(name: str, instead: str) -> None:
         raise ConfigError("pg", name, f"this build of torch has no NCCL; use {instead}")
     if not torch.cuda.is_available():
         raise ConfigError("pg", name, f"there is no CUDA device here; use {instead}")
+
+
+def refuse_capture(name: str) -> None:
+    """Raise `ConfigError` if a CUDA graph is being captured: a graph that is replayed would use the
+    members of the capture."""
+    if torch.cuda.is_current_stream_capturing():
+        reason = (
+            "the members may change between two replays of a CUDA graph: capture the forward and "
+            "the backward pass without the sums, as torch.cuda.make_graphed_callables does"
+        )
+        raise ConfigError("collective", name, reason)
 
 
 def resolve_device(device: torch.device | int | None) -> torch.device:
