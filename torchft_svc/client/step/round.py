@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.process.background import BackgroundThread, Task
+from torchft_svc.client.process.device_streams import TrainingStreams
 from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
@@ -174,6 +175,7 @@ class RoundRunner:
         self.state: dict[str, Any] | None = None
         self.healed_from = ""  # for the log: source, size and time
         self.healed_bytes = 0  # of the last heal
+        self._streams = TrainingStreams()  # at the beginning of the round
         self._rest: _Rest | None = None  # what groups that heal get when the step ends
 
     @property
@@ -187,6 +189,7 @@ class RoundRunner:
         """Run the round that begins with ``ready`` on the background thread."""
         self._is_ready.clear()
         self._worker.time_use.begin_round()
+        self._streams.record()
         self.state = None
         task = self._task = Task(partial(self._run, ready))
         self._thread.submit(task)
@@ -439,6 +442,7 @@ class RoundRunner:
         if not receivers and not extras:
             return
         timeout_s = self._rules.timeouts.quorum_s
+        self._streams.wait()  # the last update may still be queued
         try:
             for name in [_name_of(self.quorum, rank) for rank in receivers]:
                 log.info("%s heals to step %d from this group", name, self.quorum.max_step)
