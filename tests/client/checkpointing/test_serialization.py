@@ -23,6 +23,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from torchft_svc.client.checkpointing.encoding import serialization, tree
+from torchft_svc.client.checkpointing.encoding.memory import Memory
 from torchft_svc.client.checkpointing.encoding.serialization import describe, parse
 from torchft_svc.client.checkpointing.encoding.tree import map_nodes
 from torchft_svc.client.checkpointing.encoding.values import DTYPES
@@ -578,3 +579,17 @@ def test_too_many_tensors_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serialization, "MAX_DESCRIPTION_BYTES", 1000)
     with pytest.raises(ConfigError, match="its description takes more than"):
         describe([torch.ones(1) for _ in range(100)])
+
+
+def test_what_was_copied_from_the_owner_is_not_copied_again() -> None:
+    live, own = torch.arange(100, dtype=torch.uint8), torch.arange(100, 150, dtype=torch.uint8)
+    pieces = [(0, memoryview(live.numpy())), (100, memoryview(own.numpy()))]
+    memory = Memory(pieces, 150, steady=[100])
+    kept = [memory.keep(10, 20), memory.keep(90, 110), memory.keep(110, 120)]
+    live.zero_()
+    own.zero_()
+    assert [bytes(each) for each in kept] == [
+        bytes(range(10, 20)),
+        bytes(range(90, 110)),
+        bytes(10),  # the same memory, of which its owner has promised that nobody writes to it
+    ]

@@ -11,6 +11,7 @@ import threading
 
 import torch
 
+from torchft_svc.client.checkpointing.encoding.device_copies import pinned
 from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner
 from torchft_svc.client.step.shared_round import SharedRound
@@ -97,7 +98,8 @@ class Weights:
             self._registry.check(state, runner.quorum.recover_src_manager_address)
             self._deps.transport.retract_checkpoint()
             self.version += 1
-            trains_others = self._registry.load(state)
+            with pinned(state):
+                trains_others = self._registry.load(state)
             with self._worker.changing() as round_:
                 counters = state[MANAGER_KEY]
                 round_.step.apply_heal(counters["batches_committed"], counters.get("quorum_id", 0))

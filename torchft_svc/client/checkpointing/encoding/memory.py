@@ -13,7 +13,7 @@ import mmap
 import sys
 import threading
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -70,13 +70,19 @@ def _private_map(num_bytes: int) -> mmap.mmap:
 class Memory:
     """``size`` bytes, made of ``pieces``: buffers, each with its start offset.
 
-    The bytes between two pieces are zero.
+    The bytes between two pieces are zero. Nobody changes the pieces at the offsets in ``steady``.
     """
 
-    def __init__(self, pieces: Sequence[tuple[int, memoryview]], size: int) -> None:
+    def __init__(
+        self,
+        pieces: Sequence[tuple[int, memoryview]],
+        size: int,
+        steady: Collection[int] = frozenset(),
+    ) -> None:
         self.size = size
         self._starts = [start for start, _ in pieces]
         self._views = [view for _, view in pieces]
+        self._steady = frozenset(steady)
 
     def views(self, start: int, stop: int, limit: int | None = None) -> list[memoryview]:
         """At most ``limit`` buffers with the bytes from ``start`` on, up to ``stop``."""
@@ -97,6 +103,14 @@ class Memory:
                 return self._views[number][offset : offset + stop - start]
         following = self._starts[number + 1] if number + 1 < len(self._starts) else self.size
         return _ZEROS[: min(following, stop) - start]
+
+    def keep(self, start: int, stop: int) -> memoryview:
+        """The bytes from ``start`` to ``stop``, which nobody changes: a copy, if need be."""
+        views = self.views(start, stop)
+        number = max(bisect_right(self._starts, start) - 1, 0)
+        if len(views) == 1 and self._starts and self._starts[number] in self._steady:
+            return views[0]
+        return self.copy(start, stop)
 
     def copy(self, start: int, stop: int) -> memoryview:
         """A copy of the bytes from ``start`` to ``stop``."""

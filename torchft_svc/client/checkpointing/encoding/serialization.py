@@ -12,10 +12,12 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 
+from torchft_svc.client.checkpointing.encoding.device_copies import DeviceCopies
 from torchft_svc.client.checkpointing.encoding.memory import Memory, allocate
 from torchft_svc.client.checkpointing.encoding.tensors import (
     ALIGNMENT,
@@ -121,16 +123,38 @@ def estimate_bytes(state: object) -> int:
 def _memory_of(blobs: list[torch.Tensor]) -> Memory:
     sizes = [blob.nbytes for blob in blobs]
     starts = _starts(sizes)
-    views = [_view(blob) for blob in blobs]
-    num_large = sum(size >= SMALL_BLOB_BYTES for size in sizes)
-    pieces = list(zip(starts[:num_large], views[:num_large], strict=True))
-    size, packed_from = starts[-1], starts[num_large]
-    if packed_from < size:
-        packed = allocate(size - packed_from)
-        for start, view in zip(starts[num_large:-1], views[num_large:], strict=True):
-            packed[start - packed_from : start - packed_from + view.nbytes] = view
-        pieces.append((packed_from, packed))
-    return Memory(pieces, size)
+    size = starts[-1]
+    pieces: list[tuple[int, memoryview]] = []
+    steady = []
+    placed = zip(starts, blobs, strict=False)
+    for is_copied, group in groupby(placed, lambda entry: _is_copied(entry[1])):
+        run = list(group)
+        if is_copied:
+            (first, _), (last, last_blob) = run[0], run[-1]
+            steady.append(first)
+            pieces.append((first, _copy_run(run, last + last_blob.nbytes)))
+        else:
+            pieces += [(start, _view(blob)) for start, blob in run]
+    return Memory(pieces, size, steady)
+
+
+def _is_copied(blob: torch.Tensor) -> bool:
+    return blob.nbytes < SMALL_BLOB_BYTES or blob.device.type != "cpu"
+
+
+def _copy_run(run: list[tuple[int, torch.Tensor]], end: int) -> memoryview:
+    """The blobs, which follow one another, in one buffer."""
+    begin = run[0][0]
+    copied = allocate(end - begin)
+    on_devices: dict[torch.device, list[tuple[int, torch.Tensor]]] = {}
+    for start, blob in run:
+        if blob.device.type == "cuda":
+            on_devices.setdefault(blob.device, []).append((start - begin, blob))
+        else:
+            copied[start - begin : start - begin + blob.nbytes] = _view(blob.cpu())
+    for parts in on_devices.values():
+        DeviceCopies(parts, copied).run()
+    return copied
 
 
 def _view(blob: torch.Tensor) -> memoryview:

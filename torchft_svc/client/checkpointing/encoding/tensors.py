@@ -76,9 +76,9 @@ class TensorTable:
         return sum(min(sizes) for sizes in by_storage.values())
 
     def layout(self) -> tuple[list[TensorSpec], list[torch.Tensor]]:
-        """The specs by number, and the blobs: one-dimensional uint8 tensors on the host.
+        """The specs by number, and the blobs: one-dimensional uint8 tensors, each on its device.
 
-        A blob shares the memory of a dense host tensor; otherwise it is a copy.
+        A blob shares the memory of a dense tensor; otherwise it is a copy.
         """
         plain = [_plain(tensor) for tensor in self.tensors]
         specs = [
@@ -181,7 +181,7 @@ def _bytes_of(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     storage = tensor.untyped_storage()
     with torch.inference_mode(tensor.is_inference()):
         raw = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-        return raw.set_(storage, start, (stop - start,), (1,)).cpu()
+        return raw.set_(storage, start, (stop - start,), (1,))
 
 
 def parse_spec(entry: Any, blob_sizes: Sequence[int]) -> TensorSpec:

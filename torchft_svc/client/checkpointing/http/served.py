@@ -194,8 +194,8 @@ class ServedState:
                     self._copies.pop(chunk, None)
 
     def detach(self) -> None:
-        """Release the owner's memory, and keep a copy of what is still needed; cheap if it was
-        called before."""
+        """Release the owner's memory, and keep what is still needed; cheap if it was called before,
+        and for what is a copy of a device's memory already."""
         if self._live is None and not self._num_reading_live:
             return
         for chunk in range(self.num_chunks):
@@ -205,7 +205,7 @@ class ServedState:
             if live is None:
                 break
             if wanted:
-                self._keep_copy(chunk, live.copy(*self.bounds(chunk)))
+                self._keep_copy(chunk, live.keep(*self.bounds(chunk)))
         self._let_live_go()
 
     def _keep_copy(self, chunk: int, copy: memoryview) -> None:
