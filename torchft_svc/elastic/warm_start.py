@@ -145,6 +145,9 @@ def main(descriptor: str, owner_pid: str, modules: str) -> None:
     first_path, *preload = json.loads(modules)
     if not _IS_PATH_SAFE:
         sys.path.insert(0, first_path)
+    # Modules often ask whether there is a device. torch answers that through CUDA, which would not
+    # work in any fork then, unless this asks it to ask the driver's own library.
+    env.set_default("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in preload:
         _load(name)
     if not _may_fork():
