@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sysconfig
 import time
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+
+from torchft_svc.client import ProcessGroup, ProcessGroupGloo, ProcessGroupNCCL
 
 CONTEXT, BATCH, WIDTH, VOCABULARY = 16, 64, 64, 128
 
@@ -24,6 +27,19 @@ def make_model() -> nn.Sequential:
     )
 
 
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """Add the option that says where to train."""
+    parser.add_argument("--device", default="cpu", help="such as cuda:0, one for each group")
+
+
+def make_process_group(device: str) -> ProcessGroup:
+    """Return the process group for tensors on ``device``."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(device)
+        return ProcessGroupNCCL()
+    return ProcessGroupGloo()
+
+
 class Text:
     """Random batches of the text, and the loss and the speed since they were last shown."""
 
@@ -37,7 +53,8 @@ class Text:
 
     def loss(self, model: nn.Module) -> Tensor:
         """Return the loss of ``model`` on a batch that this process draws by itself."""
-        windows = self._windows[torch.randint(len(self._windows), (BATCH,))]
+        device = next(model.parameters()).device
+        windows = self._windows[torch.randint(len(self._windows), (BATCH,))].to(device)
         loss = functional.cross_entropy(model(windows[:, :CONTEXT]), windows[:, CONTEXT])
         self._losses.append(loss.item())
         return loss

@@ -107,12 +107,12 @@ class ReconfigurableGroup:
     def all_reduce(self, tensor: Tensor, op: dist.ReduceOp.RedOpType) -> None:
         options = dist.AllreduceOptions()
         options.reduceOp = dist.ReduceOp(op)
-        self.pg.allreduce([tensor], options).wait()
+        self.pg.allreduce([tensor], options).wait(TIMEOUT)  # without it, NCCL would not raise
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         options = dist.BroadcastOptions()
         options.rootRank = source
-        self.pg.broadcast([tensor], options).wait()
+        self.pg.broadcast([tensor], options).wait(TIMEOUT)
 
     def leave(self) -> None:
         self.pg.abort()

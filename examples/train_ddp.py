@@ -5,7 +5,8 @@
     TORCHFT_LIGHTHOUSE=localhost:29510 REPLICA_GROUP_ID=1 python examples/train_ddp.py
 
 Kill any of them and start it again: it heals from the others. Only when all were stopped does the
-checkpoint matter. One group per launcher works too: ``torchrun --nproc-per-node=1 ...``.
+checkpoint matter. With ``--device=cuda:0`` they use NCCL, which needs another device for each group
+of a host. One group per launcher works too: ``torchrun --nproc-per-node=1 ...``.
 """
 
 import argparse
@@ -25,6 +26,9 @@ from torchft_svc.client import (
     ElasticSampler,
     Manager,
     OptimizerWrapper,
+    ProcessGroup,
+    ProcessGroupGloo,
+    ProcessGroupNCCL,
 )
 
 CONTEXT, GLOBAL_BATCH, WIDTH, VOCABULARY = 16, 128, 64, 128
@@ -50,11 +54,19 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return self.text[start : start + CONTEXT], self.text[start + CONTEXT]
 
 
+def make_process_group(device: torch.device) -> ProcessGroup:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        return ProcessGroupNCCL()
+    return ProcessGroupGloo()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Train one replica group.")
     parser.add_argument("--steps", type=int, default=1000, help="updates to commit")
     parser.add_argument("--checkpoint", type=Path, help="file to resume from and to save to")
     parser.add_argument("--save-every", type=int, default=100, help="updates between checkpoints")
+    parser.add_argument("--device", type=torch.device, default="cpu", help="such as cuda:0")
     parser.add_argument("--ready-file", type=Path, help="file to create after the first update")
     options = parser.parse_args()
     if options.ready_file:
@@ -67,7 +79,7 @@ def main() -> None:
         nn.Linear(CONTEXT * WIDTH, 256),
         nn.ReLU(),
         nn.Linear(256, VOCABULARY),
-    )
+    ).to(options.device)
     adam = torch.optim.Adam(net.parameters(), lr=1e-3)
 
     def state_dict() -> dict[str, object]:
@@ -77,12 +89,13 @@ def main() -> None:
         net.load_state_dict(state["model"])
         adam.load_state_dict(state["optimizer"])
 
-    manager = Manager(state_dict=state_dict, load_state_dict=load_state_dict)
+    pg = make_process_group(options.device)
+    manager = Manager(pg=pg, state_dict=state_dict, load_state_dict=load_state_dict)
     # A step has the same samples, however many groups there are; none is lost or used twice.
     torchs = DataLoader(windows, sampler=ElasticSampler(windows))
     loader = ElasticDataLoader(manager, torchs, global_batch_size=GLOBAL_BATCH)
     if options.checkpoint and options.checkpoint.exists():
-        saved = torch.load(options.checkpoint, weights_only=True)
+        saved = torch.load(options.checkpoint, map_location=options.device, weights_only=True)
         load_state_dict(saved["training"])
         manager.load_state_dict(saved["manager"])
         loader.load_state_dict(saved["data"])
@@ -94,7 +107,8 @@ def main() -> None:
     while (step := manager.current_step()) < options.steps:
         contexts, targets = next(batches)  # begins the step: requests its quorum
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(contexts), targets)
+        logits = model(contexts.to(options.device))
+        loss = functional.cross_entropy(logits, targets.to(options.device))
         loss.backward()  # averages the gradients over the participating groups
         optimizer.step()  # commits, or changes nothing: then the same samples come again
 

@@ -10,7 +10,7 @@ Kill any of them and start it again: it is there again with the next synchroniza
 import argparse
 
 import torch
-from characters import Text, make_model
+from characters import Text, add_device, make_model, make_process_group
 
 from torchft_svc.client import Manager
 from torchft_svc.client.algorithms import DiLoCo
@@ -21,9 +21,10 @@ def main() -> None:
     parser.add_argument("--syncs", type=int, default=50, help="synchronizations to commit")
     parser.add_argument("--sync-every", type=int, default=100, help="updates between two of them")
     parser.add_argument("--quantize", choices=["int8", "float8"], help="send 8-bit numbers")
+    add_device(parser)
     options = parser.parse_args()
 
-    model, text = make_model(), Text()
+    model, text = make_model().to(options.device), Text()
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
 
@@ -32,6 +33,7 @@ def main() -> None:
         inner.load_state_dict(state["inner"])
 
     manager = Manager(
+        pg=make_process_group(options.device),
         state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
         load_state_dict=load_state_dict,
         use_async_quorum=False,

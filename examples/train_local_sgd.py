@@ -10,7 +10,7 @@ Kill any of them and start it again: it is there again with the next synchroniza
 import argparse
 
 import torch
-from characters import Text, make_model
+from characters import Text, add_device, make_model, make_process_group
 
 from torchft_svc.client import Manager
 from torchft_svc.client.algorithms import LocalSGD
@@ -20,9 +20,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train one replica group.")
     parser.add_argument("--syncs", type=int, default=100, help="synchronizations to commit")
     parser.add_argument("--sync-every", type=int, default=20, help="updates between two of them")
+    add_device(parser)
     options = parser.parse_args()
 
-    model, text = make_model(), Text()
+    model, text = make_model().to(options.device), Text()
     adam = torch.optim.Adam(model.parameters(), lr=1e-3)
 
     def load_state_dict(state: dict[str, dict[str, object]]) -> None:
@@ -30,6 +31,7 @@ def main() -> None:
         adam.load_state_dict(state["optimizer"])
 
     manager = Manager(
+        pg=make_process_group(options.device),
         state_dict=lambda: {"model": model.state_dict(), "optimizer": adam.state_dict()},
         load_state_dict=load_state_dict,
     )

@@ -10,7 +10,7 @@ Kill any of them and start it again: it is there again with the next synchroniza
 import argparse
 
 import torch
-from characters import Text, make_model
+from characters import Text, add_device, make_model, make_process_group
 
 from torchft_svc.client import Manager
 from torchft_svc.client.algorithms import DiLoCo
@@ -22,9 +22,10 @@ def main() -> None:
     parser.add_argument("--sync-every", type=int, default=90, help="updates for all parts")
     parser.add_argument("--delay", type=int, default=5, help="updates while an average travels")
     parser.add_argument("--alpha", type=float, default=0.5, help="own share of the weights")
+    add_device(parser)
     options = parser.parse_args()
 
-    model, text = make_model(), Text()
+    model, text = make_model().to(options.device), Text()
     fragments = [model[0], model[2], model[4]]
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     outer = [
@@ -37,6 +38,7 @@ def main() -> None:
         inner.load_state_dict(state["inner"])
 
     manager = Manager(
+        pg=make_process_group(options.device),
         state_dict=lambda: {"model": model.state_dict(), "inner": inner.state_dict()},
         load_state_dict=load_state_dict,
         use_async_quorum=False,
