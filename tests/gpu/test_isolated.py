@@ -1,4 +1,4 @@
-"""Tests NCCL in processes of their own, of several ranks on one GPU. Not yet run on a GPU."""
+"""Tests NCCL in processes of their own, of several ranks on one GPU."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ def test_members_come_and_go() -> None:
                 assert answer["ends"] == [len(members)] * 2, answer
 
 
+def test_a_sum_in_a_cuda_graph_is_refused(pair: Group) -> None:
+    pair.configure()
+    for answer in everyone(pair.ranks, "capture"):
+        assert answer["error"].startswith("ConfigError"), answer
+        assert "CUDA graph" in answer["error"], answer
+        assert answer["ends"] == [2.0, 2.0], "and nothing is broken"
+
+
 def test_abort_ends_a_hung_allreduce_within_a_second(pair: Group) -> None:
     assert_they_sum(pair)
     found = pair.ranks[0].call("hang", abort_after_s=0.5)
@@ -59,21 +67,21 @@ def test_abort_ends_a_hung_allreduce_within_a_second(pair: Group) -> None:
     assert_they_sum(pair)
 
 
-def test_abort_releases_a_stream_that_waits(pair: Group) -> None:
+def test_abort_leaves_no_stream_waiting(pair: Group) -> None:
     assert_they_sum(pair)
-    assert pair.ranks[0].call("leave_the_stream_waiting")["idle_ms"] < ABORT_MS
+    assert pair.ranks[0].call("leave_a_sum")["idle_ms"] < ABORT_MS
     assert_they_sum(pair)
 
 
-@pytest.mark.parametrize("on_stream", [False, True])
+@pytest.mark.parametrize("after_s", [0.0, 0.5])  # the kernel waits for the other member then
 def test_a_killed_process_is_an_error_and_gives_its_memory_back(
-    pair: Group, on_stream: bool
+    pair: Group, after_s: float
 ) -> None:
     first = pair.ranks[0]
     before = first.call("memory")
     assert_they_sum(pair)
     for _ in range(2):
-        found = first.call("kill_the_process", on_stream=on_stream)
+        found = first.call("kill_the_process", after_s=after_s)
         assert "SIGKILL" in found["error"], found
         assert found["error_ms"] < 2 * ABORT_MS, found
         assert found["idle_ms"] < 3 * ABORT_MS, found

@@ -57,6 +57,14 @@ def test_members_come_and_go() -> None:
                 assert answer["ends"] == [len(members)] * 2
 
 
+def test_a_sum_in_a_cuda_graph_is_refused(pair: Group) -> None:
+    pair.configure()
+    for answer in everyone(pair.ranks, "capture"):
+        assert answer["error"].startswith("ConfigError"), answer
+        assert "CUDA graph" in answer["error"], answer
+        assert answer["ends"] == [2.0, 2.0], "and nothing is broken"
+
+
 def test_abort_ends_a_hung_allreduce_within_a_second(pair: Group) -> None:
     pair.configure()
     everyone(pair.ranks, "allreduce", numel=1000, value=1.0)

@@ -1,4 +1,4 @@
-"""Tests sharded models on a GPU, which all workers of two groups share. Not yet run on a GPU."""
+"""Tests sharded models on a GPU, which all workers of two groups share."""
 
 from __future__ import annotations
 

@@ -63,7 +63,25 @@ def assert_identical(*trainers: Trainer) -> None:
         assert len({t.commits[step][2] for t in trainers}) == 1, f"step {step} differs"
 
 
-@pytest.mark.parametrize("flags", [[], ["--side-stream"], ["--backend=gloo"]], ids=str)
+ISOLATED = "--backend=isolated"
+GRAPHED = "--graphed"  # of torch.cuda.make_graphed_callables
+COMPILED = "--compile=default"
+COMPILED_TO_GRAPHS = "--compile=reduce-overhead"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        [],
+        ["--side-stream"],
+        ["--backend=gloo"],
+        [ISOLATED],
+        [COMPILED],
+        [COMPILED_TO_GRAPHS],
+        [GRAPHED],
+    ],
+    ids=str,
+)
 def test_i3_two_groups_learn_and_stay_identical(flags: list[str]) -> None:
     with (
         lighthouse(2) as where,
@@ -92,10 +110,13 @@ def test_two_groups_learn_from_sums_in_8_bit_numbers(kind: str) -> None:
         assert_identical(a, b)
 
 
-def test_a_killed_group_costs_a_moment_and_heals(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("flags", [[], ["--side-stream"], [ISOLATED], [GRAPHED]], ids=str)
+def test_a_killed_group_costs_a_moment_and_heals(
+    flags: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     forever = 1_000_000
-    with lighthouse(1) as where, trainer(where, 0, steps=forever) as a:
-        with trainer(where, 1, steps=forever) as b:
+    with lighthouse(1) as where, trainer(where, 0, *flags, steps=forever) as a:
+        with trainer(where, 1, *flags, steps=forever) as b:
             while a.next_commit() < 20 or a.commits[max(a.commits)][0] < 2:
                 pass
             b.train_until(max(a.commits))
@@ -106,9 +127,9 @@ def test_a_killed_group_costs_a_moment_and_heals(capsys: pytest.CaptureFixture[s
                 pass
             took_s = time.monotonic() - killed_at
         with capsys.disabled():
-            print(f"\n[kill of 1 of 2 groups over NCCL: next commit after {1000 * took_s:.0f} ms]")
+            print(f"\n[kill of 1 of 2 groups, {flags}: next commit after {1000 * took_s:.0f} ms]")
         assert took_s < RECOVERY_S
-        with trainer(where, 1, steps=forever) as b:
+        with trainer(where, 1, *flags, steps=forever) as b:
             while a.commits[a.next_commit()][0] < 2:
                 pass
             together = max(a.commits)

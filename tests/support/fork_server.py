@@ -72,7 +72,11 @@ class Call:
 @functools.cache
 def server(loaded: str) -> ForkServer:
     """The only one of this session that has imported this; it ends with this process."""
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{TESTS.parent}:{TESTS}"}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looks for devices without CUDA
+    }
     return ForkServer(
         "support.fork_server_main", "tests", loaded, environment=os.environ | environment
     )

@@ -37,9 +37,10 @@ def load_torch() -> None:
     import torchft_svc.elastic.run
     import torchft_svc.preload  # noqa: F401
 
-    weight = torch.nn.Parameter(torch.zeros(1))
-    weight.grad = torch.zeros(1)
-    torch.optim.Adam([weight]).step()
+    if not torch.cuda.is_available():  # where it is, a step asks CUDA, which no fork could use then
+        weight = torch.nn.Parameter(torch.zeros(1))
+        weight.grad = torch.zeros(1)
+        torch.optim.Adam([weight]).step()
     # torch's launcher asks for its stack, and Python would look into every module for the ones that
     # these frames belong to, each time again: it takes seconds.
     inspect.modulesbyfile.update({"<frozen runpy>": "runpy", __file__: "runpy"})  # type: ignore[attr-defined]

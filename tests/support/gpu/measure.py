@@ -1,6 +1,6 @@
 """Measures what is promised for GPUs, on one GPU that all ranks share.
 
-    PYTHONPATH=tests:. python -m support.gpu.measure [FILE [PART ...]]
+    PYTHONPATH=tests:. python -m support.gpu.measure [FILE [PART...]]
 
 Sums go over loopback sockets, as between hosts, because every rank names a host of its own.
 """
@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from support.gpu.stepping import PHASES, SHAPES
 from tools.benchmarks.processes import Child, lighthouse_address, start_lighthouse
 from tools.benchmarks.step_time import free_port
 from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.encoding.device_copies import DeviceCopies, pinned
 from torchft_svc.client.checkpointing.encoding.memory import allocate
 from torchft_svc.client.reduce import quantized
 from torchft_svc.client.reduce.quantized import Quantization
@@ -33,6 +35,7 @@ from torchft_svc.client.reduce.quantized import Quantization
 REPEATS = 10
 STEPS = {"small": 100, "17 MB": 40, "400 MB": 5}
 BLOCKS = 4
+KILLS = 5
 
 
 def script(name: str, rank: str, *flags: str) -> Child:
@@ -78,6 +81,93 @@ def isolation() -> dict[str, Any]:
     return found
 
 
+def sums_in_8_bits() -> dict[str, Any]:
+    """Milliseconds of a sum of 100 MB: of float32, and in 8-bit numbers."""
+    found: dict[str, Any] = {}
+    with group_of(2) as group:
+        group.configure()
+        for _ in range(2):  # the first pass compiles kernels
+            plain = everyone(group.ranks, "timed", num_bytes=10**8, repeat=8)[0]
+            found["float32"] = spread(plain["ms"])
+            for name in ("int8", "float8"):
+                answer = everyone(
+                    group.ranks, "timed_quantized", num_bytes=10**8, repeat=8, number_format=name
+                )[0]
+                found |= {
+                    name: spread(answer["ms"]),
+                    f"{name}: one and one": answer["end"],
+                }
+    return found
+
+
+def trainer(lighthouse: str, name: int, *flags: str) -> Child:
+    options = [f"--lighthouse={lighthouse}", f"--name={name}", "--steps=1000000", *flags]
+    return script("trainer.py", str(name), *options)
+
+
+def commit_of(child: Child) -> tuple[int, int]:
+    """The step and the number of participants of the next commit."""
+    while True:
+        word, *rest = child.read_line(60.0).split()
+        if word == "commit":
+            return int(rest[0]), int(rest[1])
+
+
+def recovery() -> dict[str, Any]:
+    """Milliseconds from the kill of a group until the first of the others commits without it."""
+    found: dict[str, list[float]] = {}
+    for backend in ("nccl", "isolated"):
+        with contextlib.ExitStack() as stack:
+            lighthouse = stack.enter_context(start_lighthouse(min_replicas=1))
+            where = lighthouse_address(lighthouse)
+            children = [
+                stack.enter_context(
+                    trainer(where, name, f"--backend={backend}", *["--quiet"] * (name > 0))
+                )
+                for name in range(KILLS + 1)
+            ]
+            for child in children:
+                assert child.read_line(START_S) == "ready"
+            first = children[0]
+            for left in range(KILLS + 1, 1, -1):
+                while commit_of(first)[1] < left:
+                    pass
+                for _ in range(10):
+                    commit_of(first)
+                children.pop().kill()
+                killed_at = time.perf_counter()
+                while commit_of(first)[1] == left:
+                    pass
+                found.setdefault(backend, []).append(1000 * (time.perf_counter() - killed_at))
+    return {backend: [round(value, 1) for value in values] for backend, values in found.items()}
+
+
+def joining() -> dict[str, Any]:
+    """Milliseconds: the longest steps of a group while another one joins, by the size of its state,
+    and the usual one."""
+    found: dict[str, Any] = {}
+    for num_bytes in (0, NUM_TENSORS * TENSOR_BYTES):
+        with contextlib.ExitStack() as stack:
+            lighthouse = stack.enter_context(start_lighthouse(min_replicas=1))
+            where = lighthouse_address(lighthouse)
+            first = stack.enter_context(trainer(where, 0, f"--ballast={num_bytes}"))
+            assert first.read_line(START_S) == "ready"
+            stack.enter_context(trainer(where, 1, f"--ballast={num_bytes}", "--quiet"))
+            at = [time.perf_counter()]
+            together_at = 0
+            while not together_at or len(at) < together_at + 100:
+                num = commit_of(first)[1]
+                at.append(time.perf_counter())
+                together_at = together_at or (len(at) if num == 2 else 0)
+            steps = [1000 * (end - start) for start, end in pairwise(at)]
+            near = steps[max(0, together_at - 100) :]
+            found[f"{num_bytes / 1e9:.2f} GB"] = {
+                "longest": [round(value, 1) for value in sorted(near)[-4:]],
+                "usual": round(statistics.median(steps), 1),
+            }
+    return found
+
+
 def copies() -> dict[str, str]:
     """GB/s from the device into fresh memory of the host, by 64 MiB, in several ways."""
     source = make_state(1.0)
@@ -91,12 +181,12 @@ def copies() -> dict[str, str]:
             target = torch.frombuffer(memory, dtype=torch.float32)
             events = [torch.cuda.Event(), torch.cuda.Event()]
             halves = list(zip(staging, tensor.chunk(2), target.chunk(2), events, strict=True))
-            for pinned, half, _, event in halves:
-                pinned.copy_(half, non_blocking=True)
+            for buffer, half, _, event in halves:
+                buffer.copy_(half, non_blocking=True)
                 event.record()
-            for pinned, _, place, event in halves:
+            for buffer, _, place, event in halves:
                 event.synchronize()
-                place.copy_(pinned)
+                place.copy_(buffer)
             kept.append(memory)
         return kept
 
@@ -106,7 +196,17 @@ def copies() -> dict[str, str]:
             torch.frombuffer(memory, dtype=torch.float32).copy_(tensor)
         return kept
 
+    def as_a_heal_does() -> list[Any]:
+        memory = allocate(NUM_TENSORS * TENSOR_BYTES)
+        parts = [
+            (number * TENSOR_BYTES, tensor.view(torch.uint8))
+            for number, tensor in enumerate(source.values())
+        ]
+        DeviceCopies(parts, memory).run()
+        return [memory]
+
     ways: dict[str, Callable[[], list[Any]]] = {
+        "as a heal does": as_a_heal_does,
         "tensor.cpu()": lambda: [tensor.cpu() for tensor in source.values()],
         "copy_ into huge pages": straight_into_huge_pages,
         "through pinned memory into huge pages": staged,
@@ -142,7 +242,11 @@ def step_times() -> list[dict[str, Any]]:
         for children in pairs.values():
             for child in children:
                 assert child.read_line(START_S) == "ready"
-        return [row for name in SHAPES for row in one_model(name, pairs)]
+        rows = []
+        for name in SHAPES:
+            rows += one_model(name, pairs)
+            print(*map(json.dumps, rows[-len(pairs) :]), sep="\n", flush=True)
+        return rows
 
 
 def one_model(name: str, pairs: dict[str, list[Child]]) -> list[dict[str, Any]]:
@@ -175,23 +279,24 @@ def healing() -> dict[str, str]:
     with script("healing.py", "source") as source:
         assert source.read_line(START_S) == "ready"
         for step in range(1, 6):
-            began_at = time.perf_counter()
             source.send(str(step))
             offer_s, metadata = source.read_line(60.0).split()
             with HTTPTransport(timedelta(seconds=60), hostname="127.0.0.1") as transport:
+                transport.expect_checkpoint(target)  # as a worker that waits for its first quorum
+                transport.wait_until_prepared(timedelta(seconds=60))
                 fetching_at = time.perf_counter()
                 state = transport.recv_checkpoint(0, metadata, step, timedelta(seconds=60))
                 loading_at = time.perf_counter()
-                for key, tensor in target.items():
-                    tensor.copy_(state[key])
-                torch.cuda.synchronize()
+                with pinned(state):
+                    for key, tensor in target.items():
+                        tensor.copy_(state[key])
             ended_at = time.perf_counter()
             assert all(bool((tensor == float(key)).all()) for key, tensor in target.items())
             for name, seconds in (
                 ("offer (device to host)", float(offer_s)),
                 ("fetch", loading_at - fetching_at),
                 ("load (host to device)", ended_at - loading_at),
-                ("whole", ended_at - began_at),
+                ("whole", float(offer_s) + ended_at - fetching_at),
             ):
                 found.setdefault(name, []).append(size_gb / seconds)
     return {name: spread(values) for name, values in found.items()}
@@ -244,19 +349,25 @@ def main() -> None:
     parts: list[tuple[str, Callable[[], Any]]] = [
         ("aborts", aborts),
         ("isolation", isolation),
+        ("sums in 8 bits", sums_in_8_bits),
+        ("recovery", recovery),
+        ("joining", joining),
         ("healing", healing),
         ("copies", copies),
         ("quantized sums", quantized_sums),
         ("steps", step_times),
     ]
+    chosen = sys.argv[2:]
     for name, measure in parts:
-        if len(sys.argv) > 2 and name not in sys.argv[2:]:
+        if chosen and name not in chosen:
             continue
+        began_at = time.monotonic()
         try:
             result[name] = measure()
         except Exception as error:
             result[name] = f"{type(error).__name__}: {error}"
-        print(name, json.dumps(result[name], indent=1), flush=True)
+        seconds = time.monotonic() - began_at
+        print(f"{name} ({seconds:.0f} s)", json.dumps(result[name], indent=1), flush=True)
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(result, indent=1) + "\n")
 

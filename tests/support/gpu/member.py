@@ -22,10 +22,18 @@ from torch.distributed import ReduceOp
 from support.collective_calls import Calls
 from torchft_svc.client import ProcessGroup, ProcessGroupBabyNCCL, ProcessGroupNCCL
 from torchft_svc.client.process.watchdog import Watchdog
+from torchft_svc.client.reduce.quantized import (
+    Quantization,
+    chunk_length,
+    decode_chunks,
+    encode_chunks,
+    sum_chunks,
+)
 from torchft_svc.client.reduce.reduction import Reduction
 from torchft_svc.errors import TorchFTError
 
 DEVICE = torch.device("cuda", 0)
+LIMIT = timedelta(seconds=20)
 Answer = dict[str, Any]
 
 
@@ -164,6 +172,36 @@ class Member:
             times.append(ms_since(began_at))
         return {"ms": times[2:]}
 
+    def capture(self) -> Answer:
+        """Sum while a CUDA graph is captured, and then once more."""
+        tensor, error_text = torch.ones(4, device=DEVICE), ""
+        try:
+            with torch.cuda.graph(torch.cuda.CUDAGraph()):
+                self.group.allreduce([tensor])
+        except (RuntimeError, TorchFTError) as error:
+            error_text = f"{type(error).__name__}: {error}"
+        return {"error": error_text, **self.allreduce(numel=10, value=1.0)}
+
+    def timed_quantized(self, num_bytes: int, repeat: int, number_format: str) -> Answer:
+        """Milliseconds of each sum in 8-bit numbers, as `timed`; ``end``: one of the first sum."""
+        kind, pg = Quantization(number_format), self.group
+        values = torch.ones(num_bytes // 4, device=DEVICE)
+        chunk = chunk_length(values.numel(), pg.size())
+        times, ends = [], []
+        for _ in range(repeat + 2):
+            torch.cuda.synchronize()
+            began_at = time.monotonic()
+            sent = encode_chunks(values, pg.size(), kind)
+            received = torch.empty_like(sent)
+            pg.alltoall_base(received.view(-1), sent.view(-1), [], []).wait(LIMIT)
+            mine = sum_chunks(received, chunk, kind)
+            pg.allgather([list(sent.unbind())], [mine]).wait(LIMIT)
+            decode_chunks(sent, values, kind)
+            torch.cuda.synchronize()
+            times.append(ms_since(began_at))
+            ends.append(values[-1].item())
+        return {"ms": times[2:], "end": ends[0]}
+
     def memory(self) -> Answer:
         """Bytes: free on the device, and in use by this process' own tensors."""
         self.group.tidy()
@@ -171,14 +209,13 @@ class Member:
         free, _ = torch.cuda.mem_get_info(DEVICE)
         return {"free": free, "allocated": torch.cuda.memory_allocated(DEVICE)}
 
-    def kill_the_process(self, numel: int = 1 << 24, *, on_stream: bool = False) -> Answer:
-        """Kill what carries a sum that nobody else takes part in; ``on_stream``: wait there."""
+    def kill_the_process(self, after_s: float, numel: int = 1 << 24) -> Answer:
+        """Kill what carries a sum that nobody else takes part in, so long after its launch."""
         pg = self.group
         assert isinstance(pg, ProcessGroupBabyNCCL)
         assert pg.pid is not None
         work = pg.allreduce([torch.ones(numel, device=DEVICE)])
-        if on_stream:
-            work.wait()
+        time.sleep(after_s)
         began_at = time.monotonic()
         os.kill(pg.pid, signal.SIGKILL)
         error_text = ""
@@ -191,9 +228,9 @@ class Member:
         torch.cuda.synchronize()
         return {"error": error_text, "error_ms": error_ms, "idle_ms": ms_since(began_at)}
 
-    def leave_the_stream_waiting(self, numel: int = 1 << 20) -> Answer:
-        """Hold up the stream for a sum that nobody else takes part in, then leave."""
-        self.group.allreduce([torch.ones(numel, device=DEVICE)]).wait()
+    def leave_a_sum(self, numel: int = 1 << 20) -> Answer:
+        """Leave during a sum that nobody else takes part in, and wait for the whole device."""
+        self.group.allreduce([torch.ones(numel, device=DEVICE)])
         began_at = time.monotonic()
         self.group.abort()
         torch.cuda.synchronize()

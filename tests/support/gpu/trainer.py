@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -18,14 +19,26 @@ from torchft_svc.client import (
     DistributedDataParallel,
     Manager,
     OptimizerWrapper,
+    ProcessGroup,
+    ProcessGroupBabyNCCL,
     ProcessGroupGloo,
     ProcessGroupNCCL,
 )
 from torchft_svc.client.algorithms import DiLoCo
 
 DEVICE = torch.device("cuda", 0)
+# With a stream of its own, the update is still queued for about 20 ms when the next step begins,
+# except in every so many steps, in which the digest waits for it.
+LATE_CYCLES, DIGEST_EVERY = 40_000_000, 4
 TIMEOUT = timedelta(seconds=20)
 SYNC_EVERY = 4
+BATCH, WIDTH = 256, 64
+BALLAST_PART = 64 << 20
+KINDS: dict[str, Callable[[timedelta], ProcessGroup]] = {
+    "nccl": ProcessGroupNCCL,
+    "isolated": ProcessGroupBabyNCCL,
+    "gloo": ProcessGroupGloo,
+}
 
 
 def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
@@ -44,23 +57,40 @@ def main() -> None:
     parser.add_argument("--lighthouse", required=True)
     parser.add_argument("--name", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl")
+    parser.add_argument("--backend", choices=[*KINDS], default="nccl")
     parser.add_argument("--side-stream", action="store_true")
     parser.add_argument("--quantize", choices=["int8", "float8"])
+    parser.add_argument("--compile", metavar="MODE", help="torch.compile the wrapped model so")
+    parser.add_argument("--quiet", action="store_true", help="write no line for an update")
+    parser.add_argument("--ballast", type=int, default=0, help="bytes of more state")
+    parser.add_argument("--graphed", action="store_true", help="both passes are CUDA graphs")
     options = parser.parse_args()
 
     torch.manual_seed(options.name)
-    layers = [nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)]
+    layers = [nn.Linear(WIDTH, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1)]
     model = nn.Sequential(*layers).to(DEVICE)
+    if options.graphed:
+        torch.cuda.make_graphed_callables(model, (torch.zeros(BATCH, WIDTH, device=DEVICE),))
     adam = torch.optim.Adam(model.parameters(), lr=1e-3)
+
+    ballast = [
+        torch.zeros(BALLAST_PART, dtype=torch.uint8, device=DEVICE)
+        for _ in range(options.ballast // BALLAST_PART)
+    ]
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
         adam.load_state_dict(state["adam"])
+        for mine, theirs in zip(ballast, state["ballast"], strict=True):
+            mine.copy_(theirs)
 
     manager = Manager(
-        pg=ProcessGroupNCCL(TIMEOUT) if options.backend == "nccl" else ProcessGroupGloo(TIMEOUT),
-        state_dict=lambda: {"model": model.state_dict(), "adam": adam.state_dict()},
+        pg=KINDS[options.backend](TIMEOUT),
+        state_dict=lambda: {
+            "model": model.state_dict(),
+            "adam": adam.state_dict(),
+            "ballast": ballast,
+        },
         load_state_dict=load,
         lighthouse_addr=options.lighthouse,
         replica_id=str(options.name),
@@ -69,6 +99,7 @@ def main() -> None:
     )
     if options.side_stream:
         torch.cuda.set_stream(torch.cuda.Stream())
+        adam.register_step_pre_hook(lambda *_: torch.cuda._sleep(LATE_CYCLES))
     if options.quantize:
         train_with_diloco(manager, model, adam, options)
     else:
@@ -77,9 +108,9 @@ def main() -> None:
 
 
 def batch(step: int, options: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
-    """The inputs of a step, and their labels of shape (256, 1)."""
+    """The inputs of a step, and their labels of shape (BATCH, 1)."""
     generator = torch.Generator().manual_seed(1000 * step + options.name)
-    inputs = torch.randn(256, 64, generator=generator).to(DEVICE)
+    inputs = torch.randn(BATCH, WIDTH, generator=generator).to(DEVICE)
     return inputs, inputs.sum(1, keepdim=True) / 8
 
 
@@ -115,20 +146,24 @@ def train_with_ddp(
     options: argparse.Namespace,
 ) -> None:
     optimizer = OptimizerWrapper(manager, adam)
-    parallel = DistributedDataParallel(manager, model, bucket_cap_mb=0.1)
+    parallel: nn.Module = DistributedDataParallel(manager, model, bucket_cap_mb=0.1)
+    if options.compile:
+        parallel = torch.compile(parallel, mode=options.compile)  # type: ignore[assignment]
     print("ready", flush=True)
     while (step := manager.current_step()) < options.steps:
+        optimizer.zero_grad()  # first: the copy to the device waits for what is queued
         inputs, labels = batch(step, options)
-        optimizer.zero_grad()
         loss = nn.functional.mse_loss(parallel(inputs), labels)
         loss.backward()
-        participants = manager.num_participants()
-        if optimizer.step():
-            print(
-                f"commit {manager.current_step()} {participants} {loss.item():.6f} "
-                f"{digest(model, adam)}",
-                flush=True,
-            )
+        participants, value = manager.num_participants(), loss.item()
+        committed = optimizer.step()
+        if options.quiet:
+            continue
+        if committed:
+            now = manager.current_step()
+            waits = not options.side_stream or now % DIGEST_EVERY == 0
+            seen = digest(model, adam) if waits else "-"
+            print(f"commit {now} {participants} {value:.6f} {seen}", flush=True)
         else:
             print(f"discarded {step}", flush=True)
 
