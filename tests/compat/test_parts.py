@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from support.running import refusing
 from support.training import together
 
 from torchft_svc.client.process_groups import registry
+from torchft_svc.client.process_groups.operations import CompletedWork
+from torchft_svc.client.reduce.bucket_hook import BucketHook
+from torchft_svc.client.reduce.operations import Kind
 from torchft_svc.compat import futures
 from torchft_svc.compat._torchft import _with_hyphens
 from torchft_svc.compat.checkpointing import HTTPTransport
@@ -29,6 +33,7 @@ from torchft_svc.compat.coordination import (
 from torchft_svc.compat.data import DistributedSampler
 from torchft_svc.compat.local_sgd import extract_local_tensor
 from torchft_svc.compat.manager import ExceptionWithTraceback, extract_trailing_digits, get_timeout
+from torchft_svc.compat.parameter_server import ParameterServer
 from torchft_svc.compat.process_group import (
     ErrorSwallowingProcessGroupWrapper,
     FakeProcessGroupWrapper,
@@ -312,6 +317,31 @@ def test_flags_of_the_lighthouse_may_have_underscores() -> None:
     ]
 
 
+class Doubling(ParameterServer):
+    """Doubles what a client sends."""
+
+    @classmethod
+    def new_process_group(cls) -> ProcessGroup:
+        return ProcessGroupGloo(LONG)
+
+    def forward(self, session_id: str, pg: Any) -> None:
+        value = torch.zeros(2)
+        pg.broadcast_one(value, root=1).wait()
+        pg.broadcast_one(2 * value, root=0).wait()
+
+
+def test_a_parameter_server_serves_a_session() -> None:
+    with Doubling(port=0) as server:
+        session: Any = Doubling.new_session(server.address())
+        session.broadcast_one(torch.tensor([1.0, 2.0]), root=1).wait()
+        answer = torch.zeros(2)
+        session.broadcast_one(answer, root=0).wait()
+        assert answer.tolist() == [2.0, 4.0]
+        session.shutdown()
+    with refusing() as nobody, pytest.raises(RuntimeError):
+        Doubling.new_session(f"http://{nobody}/new_session")
+
+
 # -- transports ----------------------------------------------------------------------------------
 
 
@@ -419,6 +449,21 @@ def test_a_timer_thread_that_shows_life_ends_nothing(monkeypatch: pytest.MonkeyP
     assert not ended.wait(3.0)
     assert time.monotonic() - began_at >= 3.0
     timeouts.close()
+
+
+def test_buckets_that_keep_their_order_are_alike_in_all_passes() -> None:
+    kinds: list[Kind] = []
+
+    def allreduce(tensor: torch.Tensor, kind: Kind) -> dist.Work:
+        kinds.append(kind)
+        return CompletedWork(tensor)
+
+    for keeps in (False, True):
+        hook = BucketHook(allreduce)
+        if keeps:
+            hook.keep_order()
+        hook.average(torch.ones(1)).wait()
+    assert kinds == [Kind.FIRST_BUCKET, Kind.BUCKET]
 
 
 # -- small things --------------------------------------------------------------------------------

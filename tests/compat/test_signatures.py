@@ -39,6 +39,7 @@ HOMES = {
     ),
     "optim": ("OptimizerWrapper",),
     "otel": ("setup_logger",),
+    "parameter_server": ("ParameterServer",),
     "process_group": (
         "ErrorSwallowingProcessGroupWrapper",
         "FakeProcessGroupWrapper",
@@ -61,7 +62,6 @@ HOMES = {
 }
 # What is left out, and why.
 LEFT_OUT = {
-    "ParameterServer": "it is not there yet",
     "TeeLogExporter": "OpenTelemetry's own processors copy records to several exporters",
     "TracebackType": "a type of the standard library, which a module imports",
     "main": "an example that a module of the public release runs as a program",

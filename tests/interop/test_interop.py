@@ -155,6 +155,23 @@ def test_a_group_of_the_public_release_and_one_of_ours_are_in_one_quorum() -> No
     assert (ours.max_step, ours.heal) == (theirs["max_step"], theirs["heal"]) == (7, False)
 
 
+def test_our_lighthouse_passes_on_the_handles_of_a_nightly() -> None:
+    """Handles are in field 9 of a member, which is unknown here."""
+    with lighthouse_process("--min-replicas=2") as lighthouse, contextlib.ExitStack() as stack:
+        address = f"http://{lighthouse.address}"
+        members = [
+            stack.enter_context(
+                script(PEER, "public_services.py", "member", address, name, f"handle of {name}")
+            )
+            for name in ("public-a", "public-b")
+        ]
+        answers = [json.loads(each.line()) for each in members]
+    if answers[0]["reconfigure_handles"] is None:
+        pytest.skip("that python has a release without handles")
+    for answer in answers:
+        assert answer["reconfigure_handles"] == ["handle of public-a", "handle of public-b"]
+
+
 def test_our_manager_trains_against_the_public_releases_lighthouse() -> None:
     """Two groups; one is killed; the other goes on. Our extra requests are unknown there."""
     with (

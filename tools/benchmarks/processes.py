@@ -195,6 +195,11 @@ def program(name: str, *arguments: object, python: str = sys.executable) -> list
     return [python, "-W", "ignore", "-m", name, *map(str, arguments)]
 
 
+def by_public_names(name: str, *arguments: object) -> list[str]:
+    """The command that runs module ``name``, in which ``import torchft`` finds this package."""
+    return program("torchft_svc.compat", "-m", name, *arguments)
+
+
 def peer_python() -> str | None:
     """A Python that has the public release, from the environment; None: there is none."""
     python = os.environ.get(PEER_VARIABLE)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import operator
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tools.benchmarks.processes import (
     ROOT,
     Child,
     ChildError,
+    by_public_names,
     lighthouse_address,
     peer_python,
     printed_lines,
@@ -170,18 +173,29 @@ class Course:
 
 @contextmanager
 def whole_world(
-    model: list[str], num_groups: int, peer: str | None = None, root: Path = ROOT
+    model: list[str],
+    num_groups: int,
+    peer: str | None = None,
+    root: Path = ROOT,
+    *,
+    is_adapted: bool = False,
 ) -> Iterator[World]:
-    """All groups train together; ``peer``: the Python of the public release, None: ours."""
+    """All groups train together; ``peer``: the Python of the public release, None: ours.
+
+    ``is_adapted``: the program for the public release, with our package in its place.
+    """
     with ExitStack() as stack:
         lighthouse = start_lighthouse(min_replicas=1, peer=peer, root=root)
         stack.enter_context(lighthouse)
         where = f"--lighthouse={lighthouse_address(lighthouse)}"
-        name = f"tools.benchmarks.children.trainer_{'ours' if peer is None else 'public'}"
-        python = {} if peer is None else {"python": peer}
+        kind = "public" if peer or is_adapted else "ours"
+        name = f"tools.benchmarks.children.trainer_{kind}"
+        run: Callable[..., list[str]] = (
+            by_public_names if is_adapted else partial(program, python=peer or sys.executable)
+        )
 
         def start(group: int) -> Child:
-            command = program(name, *model, where, f"--name=group-{group}", **python)
+            command = run(name, *model, where, f"--name=group-{group}")
             return stack.enter_context(Child(command, _ENVIRONMENT, root=root))
 
         world = World(start, num_groups)
@@ -217,11 +231,18 @@ def measure_ours(
 def measure_peer(
     peer: str, model: list[str], num_groups: int, kills: int, seed: int
 ) -> list[dict[str, Any]]:
-    """The public release's manager is a part of its trainer: there is but one way to kill it."""
-    courses = _courses("public release", ("trainer",))
+    """The public release, and its program with our package in its place.
+
+    The public release's manager is a part of its trainer: there is but one way to kill it.
+    """
+    theirs, adapted = (
+        _courses(name, ("trainer",)) for name in ("public release", "its program, ours below")
+    )
     with whole_world(model, num_groups, peer) as world:
-        run_all(courses, world, kills, random.Random(seed))
-    return [course.row() for course in courses]
+        run_all(theirs, world, kills, random.Random(seed))
+    with whole_world(model, num_groups, is_adapted=True) as world:
+        run_all(adapted, world, kills, random.Random(seed))
+    return [course.row() for course in (*theirs, *adapted)]
 
 
 def _courses(name: str, kinds: tuple[str, ...]) -> list[Course]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import socket
 import statistics
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,6 +22,7 @@ from tools.benchmarks.processes import (
     ROOT,
     START_TIMEOUT_S,
     Child,
+    by_public_names,
     lighthouse_address,
     peer_python,
     program,
@@ -150,22 +152,25 @@ def tolerant_pair(
     group_size: int = 1,
     environment: Mapping[str, str] | None = None,
     flags: Mapping[str, str] | None = None,
+    is_adapted: bool = False,
 ) -> Iterator[Pair]:
     """Two replica groups of ours, or with ``peer`` of the public release, and its lighthouse.
 
     ``environment``: more variables for the trainers. ``flags``: of the lighthouse.
+    ``is_adapted``: the program for the public release, with our package in its place.
     """
     more = flags or {}
     with start_lighthouse(min_replicas=_NUM_GROUPS, peer=peer, root=root, **more) as lighthouse:
         where = f"--lighthouse={lighthouse_address(lighthouse)}"
-        kind = "ours" if peer is None else "public"
-        python = {} if peer is None else {"python": peer}
+        kind = "public" if peer or is_adapted else "ours"
+        run: Callable[..., list[str]] = (
+            by_public_names if is_adapted else partial(program, python=peer or sys.executable)
+        )
         place = [] if group_size == 1 else [f"--group-size={group_size}"]
         commands = [
-            program(
+            run(
                 f"tools.benchmarks.children.trainer_{kind}",
                 *(*model, where, f"--name={group}", *place, *port, f"--rank={rank}"),
-                **python,
             )
             for group in range(_NUM_GROUPS)
             for port in [[f"--store-port={free_port()}"] if place else []]
@@ -213,7 +218,9 @@ def measure(
         if root := stack.enter_context(root_with_package_of(before)):
             pairs.append(stack.enter_context(ours("ours, before", wrapped, root=root)))
         if peer is not None:
+            adapted = tolerant_pair("its program, ours below", model, is_adapted=True)
             pairs.append(stack.enter_context(tolerant_pair("public release", model, peer)))
+            pairs.append(stack.enter_context(adapted))
         in_turns(pairs, num_steps, blocks)
         rows = [pair.row(pairs[0]) for pair in pairs]
         if root:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
-    from torchft_svc.client.step.stepper import Update
+
 
 # Between a program and this module may be our own frames, and those of torch.compile.
 _NOT_THE_PROGRAM = tuple(
@@ -131,7 +131,7 @@ class Optimizer(torch.optim.Optimizer):
             raise
         return committed
 
-    def _apply(self, update: Update) -> None:
+    def _apply(self, update: _Applying) -> None:
         """Run the wrapped optimizers' steps, with the attributes that a GradScaler has set."""
         found_inf: torch.Tensor | None = self.__dict__.get("found_inf")
         scale: torch.Tensor | None = self.__dict__.get("grad_scale")
@@ -212,6 +212,12 @@ class Optimizer(torch.optim.Optimizer):
             ConfigError: several are wrapped.
         """
         self._only("add_param_group").add_param_group(param_group)
+
+
+class _Applying(Protocol):
+    """What is to know that the weights begin to change."""
+
+    begun: bool
 
 
 def _checked(

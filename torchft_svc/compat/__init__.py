@@ -54,6 +54,7 @@ _MODULES = frozenset(
         "manager",
         "optim",
         "otel",
+        "parameter_server",
         "process_group",
         "utils",
         "work",

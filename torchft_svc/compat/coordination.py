@@ -22,10 +22,17 @@ __all__ = [
 
 # The default of the public release's server in a process; its program's is a minute.
 _JOIN_TIMEOUT_MS = 100
+# There, a group makes some steps in a second; here it would be far ahead of one that was started
+# together with it.
+_STARTUP_WAIT_MS = 500
 
 
 class LighthouseServer(native.LighthouseServer):
-    """A lighthouse in this process; by default it waits 0.1 s for groups that are late."""
+    """A lighthouse in this process.
+
+    By default it waits 0.1 s for groups that are late, and at the very first 0.5 s for groups that
+    are started together.
+    """
 
     def __init__(
         self,
@@ -42,6 +49,7 @@ class LighthouseServer(native.LighthouseServer):
                 _JOIN_TIMEOUT_MS if join_timeout_ms is None else join_timeout_ms,
                 quorum_tick_ms,
                 heartbeat_timeout_ms,
+                startup_wait_ms=_STARTUP_WAIT_MS if join_timeout_ms is None else 0,
             )
 
 

@@ -33,6 +33,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         # The group has no other member: weights become equal by healing, buffers stay as they are.
         alone = {"process_group": ProcessGroupDummy(0, 1), "init_sync": False}
         super().__init__(module, **{**given, **alone})
+        if self.find_unused_parameters:
+            manager.keep_bucket_order()
         self.register_comm_hook(manager, _average)
 
 

@@ -199,6 +199,10 @@ class Manager(NativeManager):
         error = super().errored()
         return None if error is None else ExceptionWithTraceback(error)
 
+    def keep_bucket_order(self) -> None:
+        """Expect the same order of gradients in torch's buckets in all steps."""
+        self._sums.bucket_hook.keep_order()
+
     # -- state -----------------------------------------------------------------------------------
 
     def set_state_dict_fns(

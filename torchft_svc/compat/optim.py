@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from torchft_svc.client.optim import Optimizer as NativeOptimizer
 from torchft_svc.compat.errors import public_errors
 
 
+@dataclass(slots=True)
+class _Applied:
+    """What the native optimizer notes when it has begun to change the weights."""
+
+    begun: bool = False
+
+
 class OptimizerWrapper(NativeOptimizer):
-    """The native optimizer with the public release's errors.
+    """The native optimizer by the public methods of its manager, which a program may override.
 
     `step` also returns whether the update was applied.
     """
@@ -31,6 +39,17 @@ class OptimizerWrapper(NativeOptimizer):
         """
         with public_errors():
             return super().step(closure)
+
+    def _vote_and_apply(self) -> bool:
+        committed = self.manager.should_commit()
+        if committed:
+            try:
+                self._apply(_Applied())
+            except BaseException as error:
+                self.manager.report_spoiled_update(error)
+                raise
+            self.manager.allow_state_dict_read()
+        return committed
 
 
 Optimizer = OptimizerWrapper

@@ -178,7 +178,7 @@ class ProcessGroup(base.ProcessGroup):
         dist.destroy_process_group(self)
 
 
-class _Abortable:
+class Abortable:
     """The argument that `abort` has in the public release; the group is unusable either way."""
 
     def abort(self, errored: bool = True) -> None:
@@ -186,7 +186,7 @@ class _Abortable:
         super().abort()  # type: ignore[misc]
 
 
-class ProcessGroupGloo(_Abortable, gloo.ProcessGroupGloo, ProcessGroup):
+class ProcessGroupGloo(Abortable, gloo.ProcessGroupGloo, ProcessGroup):
     """The native gloo group; see `torchft_svc.ProcessGroupGloo`."""
 
     def __init__(self, timeout: timedelta = _TIMEOUT, pg: dist.ProcessGroup | None = None) -> None:
@@ -198,7 +198,7 @@ class ProcessGroupGloo(_Abortable, gloo.ProcessGroupGloo, ProcessGroup):
         return "torchft-gloo"
 
 
-class ProcessGroupNCCL(_Abortable, nccl.ProcessGroupNCCL, ProcessGroup):
+class ProcessGroupNCCL(Abortable, nccl.ProcessGroupNCCL, ProcessGroup):
     """The native NCCL group; see `torchft_svc.ProcessGroupNCCL`."""
 
     def __init__(self, timeout: timedelta = _TIMEOUT) -> None:
@@ -217,7 +217,7 @@ class ProcessGroupXCCL(ProcessGroup):
         return make_process_group("xccl", timeout)
 
 
-class ProcessGroupDummy(_Abortable, dummy.ProcessGroupDummy, ProcessGroup):
+class ProcessGroupDummy(Abortable, dummy.ProcessGroupDummy, ProcessGroup):
     """Acts as the only member; see `torchft_svc.ProcessGroupDummy`."""
 
     def __init__(self, rank: int, world: int) -> None:
@@ -240,7 +240,7 @@ class ProcessGroupBaby(ProcessGroup):
         return 0 if child is None else int(child.num_under_way)
 
 
-class ProcessGroupBabyGloo(_Abortable, isolated.ProcessGroupBabyGloo, ProcessGroupBaby):
+class ProcessGroupBabyGloo(Abortable, isolated.ProcessGroupBabyGloo, ProcessGroupBaby):
     """The native isolated gloo group; see `torchft_svc.ProcessGroupBabyGloo`."""
 
     def __init__(self, timeout: float | timedelta = 60.0) -> None:
@@ -251,7 +251,7 @@ class ProcessGroupBabyGloo(_Abortable, isolated.ProcessGroupBabyGloo, ProcessGro
         return "torchft-baby-gloo"
 
 
-class ProcessGroupBabyNCCL(_Abortable, isolated.ProcessGroupBabyNCCL, ProcessGroupBaby):
+class ProcessGroupBabyNCCL(Abortable, isolated.ProcessGroupBabyNCCL, ProcessGroupBaby):
     """The native isolated NCCL group; see `torchft_svc.ProcessGroupBabyNCCL`."""
 
     def __init__(self, timeout: float | timedelta = 60.0) -> None:
@@ -270,7 +270,7 @@ class ProcessGroupBabyXCCL(ProcessGroupBaby):
         return make_process_group("baby-xccl", _as_timedelta(timeout))
 
 
-class ProcessGroupWrapper(_Abortable, wrappers.ProcessGroupWrapper, ProcessGroup):
+class ProcessGroupWrapper(Abortable, wrappers.ProcessGroupWrapper, ProcessGroup):
     """Forwards everything to ``pg``."""
 
     def __init__(self, timeout: timedelta = _TIMEOUT, pg: base.ProcessGroup | None = None) -> None:
@@ -280,7 +280,7 @@ class ProcessGroupWrapper(_Abortable, wrappers.ProcessGroupWrapper, ProcessGroup
 
 
 class ErrorSwallowingProcessGroupWrapper(
-    _Abortable, wrappers.ErrorSwallowingProcessGroupWrapper, ProcessGroup
+    Abortable, wrappers.ErrorSwallowingProcessGroupWrapper, ProcessGroup
 ):
     """See `torchft_svc.ErrorSwallowingProcessGroupWrapper`."""
 
@@ -292,7 +292,7 @@ class ErrorSwallowingProcessGroupWrapper(
         super().report_error(e)
 
 
-class FakeProcessGroupWrapper(_Abortable, faults.FakeProcessGroupWrapper, ProcessGroup):
+class FakeProcessGroupWrapper(Abortable, faults.FakeProcessGroupWrapper, ProcessGroup):
     """See `torchft_svc.testing.FakeProcessGroupWrapper`."""
 
     def __init__(self, pg: base.ProcessGroup) -> None:
@@ -303,7 +303,7 @@ class FakeProcessGroupWrapper(_Abortable, faults.FakeProcessGroupWrapper, Proces
         super().report_future_error(e)
 
 
-class ManagedProcessGroup(_Abortable, managed.ManagedProcessGroup, ProcessGroup):
+class ManagedProcessGroup(Abortable, managed.ManagedProcessGroup, ProcessGroup):
     """A group of those that contribute in the manager's step; see the native one.
 
     Reductions between two steps are those of the last quorum, and their errors fail no step.

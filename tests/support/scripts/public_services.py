@@ -1,7 +1,8 @@
 """The public release's services; run as a script, by a python that has it, by test_interop.py.
 
-`lighthouse`: starts one, prints its port, serves until stdin ends. `member ADDRESS`: joins the
-quorum of the lighthouse there through the release's own manager, and prints the answer.
+`lighthouse`: starts one, prints its port, serves until stdin ends. `member ADDRESS NAME HANDLE`:
+joins the quorum of the lighthouse there through the release's own manager, as group NAME, with the
+handle that a nightly's process groups connect by, and prints the answer.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ def lighthouse() -> None:
     server.shutdown()
 
 
-def member(address: str) -> None:
+def member(address: str, name: str = "public", handle: str = "") -> None:
     server = ManagerServer(
-        replica_id="public",
+        replica_id=name,
         lighthouse_addr=address,
         hostname="127.0.0.1",
         bind="[::]:0",
@@ -45,7 +46,7 @@ def member(address: str) -> None:
         init_sync=False,
         commit_failures=0,
         timeout=TIMEOUT,
-        reconfigure_handle="",
+        reconfigure_handle=handle,
     )
     answer = {
         "quorum_id": result.quorum_id,
@@ -55,10 +56,11 @@ def member(address: str) -> None:
         "store_address": result.store_address,
         "max_step": result.max_step,
         "heal": result.heal,
+        "reconfigure_handles": getattr(result, "reconfigure_handles", None),  # of nightlies
     }
     print(json.dumps(answer), flush=True)
     sys.stdin.read()
     server.shutdown()
 
 
-lighthouse() if sys.argv[1] == "lighthouse" else member(sys.argv[2])
+lighthouse() if sys.argv[1] == "lighthouse" else member(*sys.argv[2:])

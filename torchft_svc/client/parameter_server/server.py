@@ -9,6 +9,7 @@ import threading
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
+from typing import ClassVar
 
 from torch._C._distributed_c10d import TCPStore
 
@@ -71,6 +72,8 @@ class ParameterServer(abc.ABC):
         AddressError: a port cannot be bound.
         ConfigError: an invalid name, file or token.
     """
+
+    _group_class: ClassVar[type[SessionGroup]] = SessionGroup
 
     def __init__(
         self,
@@ -141,7 +144,7 @@ class ParameterServer(abc.ABC):
         wire, session_id, store_addr = _request_session(
             address, positive_s("timeout", timeout), security_or_environment(security)
         )
-        group = SessionGroup(cls.new_process_group(), CLIENT, wire)
+        group = cls._group_class(cls.new_process_group(), CLIENT, wire)
         try:
             group.connect(store_addr, session_id)
         except BaseException:
@@ -190,7 +193,7 @@ class ParameterServer(abc.ABC):
         self._run_session(session_id, store_addr, wire if _LIFELINE in request.query else None)
 
     def _run_session(self, session_id: str, store_addr: str, wire: Wire | None) -> None:
-        group = SessionGroup(self.new_process_group(), SERVER, wire)
+        group = self._group_class(self.new_process_group(), SERVER, wire)
         try:
             with self._lock:
                 if self._is_shut_down:

@@ -37,6 +37,10 @@ class BucketHook:
         self._launched: list[tuple[torch.Tensor, dist.Work, torch.futures.Future[torch.Tensor]]]
         self._launched = []
 
+    def keep_order(self) -> None:
+        """Regard all passes as alike: a wrapper with ``find_unused_parameters`` keeps its order."""
+        self._num_first = 0
+
     def average(self, bucket: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
         """See `Manager.allreduce_grad`."""
         in_order = self._num_passes < self._num_first
