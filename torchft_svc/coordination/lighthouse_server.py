@@ -20,7 +20,9 @@ class LighthouseServer(Server):
     ``bind`` is ``host:port`` (``:0``: any free port on every interface). Durations are
     milliseconds. ``quorum_tick_ms`` is accepted and has no effect: nothing polls. A group whose
     step stands still for ``hang_timeout_ms`` (None: however long) is reported; it is ended if
-    ``on_hang`` is ``kill``, and left out until it asks again if that is ``evict``. A group that
+    ``on_hang`` is ``kill``, and left out until it asks again if that is ``evict``. One whose own
+    work takes ``slow_factor`` times that of the best group for ``slow_after_ms`` is reported, and
+    drained if ``on_slow`` is ``evict``. A group that
     heals is waited for up to ``heal_timeout_ms`` (None: as for any other, the join timeout).
     A cold start waits for ``startup_wait_ms`` after the first request for groups that are started
     together (the command's default is a second).
@@ -46,6 +48,9 @@ class LighthouseServer(Server):
         heal_timeout_ms: int | None = None,
         hang_timeout_ms: int | None = None,
         on_hang: Literal["report", "kill", "evict"] = "report",
+        slow_factor: float = 1.5,
+        slow_after_ms: int = 60_000,
+        on_slow: Literal["report", "evict"] = "report",
         settle_in_ms: int = round(SETTLE_IN_S * 1000),
         security: Security | None = None,
         http_bind: str | None = None,
@@ -57,11 +62,18 @@ class LighthouseServer(Server):
             "startup_wait_s": startup_wait_ms,
             "heal_timeout_s": heal_timeout_ms,
             "hang_timeout_s": hang_timeout_ms,
+            "slow_after_s": slow_after_ms,
         }
         durations: dict[str, Any] = {
             field: value / 1000 for field, value in given_ms.items() if value is not None
         }
-        config = QuorumConfig(min_replicas=min_replicas, on_hang=on_hang, **durations)
+        config = QuorumConfig(
+            min_replicas=min_replicas,
+            on_hang=on_hang,
+            slow_factor=slow_factor,
+            on_slow=on_slow,
+            **durations,
+        )
         where = parse_address(bind, may_bind=True)
         http = None
         if http_bind is not None:

@@ -164,6 +164,26 @@ def _election_options(main: Callable[..., None]) -> Callable[..., None]:
     "continue without it until it moves again.",
 )
 @option(
+    "--slow-factor",
+    type=click.FloatRange(min=1, min_open=True),
+    metavar="NUMBER",
+    default=1.5,
+    help="A group is slow if its own work in a step takes so many times that of the best group.",
+)
+@option(
+    "--slow-after-ms",
+    type=MILLISECONDS,
+    default=60_000,
+    help="How long that must have lasted, and for 10 steps at least.",
+)
+@option(
+    "--on-slow",
+    type=click.Choice(["report", "evict"]),
+    default="report",
+    help="What to do with a slow group: only report it, or drain it if at least --min-replicas "
+    "remain, one at a time.",
+)
+@option(
     "--max-jobs",
     type=int,
     default=1000,

@@ -37,6 +37,7 @@ _JOB_VALUES: tuple[tuple[catalog.Metric, Callable[[JobStatus], float]], ...] = (
     (catalog.COMMITTED_STEP, lambda job: job.committed_step),
     (catalog.SINCE_COMMIT, lambda job: job.stalled_s),
     (catalog.STATE_DIFFERENCES, lambda job: job.num_differences),
+    (catalog.GROUPS_SLOW, lambda job: sum(group.slow for group in job.groups)),
 )
 
 
@@ -85,6 +86,7 @@ class LighthouseMetrics:
         for metric, read in _JOB_VALUES:
             yield values(metric, [((job.job,), read(job)) for job in jobs])
         yield values(catalog.GROUP_SILENCE, _silences(jobs))
+        yield from _paces(jobs)
 
     def _of_ledgers(self, names: list[str]) -> Iterator[Family]:
         before, self._incidents = self._incidents, {}
@@ -176,3 +178,24 @@ def _silences(jobs: list[JobStatus]) -> Iterator[tuple[tuple[str, str], float]]:
             silent_s[name] = min(group.silent_s, silent_s.get(name, group.silent_s))
         for name, value in silent_s.items():
             yield (job.job, name), value
+
+
+def _paces(jobs: list[JobStatus]) -> Iterator[Family]:
+    """The own work of each group; of several with one name, one of which is about to be forgotten,
+    the last one counts."""
+    known = {
+        (job.job, stable_name(group.replica_id)): group.paces
+        for job in jobs
+        for group in job.groups
+        if group.paces
+    }
+    yield values(
+        catalog.GROUP_OWN_WORK,
+        [((*whose, pace.phase), pace.seconds) for whose, paces in known.items() for pace in paces],
+    )
+    ratios = [
+        ((*whose, to), value)
+        for whose, (step, *_) in known.items()
+        for to, value in (("best", step.to_best), ("own_best", step.to_own_best))
+    ]
+    yield values(catalog.GROUP_SLOWDOWN, ratios)

@@ -9,6 +9,7 @@ from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
+    ReportPace,
     ReportStraggler,
 )
 from torchft_svc.core.quorum.lighthouse.lighthouse import (
@@ -53,6 +54,8 @@ class Reports:
                 report.step,
                 report.for_s,
             )
+        elif isinstance(report, ReportPace):
+            _write_pace(log, report)
         elif isinstance(report, ReportLeftHealing):
             log.warning(
                 "group left out job=%s replica=%s: it has been healing for %.1f s, and has to "
@@ -64,18 +67,7 @@ class Reports:
         elif isinstance(report, ReportPause):
             log.warning("no quorum job=%s for %.0f s: %s", report.job, report.for_s, report.why)
         elif isinstance(report, ReportCommand):
-            command = report.command
-            what, level = "drain", logging.INFO
-            if isinstance(command, Kill):
-                what, level = "kill", logging.WARNING
-            log.log(
-                level,
-                "%s job=%s replica=%s: %s",
-                what,
-                report.job,
-                report.replica_id,
-                command.reason,
-            )
+            _write_command(log, report)
         elif isinstance(report, ReportAcceptedLoss):
             log.warning(
                 "loss accepted by an operator job=%s step=%d", report.job, report.committed_step
@@ -133,3 +125,21 @@ def _bound_log(report: Report) -> logging.LoggerAdapter[logging.Logger]:
     if "replica_id" in fields:
         fields["group"] = stable_name(fields["replica_id"])
     return logging.LoggerAdapter(_log, fields)
+
+
+def _write_pace(log: logging.LoggerAdapter[logging.Logger], report: ReportPace) -> None:
+    whose = report.job, report.replica_id, report.cause
+    if report.evict:
+        log.warning("slow group evicted job=%s replica=%s: %s", *whose)
+    elif report.is_slow:
+        log.warning("group slow job=%s replica=%s: %s", *whose)
+    else:
+        log.info("group no longer slow job=%s replica=%s: %s", *whose)
+
+
+def _write_command(log: logging.LoggerAdapter[logging.Logger], report: ReportCommand) -> None:
+    what, level = "drain", logging.INFO
+    if isinstance(report.command, Kill):
+        what, level = "kill", logging.WARNING
+    whose = report.job, report.replica_id, report.command.reason
+    log.log(level, "%s job=%s replica=%s: %s", what, *whose)

@@ -19,7 +19,18 @@ MAX_ROWS = 40
 MAX_GONE_ROWS = 5
 
 _NODE_HEAD = ("NODE", "RANK", "WORKERS", "STATE", "WAITS", "RESTARTS", "SILENT", "HOST")
-_HEAD = ("GROUP", "STEP", "STATE", "PHASE", "FOR", "SILENT", "MANAGER")
+_HEAD = (
+    "GROUP",
+    "STEP",
+    "STATE",
+    "PHASE",
+    "FOR",
+    "SILENT",
+    "OWN WORK",
+    "x BEST",
+    "x OWN",
+    "MANAGER",
+)
 
 
 def status_text(
@@ -138,7 +149,29 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
     yield from _table([_HEAD, *map(_row, shown)])
     if len(shown) < len(groups):
         yield f"  and {len(groups) - len(shown)} more (--all shows them)"
+    yield from (f"  {slow_line(group)}" for group in shown if group.slow)
     yield from _gone(job, show_all)
+
+
+def slow_line(group: GroupStatus) -> str:
+    """Describe the phases of a slow group's step, each compared with the best ones."""
+    phases = (
+        f"{pace.phase} {pace.seconds:.3f} s ({pace.to_best:.1f} x best, "
+        f"{pace.to_own_best:.1f} x own)"
+        for pace in group.paces[1:]
+    )
+    return (
+        f"slow: {stable_name(group.replica_id)}, group rank {group.slowest_rank}: "
+        f"{', '.join(phases)}"
+    )
+
+
+def pace_cells(group: GroupStatus) -> tuple[str, str, str]:
+    """Describe the own work of a group in a step, and how it compares."""
+    if not group.paces:
+        return "-", "-", "-"
+    step = group.paces[0]
+    return f"{step.seconds:.3f} s", f"{step.to_best:.2f}", f"{step.to_own_best:.2f}"
 
 
 def _differences(job: JobStatus) -> Iterator[str]:
@@ -201,8 +234,8 @@ def _gone(job: JobStatus, show_all: bool) -> Iterator[str]:
         yield f"  {how} {group.gone_s:.0f} s ago: {group.replica_id}{reason}"
 
 
-def _urgency(group: GroupStatus) -> tuple[bool, bool, str]:
-    return not group.hung, group.in_quorum, group.replica_id
+def _urgency(group: GroupStatus) -> tuple[bool, bool, bool, str]:
+    return not group.hung, not group.slow, group.in_quorum, group.replica_id
 
 
 def phase_cell(group: GroupStatus) -> str:
@@ -219,6 +252,7 @@ def _row(group: GroupStatus) -> tuple[str, ...]:
     states = {
         "HUNG": group.hung,
         "left out": group.left_out,
+        "SLOW": group.slow,
         "in quorum": group.in_quorum,
         "asking": group.asking,
     }
@@ -229,5 +263,6 @@ def _row(group: GroupStatus) -> tuple[str, ...]:
         phase_cell(group),
         f"{group.phase_s:.1f} s" if group.phase else "-",
         f"{group.silent_s:.1f} s",
+        *pace_cells(group),
         group.address or "-",
     )

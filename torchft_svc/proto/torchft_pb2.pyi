@@ -240,7 +240,7 @@ class SessionBeat(_message.Message):
     def __init__(self, phase: _Optional[_Union[Phase, str]] = ..., step: _Optional[int] = ..., phase_ms: _Optional[int] = ..., differences: _Optional[_Iterable[_Union[StateDifference, _Mapping]]] = ..., tally: _Optional[_Union[Tally, _Mapping]] = ..., events: _Optional[_Iterable[_Union[GroupEvent, _Mapping]]] = ..., received_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
 
 class Tally(_message.Message):
-    __slots__ = ("committed_s", "discarded_s", "waiting_s", "reconfiguring_s", "healing_s", "away_s", "num_committed", "num_discarded", "ago_s")
+    __slots__ = ("committed_s", "discarded_s", "waiting_s", "reconfiguring_s", "healing_s", "away_s", "num_committed", "num_discarded", "ago_s", "step_times")
     COMMITTED_S_FIELD_NUMBER: _ClassVar[int]
     DISCARDED_S_FIELD_NUMBER: _ClassVar[int]
     WAITING_S_FIELD_NUMBER: _ClassVar[int]
@@ -250,6 +250,7 @@ class Tally(_message.Message):
     NUM_COMMITTED_FIELD_NUMBER: _ClassVar[int]
     NUM_DISCARDED_FIELD_NUMBER: _ClassVar[int]
     AGO_S_FIELD_NUMBER: _ClassVar[int]
+    STEP_TIMES_FIELD_NUMBER: _ClassVar[int]
     committed_s: float
     discarded_s: float
     waiting_s: float
@@ -259,7 +260,24 @@ class Tally(_message.Message):
     num_committed: int
     num_discarded: int
     ago_s: float
-    def __init__(self, committed_s: _Optional[float] = ..., discarded_s: _Optional[float] = ..., waiting_s: _Optional[float] = ..., reconfiguring_s: _Optional[float] = ..., healing_s: _Optional[float] = ..., away_s: _Optional[float] = ..., num_committed: _Optional[int] = ..., num_discarded: _Optional[int] = ..., ago_s: _Optional[float] = ...) -> None: ...
+    step_times: StepTimes
+    def __init__(self, committed_s: _Optional[float] = ..., discarded_s: _Optional[float] = ..., waiting_s: _Optional[float] = ..., reconfiguring_s: _Optional[float] = ..., healing_s: _Optional[float] = ..., away_s: _Optional[float] = ..., num_committed: _Optional[int] = ..., num_discarded: _Optional[int] = ..., ago_s: _Optional[float] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ...) -> None: ...
+
+class StepTimes(_message.Message):
+    __slots__ = ("training_s", "updating_s", "between_s", "waiting_s", "num_steps", "group_rank")
+    TRAINING_S_FIELD_NUMBER: _ClassVar[int]
+    UPDATING_S_FIELD_NUMBER: _ClassVar[int]
+    BETWEEN_S_FIELD_NUMBER: _ClassVar[int]
+    WAITING_S_FIELD_NUMBER: _ClassVar[int]
+    NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    training_s: float
+    updating_s: float
+    between_s: float
+    waiting_s: float
+    num_steps: int
+    group_rank: int
+    def __init__(self, training_s: _Optional[float] = ..., updating_s: _Optional[float] = ..., between_s: _Optional[float] = ..., waiting_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., group_rank: _Optional[int] = ...) -> None: ...
 
 class GroupEvent(_message.Message):
     __slots__ = ("kind", "source", "number", "ago_s", "quorum_id", "step", "cause", "is_own", "lost", "lasts_s", "paused_s", "reconfigured_s", "healed_s", "healed_bytes")
@@ -787,7 +805,7 @@ class GoneGroup(_message.Message):
     def __init__(self, replica_id: _Optional[str] = ..., reason: _Optional[str] = ..., orderly: bool = ..., gone_ms: _Optional[int] = ...) -> None: ...
 
 class GroupStatus(_message.Message):
-    __slots__ = ("replica_id", "address", "in_quorum", "asking", "step", "phase", "phase_ms", "silent_ms", "hung", "left_out", "received_bytes", "state_bytes")
+    __slots__ = ("replica_id", "address", "in_quorum", "asking", "step", "phase", "phase_ms", "silent_ms", "hung", "left_out", "received_bytes", "state_bytes", "paces", "slow", "slowest_rank")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     IN_QUORUM_FIELD_NUMBER: _ClassVar[int]
@@ -800,6 +818,9 @@ class GroupStatus(_message.Message):
     LEFT_OUT_FIELD_NUMBER: _ClassVar[int]
     RECEIVED_BYTES_FIELD_NUMBER: _ClassVar[int]
     STATE_BYTES_FIELD_NUMBER: _ClassVar[int]
+    PACES_FIELD_NUMBER: _ClassVar[int]
+    SLOW_FIELD_NUMBER: _ClassVar[int]
+    SLOWEST_RANK_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     address: str
     in_quorum: bool
@@ -812,7 +833,22 @@ class GroupStatus(_message.Message):
     left_out: bool
     received_bytes: int
     state_bytes: int
-    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., in_quorum: bool = ..., asking: bool = ..., step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., phase_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., hung: bool = ..., left_out: bool = ..., received_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ...) -> None: ...
+    paces: _containers.RepeatedCompositeFieldContainer[Pace]
+    slow: bool
+    slowest_rank: int
+    def __init__(self, replica_id: _Optional[str] = ..., address: _Optional[str] = ..., in_quorum: bool = ..., asking: bool = ..., step: _Optional[int] = ..., phase: _Optional[_Union[Phase, str]] = ..., phase_ms: _Optional[int] = ..., silent_ms: _Optional[int] = ..., hung: bool = ..., left_out: bool = ..., received_bytes: _Optional[int] = ..., state_bytes: _Optional[int] = ..., paces: _Optional[_Iterable[_Union[Pace, _Mapping]]] = ..., slow: bool = ..., slowest_rank: _Optional[int] = ...) -> None: ...
+
+class Pace(_message.Message):
+    __slots__ = ("phase", "seconds", "to_best", "to_own_best")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    TO_BEST_FIELD_NUMBER: _ClassVar[int]
+    TO_OWN_BEST_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    seconds: float
+    to_best: float
+    to_own_best: float
+    def __init__(self, phase: _Optional[str] = ..., seconds: _Optional[float] = ..., to_best: _Optional[float] = ..., to_own_best: _Optional[float] = ...) -> None: ...
 
 class AcceptLossRequest(_message.Message):
     __slots__ = ()

@@ -13,7 +13,13 @@ from torchft_svc.core.quorum.assignment import QuorumResult
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
 from torchft_svc.core.quorum.manager.group import AnswerWorker
 from torchft_svc.core.quorum.session_messages import Drain
-from torchft_svc.core.quorum.tally import MAX_LOST_NAMED, EventKind, GroupEvent, Tally
+from torchft_svc.core.quorum.tally import (
+    MAX_LOST_NAMED,
+    EventKind,
+    GroupEvent,
+    StepTimes,
+    Tally,
+)
 from torchft_svc.core.quorum.term import Fate, TermEnds, Wish
 from torchft_svc.core.quorum.types import (
     DifferenceReport,
@@ -171,7 +177,19 @@ def _some_names(replica_ids: Iterable[str]) -> tuple[str, ...]:
     return tuple(replica_ids)[:MAX_LOST_NAMED]
 
 
-_TALLY = Codec(Tally, pb.Tally, checks=True)
+_STEP_TIMES = Codec(StepTimes, pb.StepTimes, checks=True)
+_TALLY = Codec(
+    Tally,
+    pb.Tally,
+    fields={
+        "step_times": Field(
+            "",
+            lambda times: None if times is None else _STEP_TIMES.to_wire(times),
+            _STEP_TIMES.from_wire,
+        )
+    },
+    checks=True,
+)
 
 
 def tally_to_wire(tally: Tally) -> pb.Tally:

@@ -9,6 +9,7 @@ from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.limits import one_line
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.pace import Pace
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import PHASE
 from torchft_svc.rpc.codec_rendezvous import AGENT_STATUS
@@ -27,9 +28,11 @@ def _seconds_by_cause(lost_s: Mapping[str, float]) -> dict[str, float]:
     return {_text(cause): seconds for cause, seconds in lost_s.items()}
 
 
+_PACE = _codec(Pace, pb.Pace)
 _GROUP = _codec(
     GroupStatus,
     pb.GroupStatus,
+    paces=list_of(_PACE),
     phase=PHASE,
     phase_s=milliseconds("phase_ms"),
     silent_s=milliseconds("silent_ms"),

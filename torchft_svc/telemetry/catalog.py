@@ -142,6 +142,31 @@ GROUP_SILENCE = _of(
     "job",
     "group",
 )
+GROUP_OWN_WORK = _of(
+    Program.LIGHTHOUSE,
+    MetricKind.GAUGE,
+    "torchft_group_own_work_seconds",
+    "How long the group's own work takes in a step, without waits for others, by phase.",
+    "job",
+    "group",
+    "phase",
+)
+GROUP_SLOWDOWN = _of(
+    Program.LIGHTHOUSE,
+    MetricKind.GAUGE,
+    "torchft_group_slowdown_ratio",
+    "The group's own work in a step, relative to what the label says.",
+    "job",
+    "group",
+    "relative_to",
+)
+GROUPS_SLOW = _of(
+    Program.LIGHTHOUSE,
+    MetricKind.GAUGE,
+    "torchft_groups_slow",
+    "Living groups of a job that are slow, by the factor and the time of the settings.",
+    "job",
+)
 QUORUM_DURATION = _of(
     Program.LIGHTHOUSE,
     MetricKind.HISTOGRAM,

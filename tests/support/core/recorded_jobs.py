@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from torchft_svc.core.quorum.lighthouse.jobs import JobReport, Jobs, ReportHang
-from torchft_svc.core.quorum.session_messages import Kill, Lost, NewcomerWaits, News
+from torchft_svc.core.quorum.lighthouse.jobs import JobReport, Jobs, ReportHang, ReportPace
+from torchft_svc.core.quorum.session_messages import Drain, Kill, Lost, NewcomerWaits, News
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Quorum, QuorumConfig
 from torchft_svc.errors import TorchFTError
@@ -58,6 +58,7 @@ _INPUTS = {
     "heartbeat",
     "leave",
     "went_silent",
+    "record_report",
     "accept_loss",
     "tick",
 }
@@ -83,6 +84,10 @@ class Recorder:
             report: Any = self._records[-1]
             sent = (news.replica_id, news.reason, news.quorum_id, tuple(replica_ids))
             assert sent == (report.replica_id, report.reason, report.quorum_id, report.recipients)
+        elif isinstance(news, Drain):
+            report = self._records[-1]
+            assert isinstance(report, ReportPace)
+            assert (report.evict, tuple(replica_ids)) == (True, (report.replica_id,))
         else:
             assert isinstance(news, Kill)
             hang = self._records[-1]

@@ -30,6 +30,7 @@ from torchft_svc.client.reduce.quantized import (
     sum_chunks,
 )
 from torchft_svc.client.reduce.reduction import Reduction
+from torchft_svc.client.reduce.wait_times import WaitTimes
 from torchft_svc.errors import TorchFTError
 
 DEVICE = torch.device("cuda", 0)
@@ -258,6 +259,7 @@ class Member:
             pg=self.group,
             on_wait=lambda _: None,
             watchdog=Watchdog(None),
+            times=WaitTimes(),
         )
 
 

@@ -29,6 +29,7 @@ from torchft_svc.client.reduce.quantized import (
     sum_chunks,
 )
 from torchft_svc.client.reduce.reduction import ManagedWork, Reduction
+from torchft_svc.client.reduce.wait_times import WaitTimes
 from torchft_svc.core.quorum.worker.step import Participation
 from torchft_svc.errors import (
     ConfigError,
@@ -113,13 +114,13 @@ class Collectives:
     """Launches the operations of one step after another on ``pg``.
 
     ``latch(error, epoch)`` is called at most once for every operation; ``on_wait`` is called when a
-    wait becomes long (True), and at its end (False). ``order`` holds the operations that all groups
-    are known to launch; ``checks_all``: compare every operation nevertheless. ``between_steps``:
-    the operations follow the end of a step; another group may have begun the next one, so what it
-    launches is not known. ``on_mismatch`` is called when a comparison shows that this group
-    differed from another one in an earlier step. ``wish`` returns whether this group wants a
-    question before the next step, and is summed with the first operation of each step whose groups
-    may keep their quorum (rule E2).
+    wait becomes long (True), and at its end (False); ``times`` counts all waits. ``order`` holds
+    the operations that all groups are known to launch; ``checks_all``: compare every operation
+    nevertheless. ``between_steps``: the operations follow the end of a step; another group may have
+    begun the next one, so what it launches is not known. ``on_mismatch`` is called when a
+    comparison shows that this group differed from another one in an earlier step. ``wish`` returns
+    whether this group wants a question before the next step, and is summed with the first operation
+    of each step whose groups may keep their quorum (rule E2).
     """
 
     def __init__(
@@ -131,6 +132,7 @@ class Collectives:
         watchdog: Watchdog,
         *,
         order: LaunchOrder,
+        times: WaitTimes,
         checks_all: bool = False,
         between_steps: bool = False,
         wish: Callable[[], bool] | None = None,
@@ -149,6 +151,7 @@ class Collectives:
         self._end: _Comparison | None = None
         self._unread: list[_Comparison] = []  # not waited for so far
         self._watchdog = watchdog
+        self._times = times
         self._on_wait = on_wait
         self._pg = pg
         self._timeout_s = timeout_s
@@ -556,6 +559,7 @@ class Collectives:
             on_error=lambda error: self._fail(error, epoch, operation),
             on_wait=self._on_wait,
             watchdog=self._watchdog,
+            times=self._times,
         )
         self._outstanding.append(reduction)
         return reduction

@@ -14,6 +14,7 @@ from torch import nn
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import ends_within
+from torchft_svc.client.reduce.wait_times import WaitTimes
 from torchft_svc.errors import DeadlineExceeded, MemberLost, PeerError, QuorumFailed
 from torchft_svc.host.uninterruptible import SLICE, SLICE_S
 
@@ -107,10 +108,10 @@ class Reduction:
     """A reduction of ``pg`` that is under way in ``tensor``.
 
     ``on_error`` is called once if it fails, ``on_wait`` when a wait becomes long (True) and at its
-    end (False). An error of ``pg`` ends the wait early; an error that ``pg`` has swallowed is a
-    failure of the reduction. The tensor must not be read before `wait` has returned True; after
-    False its memory must never be used again, because the abandoned operation may still write to
-    it.
+    end (False); ``times`` counts all waits. An error of ``pg`` ends the wait early; an error that
+    ``pg`` has swallowed is a failure of the reduction. The tensor must not be read before `wait`
+    has returned True; after False its memory must never be used again, because the abandoned
+    operation may still write to it.
     """
 
     def __init__(
@@ -123,8 +124,10 @@ class Reduction:
         on_error: Callable[[Exception], None],
         on_wait: Callable[[bool], None],
         watchdog: Watchdog,
+        times: WaitTimes,
     ) -> None:
         self._watchdog = watchdog
+        self._times = times
         self._on_wait = on_wait
         self.tensor = tensor
         self._work = work
@@ -140,8 +143,10 @@ class Reduction:
             return self._ok
         try:
             left_s = max(0.0, self._deadline - time.monotonic())
+            began = self._times.begin_wait(self.tensor)
             with self._watchdog.watching("a collective to end", left_s):
                 self._wait_in_slices()
+            self._times.end_wait(self.tensor, began)
             swallowed = self._pg.failure()
             if swallowed is None:
                 self._ok = True

@@ -73,6 +73,7 @@ class Stepper:
         runner, weights, sums = self._runner, self.weights, self.sums
         weights.check_not_reading()
         sums.has_begun = False
+        sums.count_waits()
         self._worker.time_use.begin_step(time.monotonic())
         self._end_last_step()
         self.data.begin_step(self.state.step)
@@ -276,7 +277,9 @@ class Stepper:
             vote = round_.ballot().should_commit
         state = self.state
         if not isinstance(output, Decide):
+            since = time.monotonic()
             output = ask_decision(self._deps.client, self._worker, output)
+            self._worker.time_use.record_wait(time.monotonic() - since)  # for its own group
         if not output.committed:
             self._record_discard(state, self._why_not(vote))
         self._end_vote(output, finding)
@@ -337,6 +340,7 @@ class Stepper:
         quorum = self._worker.round.quorum
         quorum_id = 0 if quorum is None else quorum.quorum_id
         step = self.state.step
+        self.sums.count_waits()
         recovery = self._worker.time_use.end_committed(time.monotonic(), quorum_id, step)
         if recovery is None or not self._rules.place.leads:
             return

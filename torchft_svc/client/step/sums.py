@@ -19,6 +19,7 @@ from torchft_svc.client.reduce.collectives import Collectives, check_arguments
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder, Mismatch
 from torchft_svc.client.reduce.quantized import Quantization
 from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
+from torchft_svc.client.reduce.wait_times import WaitTimes
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.core.quorum.activity import Phase
@@ -69,6 +70,7 @@ class StepSums:
         self._runner = runner
         self._order = LaunchOrder(lambda: self._state.settled, lambda: self._state.num_commits)
         timeout_s = rules.timeouts.collective_s
+        self._wait_times = WaitTimes()
         self.collectives = self._make_collectives(
             timeout_s, self._latch_sum_error, wish=lambda: worker.round.wants_question
         )
@@ -106,11 +108,16 @@ class StepSums:
             self._report_wait,
             self._deps.watchdog,
             order=self._order,
+            times=self._wait_times,
             checks_all=self._rules.checks_collectives,
             between_steps=between_steps,
             wish=wish,
             on_mismatch=self._record_mismatch,
         )
+
+    def count_waits(self) -> None:
+        """Add the waits for sums since the last call to the time of the step."""
+        self._worker.time_use.record_wait(self._wait_times.pop_seconds())
 
     @property
     def _state(self) -> StepState:

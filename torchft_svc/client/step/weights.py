@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 
 import torch
 
@@ -151,6 +152,7 @@ class Weights:
             if loss is not None:
                 self._lose_unnoticed(loss)
                 return
+            self._worker.time_use.end_update(time.monotonic())
         with self._worker.changing() as round_:
             if self._state.phase is Phase.APPLYING:
                 round_.step.end_update()

@@ -25,6 +25,50 @@ def _check_seconds(field: str, value: float) -> None:
         raise RequestRefused(f"{field} is {value}, must be 0 or more seconds")
 
 
+#: The phases of a step's own work, in their order.
+STEP_PHASES = ("training", "updating", "between")
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Seconds that a worker's own work takes in a step: means over the last seconds.
+
+    ``training_s``: from the beginning of a step to its vote; ``updating_s``: from there to the end
+    of the update; ``between_s``: until the next step begins. None of them contains ``waiting_s``,
+    in which the worker waits for others: for the quorum, for sums and for votes. ``num_steps``: how
+    many steps of its process have gone into this. ``group_rank``: of the worker.
+    """
+
+    training_s: float
+    updating_s: float
+    between_s: float
+    waiting_s: float
+    num_steps: int
+    group_rank: int = 0
+
+    @property
+    def own_s(self) -> float:
+        """The worker's own work in a step."""
+        return self.training_s + self.updating_s + self.between_s
+
+    @property
+    def step_s(self) -> float:
+        """A whole step."""
+        return self.own_s + self.waiting_s
+
+    def of_phase(self, phase: str) -> float:
+        """The seconds of one of `STEP_PHASES`."""
+        seconds: float = getattr(self, f"{phase}_s")
+        return seconds
+
+    def check(self) -> None:
+        """Raise `RequestRefused` if a field from the network is out of bounds."""
+        for field in ("training_s", "updating_s", "between_s", "waiting_s"):
+            _check_seconds(field, getattr(self, field))
+        check_count("num_steps", self.num_steps)
+        check_count("group_rank", self.group_rank)
+
+
 @dataclass(frozen=True, slots=True)
 class Tally:
     """Seconds of a worker's training thread since its first question, up to the end of its last
@@ -33,7 +77,8 @@ class Tally:
     ``committed_s`` and ``discarded_s``: of steps with that outcome, without what the thread stood
     still for: ``waiting_s`` for the quorum, or for a group that was lost; ``reconfiguring_s`` while
     the process group was rebuilt; ``healing_s`` while a state was fetched. ``away_s``: of the wait,
-    how long no lighthouse could be reached, as the manager knows.
+    how long no lighthouse could be reached, as the manager knows. ``step_times``: of this worker;
+    a manager sends those of its slowest worker (None: not known).
     """
 
     committed_s: float = 0.0
@@ -45,6 +90,7 @@ class Tally:
     num_committed: int = 0
     num_discarded: int = 0
     ago_s: float = 0.0
+    step_times: StepTimes | None = None
 
     @property
     def total_s(self) -> float:

@@ -308,9 +308,11 @@ class QuorumConfig:
     ahead of the running job has to ``heal``, or the others ``follow`` it. A group that stays in one
     phase of its own work for ``hang_timeout_s`` (None: no limit) is reported; with
     ``on_hang="kill"`` it is ended, with ``"evict"`` the members of its quorum that wait continue
-    without it. ``heal_timeout_s`` (None: the join timeout) is the join timeout for a group while it
-    heals. A job none of whose groups was in a quorum before waits for ``startup_wait_s`` after its
-    first request for groups that are started together.
+    without it. A group whose own work in a step takes ``slow_factor`` times that of the best group
+    for ``slow_after_s`` is reported; with ``on_slow="evict"`` it is drained if enough remain.
+    ``heal_timeout_s`` (None: the join timeout) is the join timeout for a group while it heals. A
+    job none of whose groups was in a quorum before waits for ``startup_wait_s`` after its first
+    request for groups that are started together.
     """
 
     min_replicas: int = 1
@@ -323,6 +325,9 @@ class QuorumConfig:
     on_step_jump: Literal["heal", "follow"] = "heal"
     hang_timeout_s: float | None = None
     on_hang: Literal["report", "kill", "evict"] = "report"
+    slow_factor: float = 1.5
+    slow_after_s: float = 60.0
+    on_slow: Literal["report", "evict"] = "report"
     # One lighthouse serves many jobs, but a client that invents names must not fill its memory.
     max_jobs: int = 1000
     max_members_per_job: int = 20_000
@@ -340,6 +345,7 @@ class QuorumConfig:
             "startup_timeout_s",
             "startup_wait_s",
             "heartbeat_timeout_s",
+            "slow_after_s",
         ):
             value = getattr(self, field)
             if value is not None and not (math.isfinite(value) and value >= 0):
@@ -357,6 +363,9 @@ class QuorumConfig:
                 "hang_timeout_s", self.hang_timeout_s, "use a finite time above 0 seconds, or None"
             )
         check_length("hang_timeout_s", self.hang_timeout_s or 0.0)
+        if not (math.isfinite(self.slow_factor) and self.slow_factor > 1):
+            reason = "use a number above 1: the own work of the best group times this is slow"
+            raise ConfigError("slow_factor", self.slow_factor, reason)
         self._check_choices()
         self._check_limits()
 
@@ -376,6 +385,7 @@ class QuorumConfig:
     def _check_choices(self) -> None:
         choices = {
             "on_hang": ("report", "kill", "evict"),
+            "on_slow": ("report", "evict"),
             "on_step_regression": ("auto", "hold", "warn"),
             "on_step_jump": ("heal", "follow"),
         }

@@ -15,6 +15,7 @@ from typing import Any
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.pace import Pace
 from torchft_svc.core.quorum.lighthouse.timeline import TimelinePoint
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.lighthouse_server.http.answers import plain
@@ -130,7 +131,20 @@ def _group(group: GroupStatus, now: float) -> Document:
         asking=group.asking,
         received_bytes=group.received_bytes if group.state_bytes else None,
         state_bytes=group.state_bytes or None,
+        slow=group.slow,
+        slowest_rank=group.slowest_rank if group.slow else None,
+        paces=[_pace(pace) for pace in group.paces] or None,
     )
+
+
+def _pace(pace: Pace) -> Document:
+    # Rounded to what people read: noise is no news.
+    return {
+        "phase": pace.phase,
+        "seconds": float(f"{pace.seconds:.2g}"),
+        "to_best": round(pace.to_best, 1),
+        "to_own_best": round(pace.to_own_best, 1),
+    }
 
 
 def _gone(gone: GoneGroup, now: float) -> Document:

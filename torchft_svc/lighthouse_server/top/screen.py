@@ -17,7 +17,7 @@ from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.host.log_format import escaped
-from torchft_svc.lighthouse_server.table import goodput_line, phase_cell
+from torchft_svc.lighthouse_server.table import goodput_line, pace_cells, phase_cell
 from torchft_svc.lighthouse_server.top.feed import View, sort_jobs
 
 KEYS = "q quit   tab next job   up/down, page up/down groups"
@@ -25,6 +25,10 @@ KEYS = "q quit   tab next job   up/down, page up/down groups"
 MAX_JOB_ROWS, MAX_INCIDENT_ROWS, MAX_RUN_ROWS = 5, 5, 3
 _LEAST_GROUP_ROWS = 3
 _SENTENCE_LINES = 3
+_GROUP_HEAD = (
+    *("GROUP", "STEP", "STATE", "PHASE", "FOR", "SILENT"),
+    *("OWN WORK", "x BEST", "x OWN", "MANAGER"),
+)
 # Silence, and a step that stands still, are shown as unusual after so long.
 _SILENT_S, _STALLED_S = 2.0, 30.0
 # Of an incarnation; the name in front of it is what people know.
@@ -196,7 +200,7 @@ def _groups(
     selection.first_group = max(0, min(selection.first_group, len(groups) - rows))
     shown = groups[selection.first_group : selection.first_group + rows]
     if shown:
-        table = _table("GROUP", "STEP", "STATE", "PHASE", "FOR", "SILENT", "MANAGER")
+        table = _table(*_GROUP_HEAD)
         wide = width >= 100
         for group in shown:
             table.add_row(*_group_row(group, is_wide=wide), style=_group_style(group))
@@ -207,11 +211,12 @@ def _groups(
         yield _line(f"  and {len(hidden)} more, {well} of them as usual", "dim")
 
 
-def _group_urgency(group: GroupStatus) -> tuple[bool, bool, bool, bool, bool, str]:
-    """Hung groups first, then those outside, those that heal, and those that are silent."""
+def _group_urgency(group: GroupStatus) -> tuple[bool, bool, bool, bool, bool, bool, str]:
+    """Hung groups first, then those outside, slow ones, those that heal, and silent ones."""
     return (
         not group.hung,
         not group.left_out,
+        not group.slow,
         group.in_quorum,
         group.phase is not Phase.HEALING,
         group.silent_s < _SILENT_S,
@@ -224,7 +229,7 @@ def _group_style(group: GroupStatus) -> str:
         return "bold red"
     if group.phase is Phase.HEALING:
         return "cyan"
-    if not group.in_quorum or group.silent_s >= _SILENT_S:
+    if group.slow or not group.in_quorum or group.silent_s >= _SILENT_S:
         return "yellow"
     return ""
 
@@ -233,6 +238,7 @@ def _group_row(group: GroupStatus, *, is_wide: bool) -> tuple[str | Text, ...]:
     states = {
         "HUNG": group.hung,
         "left out": group.left_out,
+        "SLOW": group.slow,
         "heals": group.phase is Phase.HEALING,
         "in quorum": group.in_quorum,
         "asking": group.asking,
@@ -244,6 +250,7 @@ def _group_row(group: GroupStatus, *, is_wide: bool) -> tuple[str | Text, ...]:
         phase_cell(group),
         f"{group.phase_s:.1f} s" if group.phase else "-",
         f"{group.silent_s:.1f} s",
+        *pace_cells(group),
         _line(group.address or "-"),
     )
 

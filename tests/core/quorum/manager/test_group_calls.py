@@ -38,7 +38,13 @@ from torchft_svc.core.quorum.session_messages import (
     Lost,
     NoQuorumYet,
 )
-from torchft_svc.core.quorum.tally import MAX_EVENTS_KEPT, EventKind, GroupEvent, Tally
+from torchft_svc.core.quorum.tally import (
+    MAX_EVENTS_KEPT,
+    EventKind,
+    GroupEvent,
+    StepTimes,
+    Tally,
+)
 from torchft_svc.core.quorum.term import Fate, TermEnds
 from torchft_svc.core.quorum.types import (
     MAX_DIFFERENCES,
@@ -451,6 +457,20 @@ def test_n6_the_tally_of_group_rank_0_travels_with_each_beat() -> None:
     made.tally_reported(0, Tally(committed_s=3.0, away_s=9.0, ago_s=0.5), 100.0)
     assert made.make_beat(100.25).tally == Tally(committed_s=3.0, ago_s=0.75)
     assert made.make_beat(101.0).tally == Tally(committed_s=3.0, ago_s=1.5)
+
+
+def test_n9_the_step_times_of_the_slowest_worker_travel_with_each_beat() -> None:
+    made = called(2, attached=2)
+    slow, fast = StepTimes(0.5, 0.0, 0.0, 0.0, 10), StepTimes(0.25, 0.0, 0.0, 0.25, 10)
+    made.tally_reported(0, Tally(committed_s=1.0, step_times=fast), 100.0)
+    made.tally_reported(1, Tally(committed_s=1.0, step_times=slow), 100.0)
+    sent = made.make_beat(100.0).tally
+    assert sent is not None
+    assert sent.step_times == dataclasses.replace(slow, group_rank=1)
+    made.worker_detached(1, "w1", "killed", 101.0)
+    sent = made.make_beat(101.0).tally
+    assert sent is not None
+    assert sent.step_times == fast
 
 
 def test_n6_the_tally_of_a_dead_worker_is_not_that_of_the_next_incarnation() -> None:

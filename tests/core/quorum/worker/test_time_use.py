@@ -6,8 +6,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_svc.core.quorum.tally import Tally
-from torchft_svc.core.quorum.worker.time_use import Recovery, RoundWork, TimeUse
+from torchft_svc.core.quorum.tally import StepTimes, Tally
+from torchft_svc.core.quorum.worker.time_use import (
+    NUM_WARM_UP_STEPS,
+    Recovery,
+    RoundWork,
+    TimeUse,
+)
 
 
 def tally(use: TimeUse, now: float) -> Tally:
@@ -151,3 +156,58 @@ def test_n6_each_second_counts_once(
         found = tally(use, now)
         assert found.total_s == pytest.approx(ended_at - 100.0, abs=1e-6)
         assert found.ago_s == pytest.approx(now - ended_at, abs=1e-6)
+
+
+def steps(use: TimeUse, since: float, num: int, train_s: float = 0.5) -> float:
+    """Commit steps, each with a wait of a quarter of a second for sums; returns when they end."""
+    for _ in range(num):
+        use.begin_step(since)
+        use.record_wait(0.25)
+        since += train_s + 0.25
+        use.end_committed(since, 7)
+        since += 0.125
+        use.end_update(since)
+        since += 0.0625
+    return since
+
+
+def test_n9_the_phases_of_a_step_do_not_contain_waits() -> None:
+    use = TimeUse()
+    now = steps(use, 0.0, 1 + NUM_WARM_UP_STEPS, train_s=8.0)
+    assert tally(use, now).step_times is None, "the first steps compile"
+    now = steps(use, now, 2)
+    expected = StepTimes(0.5, 0.125, 0.0625, 0.25, num_steps=2)
+    assert tally(use, now).step_times == expected
+    assert (expected.own_s, expected.step_s) == (0.6875, 0.9375)
+
+
+def test_n9_waits_between_steps_and_for_the_quorum_are_not_own_work() -> None:
+    use = TimeUse()
+    now = steps(use, 0.0, 2 + NUM_WARM_UP_STEPS)
+    use.record_wait(0.5)  # for a reduction between the steps
+    now += 0.5
+    use.begin_step(now)
+    use.stood_still(now, now + 1.0)
+    use.end_committed(now + 1.5, 7)
+    times = tally(use, now + 1.5).step_times
+    assert times is not None
+    assert (times.training_s, times.updating_s, times.between_s) == (0.5, 0.125, 0.0625)
+    assert times.waiting_s > 0.25
+
+
+def test_n9_a_step_in_another_quorum_says_nothing_of_the_group() -> None:
+    use = TimeUse()
+    now = steps(use, 0.0, 3 + NUM_WARM_UP_STEPS)
+    before = tally(use, now).step_times
+    use.begin_step(now)
+    use.end_committed(now + 60.0, 8)
+    assert tally(use, now + 60.0).step_times == before
+
+
+def test_n9_the_mean_follows_within_seconds() -> None:
+    use = TimeUse()
+    now = steps(use, 0.0, 20)
+    steps(use, now, 40, train_s=1.5)
+    times = tally(use, now + 100.0).step_times
+    assert times is not None
+    assert times.training_s == pytest.approx(1.5, rel=0.01)

@@ -53,6 +53,7 @@ class IncidentKind(enum.Enum):
     HUNG = "hung"
     EVICTED = "evicted"
     STRAGGLED = "straggled"
+    SLOW = "slow"
     HEAL_FAILED = "heal_failed"
     DISCARDED = "discarded"
     STATE_DIFFERS = "state_differs"
@@ -177,6 +178,8 @@ class _Entry:
     blamed: bool = False  # the groups are the cause, as they report themselves
     is_of_member: bool = False  # the step of its quorum cannot be committed
     awaits_world: bool = False  # the next one of the launched run
+    is_slow: bool = False  # the group is, and lives
+    is_evicted: bool = False  # because of that
     is_history: bool = False  # from before this lighthouse knew the job, as groups report it
     until: float = 0.0  # the end of an absence
 
@@ -184,7 +187,7 @@ class _Entry:
     def is_open(self) -> bool:
         awaits_decision = self.awaits_quorum or self.awaits_world
         awaits_groups = bool(self.awaits_return or self.awaits_heal)
-        return awaits_decision or self.awaits_step is not None or awaits_groups
+        return self.is_slow or awaits_decision or self.awaits_step is not None or awaits_groups
 
     @property
     def is_of_run(self) -> bool:
@@ -274,6 +277,15 @@ class JobLedger:
         """
         self.hung.pop(replica_id, None)
         self._end_joining(replica_id)
+        slow = self._find_open(replica_id, (IncidentKind.SLOW,))
+        if slow is not None:
+            slow.is_slow = False
+            slow.awaits_quorum = slow.is_of_member = slow.is_evicted and was_member
+            if slow.is_evicted:
+                self._change(slow, kind=IncidentKind.EVICTED)
+            self._update(slow)
+            if slow.is_evicted:
+                return
         began = self._find_open(replica_id, _BEGINNINGS)
         if began is not None:
             cause = f"{began.incident.cause}; {how.reason}"
@@ -309,6 +321,26 @@ class JobLedger:
         if entry is not None and entry.incident.kind in seemed:
             entry.awaits_return = set()
             self._update(entry)
+
+    def record_slow(self, replica_id: str, cause: str, moment: Moment, *, for_s: float) -> None:
+        """Record that a group has been slow for ``for_s``."""
+        entry = self._add(IncidentKind.SLOW, cause, (replica_id,), moment, detected_after_s=for_s)
+        entry.is_slow = True
+        self._update(entry)
+
+    def record_usual(self, replica_id: str) -> None:
+        """Record that a slow group is no longer slow."""
+        entry = self._find_open(replica_id, (IncidentKind.SLOW,))
+        if entry is not None:
+            entry.is_slow = False
+            self._update(entry)
+
+    def record_slow_eviction(self, replica_id: str, cause: str) -> None:
+        """Record that a slow group is drained because of that: its record is that of its end."""
+        entry = self._find_open(replica_id, (IncidentKind.SLOW,))
+        if entry is not None:
+            entry.is_evicted = True
+            self._change(entry, cause=cause[:MAX_CAUSE_LENGTH])
 
     def record_left_out(
         self, kind: IncidentKind, replica_id: str, cause: str, moment: Moment
@@ -627,7 +659,7 @@ class JobLedger:
         """End all records: the last group of the job is gone."""
         self._explain_all(replace(moment, quorum_id=0))
         for entry in [each for each in self._open.values() if not each.is_of_run]:
-            entry.awaits_quorum, entry.awaits_step = False, None
+            entry.awaits_quorum, entry.awaits_step, entry.is_slow = False, None, False
             entry.awaits_return, entry.awaits_heal = set(), set()
             self._update(entry)
         self.hung.clear()

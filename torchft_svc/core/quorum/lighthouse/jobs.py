@@ -38,11 +38,13 @@ from torchft_svc.core.quorum.lighthouse.overview import (
     describe,
     name_some,
 )
+from torchft_svc.core.quorum.lighthouse.pace import PaceWatch
 from torchft_svc.core.quorum.lighthouse.quorum import (
     Formed,
     Waiting,
     Why,
     absent_deadlines,
+    can_lose_a_group,
     decide,
     has_loss_to_accept,
     joining,
@@ -52,6 +54,7 @@ from torchft_svc.core.quorum.lighthouse.quorum import (
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.session_messages import (
     Departure,
+    Drain,
     Kill,
     Leave,
     Lost,
@@ -132,6 +135,18 @@ class ReportHang:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportPace:
+    """Report once that ``replica_id`` has become slow, or is usual again after that, as ``cause``
+    says. ``evict``: it is drained because of that."""
+
+    job: str
+    replica_id: str
+    is_slow: bool
+    cause: str
+    evict: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class ReportEviction:
     """Report that quorum ``quorum_id`` continues without ``replica_id``, which lives, but hangs.
 
@@ -168,7 +183,9 @@ class ReportLeftHealing:
     for_s: float
 
 
-JobReport = ReportLoss | ReportHang | ReportEviction | ReportStraggler | ReportLeftHealing
+JobReport = (
+    ReportLoss | ReportHang | ReportPace | ReportEviction | ReportStraggler | ReportLeftHealing
+)
 
 
 class Outputs(Protocol):
@@ -293,6 +310,7 @@ class Job:
     history: History
     ledger: JobLedger
     accounts: TimeAccounts
+    paces: PaceWatch
     #: The id of the last quorum.
     last_id: int
     likeness: Likeness = field(default_factory=Likeness)
@@ -311,6 +329,10 @@ class Job:
     #: Members that have left in good order: no heartbeat without a session, which may be late,
     #: brings them back before this time (rule Q8).
     left: dict[str, float] = field(default_factory=dict)
+    #: A slow group that is being drained (rule Q26).
+    evicting: str | None = None
+    #: No other one is before this time: the others need it to show how fast they are now.
+    next_eviction_at: float = -math.inf
 
     def record_quorum_id(self, reported_id: int) -> None:
         """Record an id that a group reports: the next quorum has a higher one."""
@@ -511,6 +533,9 @@ class Job:
         """Forget a group that is gone; returns the caller that waited for it, if any."""
         self.killed.pop(replica_id, None)
         self.hangs.forget_group(replica_id)
+        self.paces.forget_group(replica_id)
+        if replica_id == self.evicting:
+            self.evicting = None
         self.announcements.forget_group(replica_id)
         self.silent.pop(replica_id, None)
         self.term.reached.pop(replica_id, None)
@@ -729,6 +754,10 @@ class Jobs:
         at = self._unix_s(now)
         if tally is not None:
             job.accounts.record_tally(replica_id, tally, at - tally.ago_s)
+            if tally.step_times is not None:
+                job.paces.record_times(replica_id, tally.step_times)
+                if job.paces.is_due(now):
+                    self._handle_paces(job, now)
         for event in events:
             moment = replace(self._moment(job, now), at=at - event.ago_s)
             job.ledger.record_event(replica_id, event, moment)
@@ -865,7 +894,7 @@ class Jobs:
         job, why = self._jobs[job_name], self.why(job_name, now)
         job.record_progress()
         held = [member for member, _ in job.held.values()]
-        status = describe(job_name, job.members, job.hangs, held, why, now)
+        status = describe(job_name, job.members, job.hangs, job.paces, held, why, now)
         return job.history.add_to(status, now)
 
     def find_group(self, job_name: str, name: str) -> str:
@@ -958,7 +987,8 @@ class Jobs:
             hangs = HangWatch(self._config.hang_timeout_s)
             ledger = self.ledgers.open_ledger(name, self._unix_s(now))
             last_id = max(self._ids.first, ended.last_id)
-            job = Job(name, members, hangs, history, ledger, accounts, last_id)
+            paces = PaceWatch(self._config.slow_factor, self._config.slow_after_s)
+            job = Job(name, members, hangs, history, ledger, accounts, paces, last_id)
             self._jobs[name] = job
         job.record_quorum_id(reported_id)
         return job
@@ -1128,6 +1158,32 @@ class Jobs:
             job.ledger.record_left_out(IncidentKind.EVICTED, each, why, moment)
             self._report_loss(ReportEviction(job.name, each, why, quorum_id, informed))
         return bool(newly_hung or evicted)
+
+    def _handle_paces(self, job: Job, now: float) -> None:
+        """Report groups that have become slow, or are usual again, and drain the slowest one if
+        that is wanted and enough remain (rule Q26)."""
+        members = job.members.previous_ids
+        changes = job.paces.find_changes(members, now)
+        for change in changes:
+            self._outputs.report(
+                ReportPace(job.name, change.replica_id, change.is_slow, change.cause)
+            )
+            if change.is_slow:
+                moment = self._moment(job, now)
+                job.ledger.record_slow(change.replica_id, change.cause, moment, for_s=change.for_s)
+            else:
+                job.ledger.record_usual(change.replica_id)
+        if self._config.on_slow != "evict":
+            return
+        slowest = job.paces.slowest(members)
+        is_early = job.evicting is not None or now < job.next_eviction_at
+        if slowest is None or is_early or not can_lose_a_group(job.members):
+            return
+        why = f"it is evicted because it is slow: {job.paces.why(slowest, members)}"
+        job.evicting, job.next_eviction_at = slowest, now + self._config.slow_after_s
+        job.ledger.record_slow_eviction(slowest, why)
+        self._outputs.report(ReportPace(job.name, slowest, True, why, evict=True))
+        self._outputs.send(job.name, (slowest,), Drain(why))
 
     def _remove_silent(self, job: Job, now: float, *, agreed: bool = False) -> bool:
         """Remove the members without a session (rule E7); whether there are any. ``agreed``: all

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from torchft_svc.core.quorum.activity import HangWatch, Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, Membership
+from torchft_svc.core.quorum.lighthouse.pace import Pace, PaceWatch
 from torchft_svc.core.quorum.lighthouse.quorum import Formed, Waiting, Why
 from torchft_svc.core.quorum.types import DifferenceReport, Member, Quorum
 
@@ -97,7 +98,9 @@ class GroupStatus:
     ``in_quorum``: the last one. ``asking``: for the next one. ``phase``: since ``phase_s`` (None:
     not known). ``silent_s``: since its last sign of life. ``hung``: its step has stood still for
     longer than the hang timeout. ``left_out``: it is not awaited until it asks. ``received_bytes``,
-    ``state_bytes``: see `Activity`.
+    ``state_bytes``: see `Activity`. ``paces``: how long its own work takes in a step, and then in
+    each phase (empty: not known), by its slowest worker, ``slowest_rank``; ``slow``: for longer
+    than the limit.
     """
 
     replica_id: str
@@ -112,6 +115,9 @@ class GroupStatus:
     left_out: bool = False
     received_bytes: int = 0
     state_bytes: int = 0
+    paces: tuple[Pace, ...] = ()
+    slow: bool = False
+    slowest_rank: int = 0
 
     @property
     def state(self) -> str:
@@ -276,6 +282,7 @@ def describe(
     job: str,
     members: Membership,
     hangs: HangWatch,
+    watch: PaceWatch,
     held: Iterable[Member],
     why: str,
     now: float,
@@ -289,6 +296,7 @@ def describe(
     askers = {each.replica_id: each for each in (*members.asking(), *held)}
     groups = []
     min_replicas = 0
+    paces = watch.paces(members.previous_ids)
     for replica_id, silent_s in members.silences(now):
         known = askers.get(replica_id, peers.get(replica_id, Member(replica_id=replica_id)))
         doing = hangs.activity(replica_id)
@@ -307,6 +315,9 @@ def describe(
                 left_out=members.state(replica_id) in (GroupState.STRAGGLING, GroupState.EVICTED),
                 received_bytes=doing.received_bytes if doing else 0,
                 state_bytes=doing.state_bytes if doing else 0,
+                paces=paces.get(replica_id, ()),
+                slow=watch.is_slow(replica_id),
+                slowest_rank=watch.slowest_rank(replica_id),
             )
         )
     return JobStatus(

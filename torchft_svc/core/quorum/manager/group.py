@@ -54,6 +54,7 @@ from torchft_svc.core.quorum.tally import (
     MAX_EVENTS_SENT,
     EventKind,
     GroupEvent,
+    StepTimes,
     Tally,
 )
 from torchft_svc.core.quorum.term import TermEnds
@@ -211,6 +212,7 @@ class Group:
         )  # that workers have reported since the last beat
         # Of group rank 0: what its time was spent on, until when.
         self._tally: tuple[Tally, float] | None = None
+        self._step_times: dict[int, StepTimes] = {}  # by group rank
         # What has happened, and when: since the last beat, and the last ones for a new session.
         self._events: collections.deque[tuple[GroupEvent, float]] = collections.deque(
             maxlen=MAX_EVENTS_SENT
@@ -382,6 +384,7 @@ class Group:
         del self._attached[group_rank]
         self._activities.gone(group_rank)
         self._rounds_before.pop(group_rank, None)
+        self._step_times.pop(group_rank, None)
         if group_rank == 0:
             self._leader_ends, self._tally = ends, None
         self._all_gone_since = not self._attached
@@ -483,7 +486,10 @@ class Group:
         self._differences.append(report)
 
     def tally_reported(self, group_rank: int, tally: Tally, now: float) -> None:
-        """A worker reports what its time was spent on; that of group rank 0 counts."""
+        """A worker reports what its time was spent on: that of group rank 0 counts, and the step
+        times of the slowest one."""
+        if tally.step_times is not None:
+            self._step_times[group_rank] = replace(tally.step_times, group_rank=group_rank)
         if group_rank == 0:
             self._tally = replace(tally, away_s=0.0), now - tally.ago_s
 
@@ -508,7 +514,12 @@ class Group:
         tally = None
         if self._tally is not None:
             tally = replace(
-                self._tally[0], away_s=self._away_s, ago_s=max(0.0, now - self._tally[1])
+                self._tally[0],
+                away_s=self._away_s,
+                ago_s=max(0.0, now - self._tally[1]),
+                step_times=max(
+                    self._step_times.values(), key=lambda each: each.own_s, default=None
+                ),
             )
         events = tuple(
             replace(each, ago_s=max(0.0, now - happened_at)) for each, happened_at in self._events

@@ -11,10 +11,14 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 
-from torchft_svc.core.quorum.tally import Tally
+from torchft_svc.core.quorum.tally import StepTimes, Tally
 
 # The share of the last step in what a usual one takes.
 NEWEST_SHARE = 0.1
+# The times of a step's phases are means over about so many seconds, in which one step is at most so
+# much; the first steps of a process compile, and fill caches.
+MEAN_OVER_S, MOST_OF_ONE_STEP = 5.0, 0.3
+NUM_WARM_UP_STEPS = 3
 
 
 class RoundWork(enum.Enum):
@@ -57,6 +61,14 @@ class TimeUse:
         self._step: int | None = None  # after it
         self._lost_at_commit = (0.0, 0.0, 0.0, 0.0)  # as in the tally
         self._usual_s: float | None = None
+        # The phases of the present step: since when it trains, when the update before it ended, and
+        # how long the thread has waited for others, in the step and before it.
+        self._began_at = 0.0
+        self._updated_at: float | None = None
+        self._waited_s = self._waited_before_s = 0.0
+        self._num_warm_up_steps = 0
+        # Training, updating, between, waiting, and the number of steps; read by other threads.
+        self._means: tuple[float, float, float, float, int] | None = None
         # In the present step, of the training thread.
         self._still = dict.fromkeys(RoundWork, 0.0)
         self._still_s = 0.0
@@ -71,6 +83,17 @@ class TimeUse:
         """Record that the worker begins a step; its time begins with the first one."""
         if self._since is None:
             self._since = now
+        self._began_at = now
+        self._waited_before_s, self._waited_s = self._waited_s, 0.0
+
+    def end_update(self, now: float) -> None:
+        """Record that the update of the last committed step is in the weights."""
+        self._updated_at = now
+
+    def record_wait(self, seconds: float) -> None:
+        """Record that the training thread has waited for others since the last call, and not for
+        the round."""
+        self._waited_s += seconds
 
     def stood_still(self, since: float, now: float) -> None:
         """Record that the program waited for the round meanwhile."""
@@ -102,6 +125,8 @@ class TimeUse:
         """
         usual_s = self._usual_s
         is_same = quorum_id == self._quorum_id
+        if is_same:  # another one is connected to first
+            self._add_step_times(now)
         at_most_s = math.inf if is_same or usual_s is None else usual_s
         if is_same or usual_s is not None:  # usual steps contain waits for their quorum, too
             self._move_wait_into_step(now, at_most_s)
@@ -117,6 +142,34 @@ class TimeUse:
         spent, self._spent = self._spent, dict.fromkeys(RoundWork, 0.0)
         paused_s = None if last_at is None else max(0.0, now - last_at - (usual_s or took_s))
         return Recovery(paused_s, spent[RoundWork.RECONFIGURING], spent[RoundWork.HEALING] or None)
+
+    def _add_step_times(self, now: float) -> None:
+        """Add the phases of the step that ends now to their means."""
+        if self._num_warm_up_steps < NUM_WARM_UP_STEPS:
+            self._num_warm_up_steps += 1
+            return
+        ended_at = self._began_at if self._since is None else self._since
+        updated_at = self._updated_at
+        if updated_at is None or updated_at < ended_at:
+            updated_at = ended_at
+        waited_s = self._still_s + self._waited_s
+        trained_s = max(0.0, now - self._began_at - waited_s)
+        updated_s = updated_at - ended_at
+        between_s = max(0.0, self._began_at - updated_at - self._waited_before_s)
+        waited_s += self._waited_before_s
+        if self._means is None:
+            self._means = (trained_s, updated_s, between_s, waited_s, 1)
+            return
+        train, update, between, wait, num = self._means
+        num += 1
+        part = max(1 / num, min(MOST_OF_ONE_STEP, (now - ended_at) / MEAN_OVER_S))
+        self._means = (
+            train + (trained_s - train) * part,
+            update + (updated_s - update) * part,
+            between + (between_s - between) * part,
+            wait + (waited_s - wait) * part,
+            num,
+        )
 
     def _move_wait_into_step(self, now: float, at_most_s: float) -> None:
         """Count the wait of this step as a part of the step, as long as that has taken no more than
@@ -166,7 +219,7 @@ class TimeUse:
             heal_s += self._still[RoundWork.HEALING]
             self._still = dict.fromkeys(RoundWork, 0.0)
             self._still_s = 0.0
-        self._since = now
+        self._since, self._waited_s = now, 0.0
         self._tally = (
             commit_s, discard_s, wait_s, reconfigure_s, heal_s, commits, discards, now
         )  # fmt: skip
@@ -213,4 +266,5 @@ class TimeUse:
             num_committed=commits,
             num_discarded=discards,
             ago_s=max(0.0, now - until),
+            step_times=None if self._means is None else StepTimes(*self._means),
         )

@@ -337,7 +337,7 @@ class JobPage {
     this.more = make("p", { class: "empty", hidden: true });
     this.incidents = make("div", { class: "panel" });
     this.goodput = make("div", {});
-    const heads = ["Group", "State", "Step", "Phase", "Last sign", ""];
+    const heads = ["Group", "State", "Step", "Phase", "Own work", "Last sign", ""];
     root.replaceChildren(
       make("div", { class: "panel" }, this.state, make("dl", { class: "figures" },
         figure("step", "Committed step"), figure("speed", "Speed"), figure("since", "Last commit"),
@@ -518,6 +518,14 @@ function section(id, title, content, note = null) {
     make("header", {}, make("h2", { id: `${id}-title` }, title), note), content);
 }
 
+// The own work of a group in a step, without waits for others, and how it compares; its phases as a title.
+function setPace(cell, paces) {
+  const [step, ...phases] = paces || [];
+  setText(cell, step ? `${step.seconds} s, ${step.to_best} × best` : "–");
+  setAttr(cell, "title", step ? [step, ...phases].map((pace) =>
+    `${pace.phase}: ${pace.seconds} s, ${pace.to_best} × the best group, ${pace.to_own_best} × its own best`).join("\n") : "");
+}
+
 class GroupRow {
   constructor(job, name) {
     Object.assign(this, { job, name });
@@ -526,12 +534,13 @@ class GroupRow {
     this.reason = make("span", { class: "reason" });
     this.step = make("td", { class: "number", "data-label": "step" });
     this.phase = make("span");
+    this.pace = make("td", { class: "number", "data-label": "own work" });
     this.bar = make("progress", { "aria-label": "Heal", max: 1, hidden: true });
     this.seen = make("td", { "data-label": "last sign" });
     this.acts = make("div", { class: "row-acts" });
     this.node = make("tr", {},
       make("td", {}, make("span", { class: "named" }, name), this.id), make("td", {}, this.chip, this.reason),
-      this.step, make("td", { "data-label": "phase" }, this.phase, " ", this.bar), this.seen, make("td", {}, this.acts));
+      this.step, make("td", { "data-label": "phase" }, this.phase, " ", this.bar), this.pace, this.seen, make("td", {}, this.acts));
   }
 
   update(group, now) {
@@ -539,7 +548,8 @@ class GroupRow {
     setAttr(this.node, "data-state", group.state);
     setText(this.id, group.id + (group.address ? ` at ${group.address}` : ""));
     if (this.shown !== group.state) this.chip.replaceChildren(stateIcon(this.shown = group.state), group.state);
-    setText(this.reason, group.reason || "");
+    setText(this.reason, group.reason || (group.slow ? `slow, group rank ${group.slowest_rank || 0}` : ""));
+    setPace(this.pace, group.paces);
     setText(this.step, isGone ? "–" : whole.format(group.step));
     const size = group.state_bytes ? `${bytes(group.received_bytes)} of ${bytes(group.state_bytes)}` : "";
     const since = group.phase && age(now - group.phase_at) !== "now" ? age(now - group.phase_at) : "";

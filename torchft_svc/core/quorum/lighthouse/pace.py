@@ -1,0 +1,198 @@
+"""Finds the groups of a job that are slow, by the own work of each in a step (rules N9 and N10).
+
+Training is synchronous, so a step takes every group as long as the slowest one. What differs is how
+much of it a group works, and how much it waits for others: see `StepTimes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from dataclasses import dataclass
+
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.tally import STEP_PHASES, StepTimes
+
+# Beside the phases, all of them together.
+STEP = "step"
+# A mean of fewer steps says little; nor does a group become slow, or usual again, in fewer.
+MIN_STEPS = 10
+# A look costs a comparison for each group.
+LOOK_EACH_S = 1.0
+# What costs the others less of a step is not worth a word; and shorter times are noise.
+LEAST_LOSS, RESOLUTION_S = 0.05, 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pace:
+    """How long a group's own work takes in one phase of a step.
+
+    ``phase``: ``step`` for all of them, or ``training``, ``updating``, ``between``. ``to_best``:
+    relative to the best group of the quorum in force; ``to_own_best``: relative to the best that
+    this group has reached.
+    """
+
+    phase: str
+    seconds: float
+    to_best: float = 1.0
+    to_own_best: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PaceChange:
+    """A group has become slow, or is usual again, as ``cause`` says."""
+
+    replica_id: str
+    is_slow: bool
+    cause: str
+    for_s: float
+
+
+@dataclass(slots=True)
+class _Group:
+    """The last times of a group, and its best ones by phase.
+
+    ``turned``: since when, and since how many steps, it is on the other side of the limit than
+    ``is_slow`` says (None: it is not).
+    """
+
+    times: StepTimes
+    best: dict[str, float]
+    is_slow: bool = False
+    turned: tuple[float, int] | None = None
+
+
+class PaceWatch:
+    """The step times of one job's groups.
+
+    A group is slow if its own work has taken ``factor`` times that of the best group, for
+    ``after_s`` and at least `MIN_STEPS` steps.
+    """
+
+    def __init__(self, factor: float, after_s: float) -> None:
+        self._factor, self._after_s = factor, after_s
+        self._groups: dict[str, _Group] = {}
+        self._look_at = 0.0
+
+    # -- inputs ----------------------------------------------------------------------------------
+
+    def record_times(self, replica_id: str, times: StepTimes) -> None:
+        """Record what a group reports."""
+        if times.num_steps < MIN_STEPS:
+            return
+        group = self._groups.get(replica_id)
+        if group is None:
+            group = self._groups[replica_id] = _Group(times, {})
+        group.times = times
+        for phase, seconds in _seconds(times).items():
+            group.best[phase] = min(seconds, group.best.get(phase, seconds))
+
+    def forget_group(self, replica_id: str) -> None:
+        """Forget a group that is gone."""
+        self._groups.pop(replica_id, None)
+
+    def is_due(self, now: float) -> bool:
+        """Whether `LOOK_EACH_S` have passed since the last call of `find_changes`."""
+        return now >= self._look_at
+
+    def find_changes(self, members: Set[str], now: float) -> list[PaceChange]:
+        """Return which of the ``members`` have become slow, or are usual again, since the last
+        call; compares all groups."""
+        self._look_at = now + LOOK_EACH_S
+        found = []
+        best_id = self._best_of(members)
+        for replica_id in sorted(members & self._groups.keys()):
+            group = self._groups[replica_id]
+            best = self._groups[best_id].times if best_id else group.times
+            if self._is_above(group.times, best) is group.is_slow:
+                group.turned = None
+                continue
+            if group.turned is None:
+                group.turned = now, group.times.num_steps
+            since, num_steps = group.turned
+            if now - since >= self._after_s and group.times.num_steps - num_steps >= MIN_STEPS:
+                group.is_slow, group.turned = not group.is_slow, None
+                cause = _describe(group.times, best_id, best)
+                found.append(PaceChange(replica_id, group.is_slow, cause, now - since))
+        return found
+
+    # -- questions -------------------------------------------------------------------------------
+
+    def is_slow(self, replica_id: str) -> bool:
+        """Whether the group is slow."""
+        group = self._groups.get(replica_id)
+        return group is not None and group.is_slow
+
+    def slowest(self, members: Set[str]) -> str | None:
+        """The slowest of the slow ``members``, if it is slow beside more than half of the others,
+        too: where most are slow, the best one is the exception (None: there is none)."""
+        own_s = {each: self._groups[each].times.own_s for each in members & self._groups.keys()}
+        slow = [each for each in own_s if self._groups[each].is_slow]
+        slowest = max(slow, key=lambda each: (own_s[each], each), default=None)
+        if slowest is None:
+            return None
+        limit_s = own_s[slowest] / self._factor
+        num_better = sum(seconds <= limit_s for seconds in own_s.values())
+        return slowest if num_better > (len(members) - 1) / 2 else None
+
+    def why(self, replica_id: str, members: Set[str]) -> str:
+        """How a group compares with the best of ``members``, for people."""
+        best_id, times = self._best_of(members), self._groups[replica_id].times
+        return _describe(times, best_id, self._groups[best_id].times if best_id else times)
+
+    def slowest_rank(self, replica_id: str) -> int:
+        """The group rank of the worker that a group's paces are of."""
+        group = self._groups.get(replica_id)
+        return group.times.group_rank if group else 0
+
+    def paces(self, members: Set[str]) -> dict[str, tuple[Pace, ...]]:
+        """How long the own work of each known group takes, compared with the best of
+        ``members``."""
+        rows = {each: _seconds(group.times) for each, group in self._groups.items()}
+        compared = [rows[each] for each in members & rows.keys()]
+        best = {phase: min(row[phase] for row in compared) for phase in _PHASES} if compared else {}
+        return {
+            each: tuple(
+                Pace(
+                    phase=phase,
+                    seconds=seconds,
+                    to_best=_ratio(seconds, best.get(phase, seconds)),
+                    to_own_best=_ratio(seconds, self._groups[each].best[phase]),
+                )
+                for phase, seconds in row.items()
+            )
+            for each, row in rows.items()
+        }
+
+    def _best_of(self, members: Iterable[str]) -> str | None:
+        """The member whose own work is the shortest (None: nothing is known of any)."""
+        known = [each for each in members if each in self._groups]
+        return min(known, key=lambda each: (self._groups[each].times.own_s, each), default=None)
+
+    def _is_above(self, times: StepTimes, best: StepTimes) -> bool:
+        """Whether a group is slower than the limit, and that costs the others something."""
+        excess_s = times.own_s - best.own_s
+        is_worth_it = excess_s >= max(RESOLUTION_S, LEAST_LOSS * times.step_s)
+        return is_worth_it and times.own_s >= self._factor * best.own_s
+
+
+_PHASES = (STEP, *STEP_PHASES)
+
+
+def _seconds(times: StepTimes) -> Mapping[str, float]:
+    return {STEP: times.own_s, **{phase: times.of_phase(phase) for phase in STEP_PHASES}}
+
+
+def _ratio(seconds: float, best_s: float) -> float:
+    return max(seconds, RESOLUTION_S) / max(best_s, RESOLUTION_S)
+
+
+def _describe(times: StepTimes, best_id: str | None, best: StepTimes) -> str:
+    """The sentence on a group, compared with the best one."""
+    phase = max(STEP_PHASES, key=lambda each: times.of_phase(each) - best.of_phase(each))
+    named = f"group {stable_name(best_id)}" if best_id else "the best group"
+    ratio = _ratio(times.own_s, best.own_s)
+    return (
+        f"its own work takes {times.own_s:.3f} s a step, {ratio:.1f} times that of {named} "
+        f"({best.own_s:.3f} s); the most of it in phase {phase}, by group rank {times.group_rank}: "
+        f"{times.of_phase(phase):.3f} s, there {best.of_phase(phase):.3f} s"
+    )
