@@ -93,7 +93,7 @@ class Reduced(NamedTuple):
 def reduce(values: list[torch.Tensor], kind: Quantization) -> Reduced:
     """Sum the ``values`` of all members, as they do together."""
     num_members, device = len(values), values[0].device
-    own = [each.reshape(-1).float() for each in values]
+    own = [each.reshape(-1).float().clone() for each in values]
     errors = [torch.empty_like(each) for each in own]
     sent = [
         quantized.encode_chunks(each, num_members, kind, errors=error)
