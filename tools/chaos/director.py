@@ -113,17 +113,16 @@ class Director:
         allowed_s = BOUNDS_S[fault.kind] + allowance_s()
         if uses_device(self.cluster.process_group):
             allowed_s += NCCL_CONNECT_S
-        if self.incidents and self.incidents[-1].fault.kind in FOR_ALL:
-            # Who needs the lighthouse now waits until it is back.
+        if fault.kind is Kind.STALE_SURVIVOR and self._is_lighthouse_away():
+            # The others have to train on without a group that the lighthouse knows.
+            self._pause(LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S)
+        is_unseen = self._is_lighthouse_away()
+        if is_unseen:  # who needs the lighthouse now waits until it is back
             allowed_s += LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S
-            if fault.kind is Kind.STALE_SURVIVOR:
-                # The others have to train on without a group that the lighthouse knows.
-                self._pause(LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S)
         number = len(self.incidents) + 1
-        incident = Incident(number, fault, job, time.monotonic(), allowed_s)
-        if self._lighthouse_was_away:
-            incident.is_unseen = not self.cluster.lighthouse_knows_all()
-        self._lighthouse_was_away = incident.is_unseen or fault.kind in FOR_ALL
+        now = time.monotonic()
+        incident = Incident(number, fault, job, now, allowed_s, is_unseen=is_unseen)
+        self._lighthouse_was_away = is_unseen or fault.kind in FOR_ALL
         self.incidents.append(incident)
         incident.at = inject(fault, self.cluster, self._after)
         self._wait(lambda: self._has_gone_on(incident), incident.name())
@@ -132,6 +131,10 @@ class Director:
         late = "" if (incident.stall_s or 0.0) <= allowed_s else f", ALLOWED {allowed_s:.2f} s"
         summary = f"{incident.name()}: {stall} s{late}, all back after {incident.back_s:.2f} s"
         self.say(self._elapsed_s(), summary)
+
+    def _is_lighthouse_away(self) -> bool:
+        """Whether the lighthouse is not back from an earlier fault, or does not know all groups."""
+        return self._lighthouse_was_away and not self.cluster.lighthouse_knows_all()
 
     def _has_gone_on(self, incident: Incident) -> bool:
         """Whether all that have to have committed again, and if so, when the last had."""

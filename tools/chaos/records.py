@@ -92,7 +92,9 @@ def compare_records(
             continue
         following = incidents[number + 1 :]
         until = following[0].at - _EARLY_S if following else float("inf")
-        if incident.back_s is not None:  # the next one may be felt later than it began
+        # The next one may be felt later than it began. A group goes on without its manager, and may
+        # notice its death later.
+        if incident.back_s is not None and incident.fault.kind is not Kind.MANAGER_KILLED:
             until = min(until, incident.at + incident.back_s)
         within = [
             each

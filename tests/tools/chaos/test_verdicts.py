@@ -250,7 +250,7 @@ def record(kind: str, group: int, at: float, cause: str = "") -> Record:
 
 def after_a_kill(*records: Record, kind: Kind = Kind.WORKER_KILLED, length_s: float = 0.0) -> Run:
     fault = Fault(kind=kind, group=0, worker=0, length_s=length_s, pause_s=0.0)
-    incident = Incident(1, fault, "one", 10.0, 1.0)
+    incident = Incident(1, fault, "one", 10.0, 1.0, back_s=1.8)
     return Run(seen=[("one", commit(0, 1, 1.0))], incidents=[incident], records=records)
 
 
@@ -281,6 +281,7 @@ def test_each_fault_needs_one_record_with_its_cause(run: Run, fault: str) -> Non
         after_a_kill(kind=Kind.STEP_HANGS, length_s=1.0),
         after_a_kill(record("evicted", 0, 11.5), kind=Kind.STEP_HANGS, length_s=5.0),
         after_a_kill(kind=Kind.SUM_FAILS),
+        after_a_kill(record("manager_died", 0, 12.0), kind=Kind.MANAGER_KILLED),
     ],
 )
 def test_a_fault_that_nobody_has_to_notice_needs_no_record(run: Run) -> None:
