@@ -21,6 +21,7 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
+from tools.demo.orphans import MARK
 from torchft_svc.host.fork_server import ForkServer
 
 TESTS = Path(__file__).parents[1]
@@ -71,14 +72,16 @@ class Call:
 
 @functools.cache
 def server(loaded: str) -> ForkServer:
-    """The only one of this session that has imported this; it ends with this process."""
+    """The only one of this session that has imported this; it ends with this process, and not with
+    a run of faults that needs it first."""
     environment = {
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{TESTS.parent}:{TESTS}",
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looks for devices without CUDA
     }
+    inherited = {name: value for name, value in os.environ.items() if name != MARK}
     return ForkServer(
-        "support.fork_server_main", "tests", loaded, environment=os.environ | environment
+        "support.fork_server_main", "tests", loaded, environment=inherited | environment
     )
 
 
