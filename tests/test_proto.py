@@ -60,6 +60,7 @@ METHODS = {
             False,
             False,
         ),
+        "JobMembers": ("JobMembersRequest", "JobMembersResponse", False, False),
         "ShouldCommit": ("ShouldCommitRequest", "ShouldCommitResponse", False, False),
         "Kill": ("KillRequest", "KillResponse", False, False),
         "Drain": ("DrainRequest", "DrainResponse", False, False),

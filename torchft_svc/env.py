@@ -303,6 +303,12 @@ class Environment:
         return detail if ours is None else ours
 
     @property
+    def catches_up(self) -> bool:
+        """``TORCHFT_CATCH_UP``: whether a group that starts fetches what does not change of the
+        state before it joins, and shows its own state to others that start (default: no)."""
+        return bool(self._bool("TORCHFT_CATCH_UP"))
+
+    @property
     def steady_steps(self) -> bool:
         """``TORCHFT_STEADY_STEPS``: whether a step may begin in the quorum of the step before,
         without a question (default: yes)."""

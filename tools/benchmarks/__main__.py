@@ -51,6 +51,7 @@ BENCHMARKS = (
         ("--gb=2", "--repeat=5", "--mb-per-s=100"),
     ),
     Benchmark("stall", ("--gb=0.25", "--mb-per-s=40"), ("--gb=2", "--mb-per-s=100")),
+    Benchmark("catch_up", ("--gb=0.25",), ("--gb=2",)),
     Benchmark(
         "launcher",
         ("--kills=2", "--init-kills=1"),

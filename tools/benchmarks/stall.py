@@ -70,7 +70,7 @@ def measure(num_matrices: int, mb_per_s: float, join_timeout_s: float) -> dict[s
         ask(source, "steps 5")  # the first ones do not count
         ordinary = ask(source, f"steps {_NUM_ORDINARY}")
         clone_s = ask(source, "clone")
-        source.send(f"meet {_NUM_AFTER}")
+        source.send(f"meet 2 {_NUM_AFTER}")
         joiner.send(urls[1])  # from here on it has a manager, and a job that begins would wait
         joined = ask(joiner, "steps 1")
         joiner.send(f"steps {_NUM_AFTER}")

@@ -80,6 +80,7 @@ NUMS_OF_STORIES = (2, 4, 8)
 LONG_SUM_S = 15.0
 LONE_DEATHS_RATE = 0.1  # of such runs in which only managers die
 MET_S, APART_S = 12.0, 3.0  # the first one when all train together, and one after the other
+PREVIEWS_RATE = 0.15  # of all runs
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -97,6 +98,7 @@ class TrainerRules:
     reports_phases: bool
     mean_copy_s: float
     is_steady: bool
+    mean_preview_s: float = 0.0  # what a worker fetches before its first question; 0: nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,6 +168,16 @@ class Scenario:
 
 def draw(seed: int, num_groups: int | None = None) -> Scenario:
     """The scenario of ``seed``; ``num_groups`` overrides the number drawn."""
+    scenario = _draw_kind(seed, num_groups)
+    chance = random.Random(f"{seed}/previews")
+    if chance.random() >= PREVIEWS_RATE or scenario.num_groups > LARGE:
+        return scenario
+    mean_s = chance.choice([0.05, 0.5, 3.0])
+    return replace(scenario, trainer=replace(scenario.trainer, mean_preview_s=mean_s))
+
+
+def _draw_kind(seed: int, num_groups: int | None) -> Scenario:
+    """The scenario of ``seed``, of one of the kinds."""
     chance = random.Random(~seed)
     if chance.random() >= STEADY_RATE:
         return draw_asking(seed, num_groups)

@@ -28,6 +28,7 @@ from torchft_svc.core.quorum.worker.round import (
     AskManager,
     Decide,
     EnterQuorum,
+    FetchPreview,
     FetchState,
     LoseDecision,
     MeetMembers,
@@ -35,6 +36,7 @@ from torchft_svc.core.quorum.worker.round import (
     Ready,
     Round,
     RoundRequest,
+    SlowAction,
     VoteOutput,
     WorkerRules,
 )
@@ -78,6 +80,7 @@ class WorkerActor:
                 use_async_quorum=rules.use_async_quorum,
                 num_wanted=rules.num_wanted,
                 is_steady=rules.is_steady,
+                catches_up=rules.mean_preview_s > 0.0,
             ),
             self.machine,
         )
@@ -198,9 +201,18 @@ class WorkerActor:
         if ready.offer is not None:
             assert step.part is not None
             self.offers.offer(step.part.max_step, self._to_offer())
-        match ready.then:
+        if ready.then is not None:
+            self._await(step, ready.then)
+
+    def _await(self, step: _Step, action: SlowAction) -> None:
+        """Do what takes time, as `RoundRunner._await` does; its end is an input of the machine."""
+        match action:
             case Prepare():
                 self._execute(step, self.round.prepared(self.process.world.now))
+            case FetchPreview():
+                mean_s = MEAN_COPY_S if self._shared.is_calm else self._rules.mean_preview_s
+                takes_s = self.process.chance.expovariate(1 / mean_s)
+                self.process.after(takes_s, self._preview_fetched, step)
             case AskManager(pause_s, deadline):
                 self._after(pause_s, self._ask, step, deadline)
             case EnterQuorum():
@@ -231,6 +243,10 @@ class WorkerActor:
     def _begin_training(self, step: _Step) -> None:
         self._report_phase()
         step.is_ready = True
+
+    def _preview_fetched(self, step: _Step) -> None:
+        if step is self._step:
+            self._execute(step, self.round.preview_fetched(self.process.world.now))
 
     def _ask(self, step: _Step, deadline: float) -> None:
         if step is not self._step:

@@ -98,6 +98,10 @@ class Manager:
             is not the main thread. A second SIGTERM ends the process as usual.
         steady_steps: let steps begin in the quorum of the step before, without a question, while
             nobody comes, goes or fails (``TORCHFT_STEADY_STEPS``; default: yes).
+        catch_up: fetch the part of the state that does not change before this group joins, while
+            the others train on, and show this group's state to others that start
+            (``TORCHFT_CATCH_UP``; default: no). For states of which much is frozen, behind slow
+            links. ``state_dict`` may be called at any time between updates, for each worker alone.
         check_every: in every so many steps, and after each heal, the groups compare a fingerprint
             of their wrapped parameters and optimizers (``TORCHFT_CHECK_EVERY``; default: 500; 0:
             never). Equal in all groups.
@@ -151,6 +155,7 @@ class Manager:
         handle_sigterm: bool = True,
         flight_recorder: str | None = None,
         steady_steps: bool | None = None,
+        catch_up: bool | None = None,
         check_every: int | None = None,
         on_difference: OnDifference | None = None,
         metrics_registry: CollectorRegistry | None = None,
@@ -173,6 +178,7 @@ class Manager:
             init_sync=init_sync,
             checks_collectives=environment.checks_collectives,
             is_steady=environment.steady_steps if steady_steps is None else steady_steps,
+            catches_up=environment.catches_up if catch_up is None else catch_up,
             checks=resolve_checks(environment, check_every, on_difference),
         )
         services = resolve_services(

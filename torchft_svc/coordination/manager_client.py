@@ -68,6 +68,7 @@ class ManagerClient(Client):
         self._attachment: Attachment | None = None
         self._ask_quorum = self._method("Quorum", pb.ManagerQuorumResponse.FromString)
         self._address = self._method("CheckpointAddress", pb.CheckpointAddressResponse.FromString)
+        self._members = self._method("JobMembers", pb.JobMembersResponse.FromString)
         self._send_vote = self._method("ShouldCommit", pb.ShouldCommitResponse.FromString)
         self._kill = self._method("Kill", pb.KillResponse.FromString)
         self._drain = self._method("Drain", pb.DrainResponse.FromString)
@@ -225,6 +226,15 @@ class ManagerClient(Client):
         """The address at which worker ``rank`` of this manager's group serves its state."""
         answer = self._address(pb.CheckpointAddressRequest(rank=rank), timeout)
         return answer.checkpoint_server_address
+
+    def job_members(self, timeout: timedelta) -> tuple[list[str], int]:
+        """The manager addresses of the groups in the job's last quorum, and its committed step.
+
+        Raises:
+            PeerError: the manager, or its lighthouse, does not answer.
+        """
+        answer = self._members(pb.JobMembersRequest(), timeout)
+        return list(answer.manager_addresses), answer.committed_step
 
     def should_commit(
         self, group_rank: int, step: int, should_commit: bool, timeout: timedelta

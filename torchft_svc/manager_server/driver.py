@@ -117,6 +117,15 @@ class ManagerDriver(GroupShell):
         """The address at which worker ``group_rank`` serves its state."""
         return self.group.checkpoint_address(group_rank)
 
+    async def list_members(self, timeout_s: float) -> pb.JobMembersResponse:
+        """The members of the job's last quorum, as the lighthouse knows them.
+
+        Raises:
+            PeerError: it cannot be asked within ``timeout_s``.
+        """
+        self._link.start()
+        return await self._link.list_members(timeout_s)
+
     async def _wait(self, ask: Callable[[int, float], Orders]) -> bytes:
         caller = next(self._callers)
         answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()

@@ -20,9 +20,10 @@ from torchft_svc.core.quorum.manager.lighthouse_link import (
 from torchft_svc.core.quorum.session_messages import Beat, Leave
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import GroupRequest, Quorum
-from torchft_svc.errors import TorchFTError
+from torchft_svc.errors import DeadlineExceeded, TorchFTError
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig
+from torchft_svc.manager_server.job_members import members_of_job
 from torchft_svc.manager_server.session_transport import SessionTransport
 from torchft_svc.manager_server.transport import Contact, NotSupported
 from torchft_svc.manager_server.unary_transport import UnaryTransport
@@ -66,6 +67,8 @@ class LighthouseLink(LinkDriver[ManagerLink]):
         machine = ManagerLink(settings, self._new_replica_id, draw, lambda: self.reached())
         super().__init__(machine, config.job_id, config.security, tasks)
         self._left = asyncio.Event()
+        self._channel: grpc.aio.Channel | None = None  # of the present connection
+        self._has_channel = asyncio.Event()
 
     def _new_replica_id(self) -> str:
         return f"{self._config.replica_name}:{uuid.uuid4()}"
@@ -94,6 +97,22 @@ class LighthouseLink(LinkDriver[ManagerLink]):
         self.feed(lambda machine, now: machine.leave(leave, now))
         await self._left.wait()
 
+    async def list_members(self, timeout_s: float) -> pb.JobMembersResponse:
+        """The members of the job's last quorum; waits for a connection.
+
+        Raises:
+            PeerError: there is none within ``timeout_s``, or the lighthouse does not answer.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            await asyncio.wait_for(self._has_channel.wait(), timeout_s)
+            channel = self._channel
+            assert channel is not None
+            left_s = max(deadline - time.monotonic(), 0.001)
+            return await members_of_job(channel, self._config, left_s)
+        except TimeoutError:
+            raise DeadlineExceeded("connecting with the lighthouse", timeout_s) from None
+
     def _feed_soon(self, input_: Callable[[ManagerLink, float], object]) -> None:
         asyncio.get_running_loop().call_soon(self.feed, input_)
 
@@ -120,12 +139,18 @@ class LighthouseLink(LinkDriver[ManagerLink]):
             self._receive_news,
         )
         session = self._transports[number] = SessionTransport(contact)
+        self._channel = channel
+        self._has_channel.set()
         try:
             return await session.run()
         except NotSupported:
             calls = self._transports[number] = UnaryTransport(contact, self.machine.replica_id)
             self.feed(lambda machine, now: machine.not_supported(number, now))
             return await calls.run()
+        finally:
+            if self._channel is channel:
+                self._channel = None
+                self._has_channel.clear()
 
     def _receive_news(self, number: int, news: pb.SessionNews) -> None:
         why = news.no_quorum_yet.reason if news.WhichOneof("kind") == "no_quorum_yet" else ""

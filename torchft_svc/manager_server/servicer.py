@@ -31,6 +31,10 @@ def manager_service(driver: ManagerDriver) -> Service:
         address = driver.checkpoint_address(request.rank)
         return pb.CheckpointAddressResponse(checkpoint_server_address=address).SerializeToString()
 
+    async def job_members(request: pb.JobMembersRequest, context: Context) -> bytes:
+        members = await driver.list_members(remaining_s(context))
+        return members.SerializeToString()
+
     async def kill(request: pb.KillRequest, context: Context) -> bytes:
         driver.kill_group(one_line(request.msg))
         return b""
@@ -47,6 +51,7 @@ def manager_service(driver: ManagerDriver) -> Service:
         {
             "Quorum": quorum,
             "CheckpointAddress": checkpoint_address,
+            "JobMembers": job_members,
             "ShouldCommit": should_commit,
             "Kill": kill,
             "Drain": drain,

@@ -978,6 +978,18 @@ class CheckpointAddressResponse(_message.Message):
     checkpoint_server_address: str
     def __init__(self, checkpoint_server_address: _Optional[str] = ...) -> None: ...
 
+class JobMembersRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class JobMembersResponse(_message.Message):
+    __slots__ = ("manager_addresses", "committed_step")
+    MANAGER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    manager_addresses: _containers.RepeatedScalarFieldContainer[str]
+    committed_step: int
+    def __init__(self, manager_addresses: _Optional[_Iterable[str]] = ..., committed_step: _Optional[int] = ...) -> None: ...
+
 class ShouldCommitRequest(_message.Message):
     __slots__ = ("should_commit", "rank", "step", "round", "worker_id", "wish")
     SHOULD_COMMIT_FIELD_NUMBER: _ClassVar[int]

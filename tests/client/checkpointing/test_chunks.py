@@ -169,3 +169,46 @@ def test_it_is_over(why: str) -> None:
     table.chunks.wait_until_over()
     assert table.chunks.next_chunk(A) is None
     assert not table.chunks.add_source(1)
+
+
+def with_at_hand(*extras: int, at_hand: dict[int, bytes]) -> Chunks:
+    chunks = Chunks(3, 0, lambda conn: None, at_hand=at_hand)
+    for source in extras:
+        assert chunks.add_source(source)
+    return chunks
+
+
+def test_k3_what_is_at_hand_waits_for_the_digests_of_the_lead() -> None:
+    chunks = with_at_hand(at_hand={0: GOOD, 2: BAD})
+    assert chunks.next_chunk(A) == 1
+    assert chunks.arrived(A, GOOD)
+    assert not chunks.is_complete
+    assert chunks.apply_digests(0, [GOOD, GOOD, GOOD]) == set(), "no source has sent a bad chunk"
+    assert chunks.next_chunk(A) == 2
+    assert chunks.arrived(A, GOOD)
+    assert chunks.is_complete
+    assert chunks.num_reused == 1
+    assert chunks.unreported(0, 9) == [0, 1, 2], "the source need not keep what is at hand"
+
+
+def test_k3_all_that_is_at_hand_completes_a_state() -> None:
+    chunks = with_at_hand(1, at_hand=dict.fromkeys(range(3), GOOD))
+    assert chunks.apply_digests(1, [BAD, BAD, BAD]) == set(), "it is not the lead"
+    assert not chunks.is_complete
+    chunks.apply_digests(0, [GOOD, GOOD, GOOD])
+    assert chunks.is_complete
+    assert [chunks.next_chunk(conn) for conn in (A, B)] == [None, None]
+
+
+def test_without_digests_all_is_fetched() -> None:
+    chunks = with_at_hand(at_hand=dict.fromkeys(range(3), GOOD))
+    chunks.drop_at_hand()
+    assert {chunks.next_chunk(ConnectionId(0, n)) for n in range(3)} == {0, 1, 2}
+
+
+def test_k4_what_is_in_memory_is_known_after_a_failure() -> None:
+    chunks = with_at_hand(at_hand={0: GOOD, 2: BAD})
+    chunks.next_chunk(A)
+    assert chunks.in_memory() == {0: GOOD, 2: BAD}, "chunk 1 is being written"
+    chunks.arrived(A, GOOD)
+    assert chunks.in_memory() == {0: GOOD, 1: GOOD, 2: BAD}

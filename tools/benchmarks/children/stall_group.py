@@ -1,4 +1,4 @@
-"""A replica group of the stall benchmark: a small model, and a large state that must be healed.
+"""A replica group of `stall` and `catch_up`: a small model, and a large state that must be healed.
 
 Prints ``ready URL`` with the address of its state, and reads the one to give to receivers.
 Then it obeys lines on its standard input:
@@ -8,7 +8,8 @@ Then it obeys lines on its standard input:
 ``steps N``  trains N steps; answers with one line of JSON: a list with an object for each, its
              milliseconds (``total``, of which ``wait`` for the quorum and ``update``), and the
              number of groups in its quorum.
-``meet N``   the same: steps until one has a quorum of two groups, and N more.
+``meet G N`` the same: steps until one has a quorum of G groups, and N more.
+``digest``   answers with the step and a digest of the state's bytes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from datetime import timedelta
 from typing import Any
 
 import torch
+import xxhash
 from torch import nn
 
 from tools.benchmarks.children.healing_ends import make_state
@@ -28,7 +30,6 @@ from torchft_svc.client import DistributedDataParallel, HTTPTransport, Manager, 
 from torchft_svc.client.checkpointing.encoding.memory import allocate
 
 _TIMEOUT = timedelta(seconds=300)
-_COMPUTE_S = 0.03
 _WIDTH = 64
 # Enough for a joiner that imports torch meanwhile.
 _MAX_STEPS = 5000
@@ -50,6 +51,7 @@ class Group:
         transport = FarAway(_TIMEOUT, hostname="127.0.0.1")
         print("ready", transport.metadata(), flush=True)
         transport.url = sys.stdin.readline().strip()
+        self._flags = flags
         self._model = nn.Linear(_WIDTH, _WIDTH)
         self._heavy = make_state(flags.matrices)
         sgd = torch.optim.SGD(self._model.parameters(), lr=1e-3)
@@ -61,6 +63,7 @@ class Group:
             lighthouse_addr=flags.lighthouse,
             replica_id=flags.name,
             checkpoint_transport=transport,
+            catch_up=flags.catch_up,
         )
         self._optimizer = OptimizerWrapper(self._manager, sgd)
         self._parallel = DistributedDataParallel(self._manager, self._model)
@@ -70,7 +73,17 @@ class Group:
 
     def _load(self, state: dict[str, Any]) -> None:
         self._model.load_state_dict(state["model"])
-        self._heavy = state["heavy"]
+        if not self._flags.copies:
+            self._heavy = state["heavy"]
+            return
+        for mine, theirs in zip(self._heavy["matrices"], state["heavy"]["matrices"], strict=True):
+            mine.copy_(theirs)
+
+    def digest(self) -> str:
+        digest = xxhash.xxh3_128()
+        for tensor in [*self._model.state_dict().values(), *self._heavy["matrices"]]:
+            digest.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+        return f"{self._manager.current_step()} {digest.hexdigest()}"
 
     def clone(self) -> float:
         began_at = time.perf_counter()
@@ -86,7 +99,7 @@ class Group:
         at = [time.perf_counter()]
         self._optimizer.zero_grad()
         loss = self._parallel(torch.ones(1, _WIDTH)).square().mean()
-        time.sleep(_COMPUTE_S)
+        time.sleep(self._flags.compute_s)
         at.append(time.perf_counter())
         self._manager.wait_quorum()
         at.append(time.perf_counter())
@@ -102,9 +115,9 @@ class Group:
             "groups": 0 if quorum is None else quorum.replica_world_size,
         }
 
-    def meet(self, num_more: int) -> list[dict[str, float]]:
+    def meet(self, num_groups: int, num_more: int) -> list[dict[str, float]]:
         steps = [self.step()]
-        while steps[-1]["groups"] < 2 and len(steps) < _MAX_STEPS:
+        while steps[-1]["groups"] < num_groups and len(steps) < _MAX_STEPS:
             steps.append(self.step())
         return steps + [self.step() for _ in range(num_more)]
 
@@ -117,6 +130,9 @@ def main() -> None:
     parser.add_argument("--matrices", type=int, required=True)
     parser.add_argument("--lighthouse", required=True)
     parser.add_argument("--name", required=True)
+    parser.add_argument("--compute-s", type=float, default=0.03)
+    parser.add_argument("--catch-up", action="store_true")
+    parser.add_argument("--copies", action="store_true", help="load into the tensors")
     torch.set_num_threads(1)
     group = Group(parser.parse_args())
     for line in sys.stdin:
@@ -125,8 +141,10 @@ def main() -> None:
             print(group.clone(), flush=True)
         elif command == "steps":
             print(json.dumps([group.step() for _ in range(int(arguments[0]))]), flush=True)
+        elif command == "digest":
+            print(group.digest(), flush=True)
         else:
-            print(json.dumps(group.meet(int(arguments[0]))), flush=True)
+            print(json.dumps(group.meet(*map(int, arguments))), flush=True)
     group.close()
 
 

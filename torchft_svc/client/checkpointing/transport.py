@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torchft_svc.core.limits import one_line
 from torchft_svc.errors import CheckpointError
@@ -14,6 +15,26 @@ T = TypeVar("T")
 
 # A sentence; this package sends none that is longer.
 MAX_REASON_BYTES = 1000
+
+
+class StateViewer(Protocol):
+    """Reads a worker's state while it trains; for any thread."""
+
+    def step(self) -> int:
+        """The step that the worker is in."""
+
+    def collect(self, *, is_deferred: bool) -> Any:
+        """The part of the state that `CheckpointTransport.send_deferred` gets, or the other one.
+
+        Its tensors are live.
+        """
+
+    def reading(self) -> AbstractContextManager[None]:
+        """Keep updates out while a block reads what was collected; it must be short.
+
+        Raises:
+            DeadlineExceeded: an update takes too long.
+        """
 
 
 class CheckpointTransport(ABC, Generic[T]):
@@ -29,10 +50,14 @@ class CheckpointTransport(ABC, Generic[T]):
     If the forward pass continues while a group heals, it may change a part of the state. A
     transport with ``can_defer`` gets that part with `send_deferred` after the pass, and only the
     rest with `send_checkpoint`; for any other transport `send_checkpoint` is called after the pass.
+
+    A transport with ``can_preview`` lets a group that starts fetch what does not change, before it
+    asks for its first quorum: the others call `show_preview` once, and it calls `recv_preview`.
     """
 
     can_stripe: ClassVar[bool] = False
     can_defer: ClassVar[bool] = False
+    can_preview: ClassVar[bool] = False
 
     @abstractmethod
     def metadata(self) -> str:
@@ -159,6 +184,23 @@ class CheckpointTransport(ABC, Generic[T]):
         """Fetch the state that the worker sends with `send_deferred`; see `recv_striped`."""
         reason = "it sends a state in two parts: use the same checkpoint transport in all groups"
         raise CheckpointError(f"replica rank {src_rank}", reason)
+
+    def show_preview(self, viewer: StateViewer) -> None:
+        """Let groups that start read the state through ``viewer``, from now on.
+
+        By default this does nothing.
+        """
+
+    def recv_preview(self, metadata: str, timeout: timedelta, check: Callable[[], None]) -> None:
+        """Fetch what the worker that advertised ``metadata`` shows, for a later `recv_checkpoint`.
+
+        That fetches from its source, which may be another one, only what differs. ``check`` is
+        called repeatedly; what it raises ends this.
+
+        Raises:
+            PeerError: the worker shows nothing, or is lost. What has arrived is kept.
+        """
+        raise NotImplementedError
 
     def interrupt_receive(self, why: str) -> None:
         """Make a `recv_deferred` on another thread fail soon; by default it continues."""

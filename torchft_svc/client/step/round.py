@@ -24,6 +24,7 @@ from torchft_svc.client.process.device_streams import TrainingStreams
 from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.step.catch_up import LiveState, fetch_preview
 from torchft_svc.client.step.event_streams import EventStreams
 from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.client.step.shared_round import SharedRound
@@ -36,6 +37,7 @@ from torchft_svc.core.quorum.worker.round import (
     AskManager,
     Decide,
     EnterQuorum,
+    FetchPreview,
     FetchState,
     LoseDecision,
     MeetMembers,
@@ -115,6 +117,7 @@ class RoundRules:
     checks_collectives: bool = False
     is_steady: bool = True
     checks: CheckRules = field(default_factory=CheckRules)
+    catches_up: bool = False
 
     def for_worker(self, patience_s: float, pg: ProcessGroup) -> WorkerRules:
         """The part for the core; ``patience_s``: how long to wait for a restarted manager."""
@@ -128,6 +131,7 @@ class RoundRules:
             patience_s=patience_s,
             is_steady=self.is_steady and pg.needs_all_members,
             checks=self.checks,
+            catches_up=self.catches_up,
         )
 
     def common(self, pg: ProcessGroup) -> str:
@@ -177,6 +181,10 @@ class RoundRunner:
         self.healed_bytes = 0  # of the last heal
         self._streams = TrainingStreams()  # at the beginning of the round
         self._rest: _Rest | None = None  # what groups that heal get when the step ends
+        if rules.catches_up:
+            is_whole, timeout_s = not rules.use_async_quorum, rules.timeouts.collective_s
+            live = LiveState(deps.registry, worker, timeout_s, is_whole=is_whole)
+            deps.transport.show_preview(live)
 
     @property
     def quorum(self) -> QuorumResult | None:
@@ -329,6 +337,8 @@ class RoundRunner:
         match action:
             case Prepare(expects_state):
                 return self._prepare(expects_state)
+            case FetchPreview():
+                return self._fetch_preview()
             case AskManager(pause_s, deadline):
                 return self._ask(pause_s, deadline)
             case EnterQuorum():
@@ -365,6 +375,29 @@ class RoundRunner:
             raise  # this state could not be sent to other groups: better an error now than then
         except Exception:
             log.exception("healing cannot be prepared; it may take longer")
+
+    def _fetch_preview(self) -> Ready:
+        """Fetch what others show of their states; without it, the heal fetches all."""
+        deps = self._deps
+        try:
+            fetch_preview(
+                deps.transport,
+                deps.client,
+                self._rules.place.group_rank,
+                self._rules.timeouts.collective_s,
+                self._check_wanted,
+            )
+        except TorchFTError as error:
+            log.info("the state is not fetched in advance: %s", error)
+        except Exception:
+            log.exception("the state cannot be fetched in advance; the others may wait for longer")
+        with self._worker.changing() as round_:
+            return round_.preview_fetched(time.monotonic())
+
+    def _check_wanted(self) -> None:
+        """Raise `RequestRefused` if this group is to end instead."""
+        if self._worker.round.drain_reason is not None:
+            raise RequestRefused("the group is being drained")
 
     def _ask(self, pause_s: float, deadline: float) -> Ready:
         self._begin_work(RoundWork.WAITING)

@@ -108,6 +108,16 @@ class EarlyTensors:
     tensors: list[torch.Tensor]  # kept alive, so that their memory is not reused
     numbers: dict[tuple[Any, ...], int]
 
+    def ordered(self, trained: set[int]) -> EarlyTensors:
+        """The same, first those whose memory is not ``trained``.
+
+        So a chunk of frozen parameters has no parameter between them that changes (rule K2).
+        """
+        order = sorted(range(len(self.tensors)), key=lambda n: _storage(self.tensors[n]) in trained)
+        places = {number: place for place, number in enumerate(order)}
+        numbers = {identity: places[number] for identity, number in self.numbers.items()}
+        return EarlyTensors([self.tensors[number] for number in order], numbers)
+
     @property
     def state(self) -> dict[str, Any]:
         """The tensors as a state that can be sent."""
@@ -250,7 +260,7 @@ class StateRegistry:
             return value
 
         map_nodes(self.collect({}, timeout_s), number_tensor)
-        return early
+        return early.ordered(self._trained_storages())
 
     def collect_rest(
         self, early: EarlyTensors, counters: dict[str, int], timeout_s: float
@@ -263,6 +273,13 @@ class StateRegistry:
 
         state: dict[str, Any] = map_nodes(self.collect(counters, timeout_s), refer)
         return state
+
+    def _trained_storages(self) -> set[int]:
+        """The memory that each update changes."""
+        trained: list[Any] = [each for each in self.updated_parameters() if each.requires_grad]
+        for optimizer in self.optimizers:
+            trained += list(optimizer.state.values())
+        return _storages(trained)
 
     def _owned_storages(self) -> set[int]:
         held: list[Any] = self.updated_parameters()

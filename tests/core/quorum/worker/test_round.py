@@ -18,6 +18,7 @@ from torchft_svc.core.quorum.worker.round import (
     AskManager,
     Decide,
     EnterQuorum,
+    FetchPreview,
     FetchState,
     LoseDecision,
     MeetMembers,
@@ -112,6 +113,35 @@ def training(round_: Round | None = None, quorum: QuorumResult = QUORUM) -> Roun
     round_ = asking(round_ or worker())
     meeting(round_, quorum)
     return round_
+
+
+# -- the preview -------------------------------------------------------------------------------
+
+
+def test_k1_a_worker_that_starts_fetches_a_preview_before_it_asks() -> None:
+    round_ = worker(catches_up=True)
+    request = RoundRequest(timeout_s=60.0)
+    assert round_.begin_step(request, 100.0) == Ready(then=Prepare(expects_state=True))
+    assert round_.prepared(101.0) == Ready(then=FetchPreview())
+    # The deadline of the question begins when nobody is waited for any more.
+    assert round_.preview_fetched(500.0) == Ready(then=AskManager(0.0, 560.0))
+
+
+def test_k1_only_the_first_question_waits_for_a_preview() -> None:
+    round_ = worker(catches_up=True)
+    request = RoundRequest(timeout_s=60.0)
+    round_.begin_step(request, 100.0)
+    round_.prepared(100.0)
+    round_.preview_fetched(100.0)
+    meeting(round_)
+    round_.abandon_step()
+    assert round_.begin_step(request, 200.0) == Ready(then=AskManager(0.0, 260.0))
+
+
+def test_a_worker_that_may_not_heal_fetches_no_preview() -> None:
+    round_ = worker(catches_up=True)
+    round_.begin_step(RoundRequest(timeout_s=60.0, allow_heal=False), 100.0)
+    assert round_.prepared(100.0) == Ready(then=AskManager(0.0, 160.0))
 
 
 # -- the question ------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -189,12 +190,22 @@ class Filling:
         del pin
 
 
+@dataclass(frozen=True, slots=True)
+class AtHand:
+    """Chunks of a state of ``num_bytes`` that are in memory already, by their digests."""
+
+    num_bytes: int
+    chunk_bytes: int
+    digests: dict[int, bytes]
+
+
 class Staging:
-    """At most one `Filling` for an expected state; thread-safe."""
+    """At most one `Filling` for an expected state, of which chunks may be at hand; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._kept: Filling | None = None
+        self._at_hand: AtHand | None = None
 
     def expect(self, num_bytes: int) -> None:
         """Allocate ``num_bytes`` in advance; 0: free the memory, no state is expected any more.
@@ -205,7 +216,11 @@ class Staging:
             MemoryError: not even address space is left.
         """
         with self._lock:
-            if num_bytes < MIN_BYTES:
+            if num_bytes == 0:
+                self._discard_kept()
+            elif self._at_hand is not None:
+                return  # the size of what is at hand is known, and not estimated
+            elif num_bytes < MIN_BYTES:
                 self._discard_kept()
             elif num_bytes > (available_bytes() or 0) // 2:
                 log.info("%d bytes are not prepared: too little memory is free", num_bytes)
@@ -224,8 +239,30 @@ class Staging:
             MemoryError: there is not enough.
         """
         with self._lock:
+            if self._at_hand is not None and self._at_hand.num_bytes != num_bytes:
+                self._discard_kept()
             filling, self._kept = self._resized(num_bytes), None
         return filling
+
+    @property
+    def at_hand(self) -> AtHand | None:
+        """What `pop_filling` would contain, if the state has the same form."""
+        with self._lock:
+            return self._at_hand
+
+    def pop_at_hand(self, num_bytes: int, chunk_bytes: int) -> dict[int, bytes]:
+        """Return the digests of the chunks that the memory of the last `pop_filling` contains."""
+        with self._lock:
+            at_hand, self._at_hand = self._at_hand, None
+        if at_hand is None or (at_hand.num_bytes, at_hand.chunk_bytes) != (num_bytes, chunk_bytes):
+            return {}
+        return at_hand.digests
+
+    def keep(self, filling: Filling, at_hand: AtHand) -> None:
+        """Keep ``filling``, to which nobody writes any more, with what it contains."""
+        with self._lock:
+            self._discard_kept()
+            self._kept, self._at_hand = filling, at_hand
 
     def _resized(self, num_bytes: int) -> Filling:
         kept, self._kept = self._kept, None
@@ -241,6 +278,7 @@ class Staging:
 
     def _discard_kept(self) -> None:
         kept, self._kept = self._kept, None
+        self._at_hand = None
         if kept is not None:
             kept.stop()
 

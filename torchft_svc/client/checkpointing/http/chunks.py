@@ -5,13 +5,16 @@ and so are those of other sources that match its digests. Once the lead has sent
 are final, even if it fails later. Until then, a failure of the lead makes another source the lead,
 and only that one's digests count. So before the digests are known, only the lead receives which of
 its chunks have arrived, and every source keeps all chunks.
+
+Chunks that are *at hand*, because this worker has fetched them before, wait for the lead's digests:
+those that match them need not be fetched (rule K3).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 # A chunk under way is fetched from an idle source as well, if it has taken this many times as long
@@ -35,6 +38,8 @@ class Chunks:
     """The chunks of one state, from one or more sources; thread-safe.
 
     ``cut`` is called to end a transfer that takes too long; its thread then calls `give_back`.
+    ``at_hand``: the digests of chunks that are in memory already. ``num_reused``: how many of these
+    are valid.
     """
 
     def __init__(
@@ -43,12 +48,15 @@ class Chunks:
         lead: int,
         cut: Callable[[ConnectionId], None],
         clock: Callable[[], float] = time.monotonic,
+        at_hand: Mapping[int, bytes] | None = None,
     ) -> None:
         self.num_chunks = num_chunks
+        self.num_reused = 0
         self._cut = cut
         self._clock = clock
         self._changed = threading.Condition()
-        self._left = list(reversed(range(num_chunks)))
+        self._at_hand = dict(at_hand or {})  # until they are compared
+        self._left = [n for n in reversed(range(num_chunks)) if n not in self._at_hand]
         self._underway: dict[ConnectionId, tuple[int, float]] = {}  # the chunk, since when
         self._arrived: dict[int, tuple[int, bytes]] = {}  # by chunk: its source, its digest
         self._sources = [lead]
@@ -185,8 +193,28 @@ class Chunks:
             wrong = [chunk for chunk, (_, seen) in self._arrived.items() if seen != digests[chunk]]
             wrong_sources = {self._arrived.pop(chunk)[0] for chunk in wrong}
             self._left += wrong
+            at_hand, self._at_hand = self._at_hand, {}
+            for chunk, digest in at_hand.items():
+                if digests[chunk] == digest:
+                    self._arrived[chunk] = (source, digest)
+                    self.num_reused += 1
+                else:
+                    self._left.append(chunk)
+            self._is_complete()
             self._changed.notify_all()
             return wrong_sources
+
+    def drop_at_hand(self) -> None:
+        """Fetch chunks that are at hand, and were not compared, like all others."""
+        with self._changed:
+            self._left += self._at_hand
+            self._at_hand = {}
+            self._changed.notify_all()
+
+    def in_memory(self) -> dict[int, bytes]:
+        """The digests of all chunks whose bytes are in memory now, valid or not."""
+        with self._changed:
+            return self._at_hand | {n: digest for n, (_, digest) in self._arrived.items()}
 
     def unreported(self, source: int, limit: int) -> list[int]:
         """Return chunks that ``source`` need not keep and has no report of; marks them reported."""

@@ -7,7 +7,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from torchft_svc.client.checkpointing.encoding.serialization import MAX_DESCRIPTION_BYTES
@@ -15,6 +15,7 @@ from torchft_svc.client.checkpointing.http.requests import (
     BUSY,
     DESCRIPTION_SEED,
     DIGESTS_SEED,
+    MAX_CLAIMED,
     MAX_FIRST_LINE_BYTES,
     MAX_WAIT_MS,
     STATE,
@@ -118,6 +119,20 @@ class Feed(Source):
         """Close the connections; they are not used any more."""
         super().close()
         self._digests_source.close()
+
+    def claim(self, num_bytes: int, chunk_bytes: int, at_hand: Mapping[int, bytes]) -> None:
+        """Report which chunks this worker has at hand, so that the source need not copy them."""
+        entries = [f"{chunk}.{digest.hex()}" for chunk, digest in sorted(at_hand.items())]
+        form = f"{self._request.part}/{self._request.step}/{num_bytes}/{chunk_bytes}"
+        for at in range(0, len(entries), MAX_CLAIMED):
+            digests = ",".join(entries[at : at + MAX_CLAIMED])
+            path = f"claim/{form}?receiver={self._request.receiver}&digests={digests}"
+            try:
+                self.ask(path, 0)
+            except (Refused, BadHead, OSError, PeerError) as error:
+                log.debug("the source does not learn what is at hand: %s", error)
+                self.drop_connection(0)
+                return
 
     def open(self) -> Opening:
         """Wait until the source offers the step, and read the description.

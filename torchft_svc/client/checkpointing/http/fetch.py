@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchft_svc.client.checkpointing.encoding.memory import Staging
+from torchft_svc.client.checkpointing.encoding.memory import AtHand, Filling, Staging
 from torchft_svc.client.checkpointing.encoding.serialization import parse
 from torchft_svc.client.checkpointing.http.chunks import Chunks, ConnectionId
 from torchft_svc.client.checkpointing.http.feed import (
@@ -64,6 +64,8 @@ class Fetch:
         self._learner: threading.Thread | None = None
         self._error: PeerError | None = None
         self._is_over = False
+        self._filling: Filling | None = None
+        self._had_some = False  # chunks were at hand
 
     def cancel(self, why: str) -> None:
         self._fail(CheckpointError(self._primary.address, why))
@@ -125,21 +127,26 @@ class Fetch:
             plan = parse(self._feeds[lead].opening.description, address)
             with self._memory(plan.size) as memory:
                 chunks = self._fetch_chunks(lead, memory)
-        finally:
+        except BaseException:
             self._end()
+            self._keep_arrived()
+            raise
+        self._end()
         state = plan.rebuild(memory, address)
         log.debug(
-            "received step %d: %.3f GB in %.3f s, chunks by source: %s",
+            "received step %d: %.3f GB in %.3f s, chunks by source: %s, %d of them at hand before",
             self._request.step,
             plan.size / 1e9,
             time.monotonic() - began_at,
             chunks.shares(),
+            chunks.num_reused,
         )
         return state
 
     def _open_first(self) -> int:
         """The lead: the assigned source, or one that answers in its place."""
         try:
+            self._claim(self._primary)
             self._primary.open()
             with self._changed:
                 if _PRIMARY in self._lost:  # it was lost meanwhile, and is stopped
@@ -157,6 +164,12 @@ class Fetch:
             log.warning("source %s is lost, others continue: %s", self._primary.address, why)
             return ready[0]
         return _PRIMARY
+
+    def _claim(self, feed: Feed) -> None:
+        """Report to a source what is at hand, before it offers its state."""
+        at_hand = self._staging.at_hand
+        if at_hand is not None:
+            feed.claim(at_hand.num_bytes, at_hand.chunk_bytes, at_hand.digests)
 
     def _is_described(self) -> bool:
         """Whether the assigned source has sent the description, or is not waited for."""
@@ -177,6 +190,7 @@ class Fetch:
         except MemoryError as error:
             raise CheckpointError(self._primary.address, str(error)) from error
         try:
+            self._filling = filling
             yield filling.view(num_bytes)
         finally:
             filling.stop()
@@ -185,13 +199,22 @@ class Fetch:
         opening = self._feeds[lead].opening
         num_chunks = -(-len(memory) // opening.chunk_bytes)
         feeds = self._feeds  # not self: a cycle would keep the memory for long
-        chunks = Chunks(num_chunks, lead, lambda conn: feeds[conn.source].cut(conn.connection))
+        at_hand = self._staging.pop_at_hand(len(memory), opening.chunk_bytes)
+        self._had_some = bool(at_hand)
+        chunks = Chunks(
+            num_chunks,
+            lead,
+            lambda conn: feeds[conn.source].cut(conn.connection),
+            at_hand=at_hand,
+        )
         target = _Target(memory, len(memory), opening, chunks)
         with self._changed:
             self._target = target
             if self._error is not None:
                 chunks.stop()
             self._changed.notify_all()
+        if at_hand:
+            self._start_learning()
         self._start_workers(lead, range(max(1, min(self._request.num_connections, num_chunks))))
         chunks.wait_until_over()
         self._check()
@@ -207,6 +230,7 @@ class Fetch:
                 if self._is_over:
                     return
                 self._feeds[number] = feed
+            self._claim(feed)
             opening = feed.open()
         except Exception as error:
             if isinstance(error, TorchFTError | OSError):
@@ -347,6 +371,9 @@ class Fetch:
             try:
                 digests = feed.fetch_digests(chunks.num_chunks)
             except PeerError as error:
+                chunks.drop_at_hand()
+                if chunks.sources == [lead]:
+                    return  # its own chunks need no digests
                 self._lose(lead, error)
             else:
                 for number in chunks.apply_digests(lead, digests):
@@ -389,6 +416,17 @@ class Fetch:
             target.chunks.stop()
         for feed in feeds:
             feed.stop()
+
+    def _keep_arrived(self) -> None:
+        """Keep what has arrived for the next attempt, if this one began with chunks at hand, and
+        nobody writes into its memory any more."""
+        target, threads = self._target, [thread for _, thread in self._workers]
+        if not self._had_some or target is None or any(thread.is_alive() for thread in threads):
+            return
+        assert self._filling is not None
+        chunk_bytes, digests = target.opening.chunk_bytes, target.chunks.in_memory()
+        at_hand = AtHand(target.num_bytes, chunk_bytes, digests)
+        self._staging.keep(self._filling, at_hand)
 
     def _check(self) -> None:
         if self._error is not None:

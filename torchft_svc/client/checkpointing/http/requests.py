@@ -6,6 +6,12 @@
     GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n,m   a chunk, sealed
     GET /<secret>/digests/<state id>                  the digests of all chunks, sealed
     GET /<secret>/done/<state id>?receiver=x&verified=n,m            the end; no body
+    GET /<secret>/claim/<part>/<step>/<size>/<chunk size>?receiver=x&digests=n.d,m.e    chunks that
+            the receiver has at hand, so they need not be kept for it; no body
+    GET /<secret>/preview                             the step that this worker is in, sealed
+    GET /<secret>/preview/<part>                      of the state as it is now, or of its deferred
+            part: its size, that of its chunks, and the digests of all chunks, sealed
+    GET /<secret>/preview/<part>/<chunk>              a chunk of that, as it is now, sealed
 
 ``extra`` names a receiver that fetches a part of the state although it was not announced.
 ``verified`` names chunks that need not be kept any more for the receiver. The secret is new in
@@ -23,7 +29,14 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from urllib.parse import parse_qsl, urlsplit
 
-from torchft_svc.client.checkpointing.http.served import Gone, NotOffered, OfferSlot, ServedState
+from torchft_svc.client.checkpointing.http.preview import Preview
+from torchft_svc.client.checkpointing.http.served import (
+    Gone,
+    NotOffered,
+    OfferSlot,
+    ServedState,
+    StateForm,
+)
 from torchft_svc.client.checkpointing.http.wire import (
     DIGEST_BYTES,
     BadHead,
@@ -47,13 +60,18 @@ STATE, DEFERRED = "state", "deferred"
 DESCRIPTION_SEED = 1 << 63  # no chunk has this number
 
 DIGESTS_SEED = DESCRIPTION_SEED + 1
+PREVIEW_SEED = DESCRIPTION_SEED + 2
+# A number of a preview as text: a step, or a size.
+NUMBER_BYTES = 20
 
 MAX_FIRST_LINE_BYTES = 64
-# The most chunks that one request can name: they fit into a head.
+# The most chunks that one request can name, and name with their digests: they fit into a head.
+MAX_CLAIMED = 150
 MAX_VERIFIED = 200
 TOO_EARLY, GONE, BUSY, UNAUTHORIZED, NOT_FOUND = 425, 410, 503, 401, 404
 _LINE = re.compile(r"([A-Z]{1,16}) (/[!-~]*) HTTP/(\d\.\d)")
 _NUMBER = re.compile(r"\d{1,18}")
+_CLAIM = re.compile(r"\d{1,9}\.[0-9a-f]{16}", re.ASCII)
 _NAME = re.compile(r"[\w.:-]{1,80}", re.ASCII)
 
 
@@ -83,6 +101,15 @@ class Request:
         if not _NAME.fullmatch(name):
             raise BadHead(f"the {key} has no proper name")
         return name
+
+    @property
+    def claimed(self) -> dict[int, bytes]:
+        """The digests of chunks that the receiver has at hand."""
+        entries = self.query.get("digests", "").split(",", MAX_CLAIMED)
+        if len(entries) > MAX_CLAIMED or not all(map(_CLAIM.fullmatch, entries)):
+            raise BadHead("the chunks at hand cannot be read")
+        pairs = (entry.split(".") for entry in entries)
+        return {int(chunk): bytes.fromhex(digest) for chunk, digest in pairs}
 
     @property
     def verified(self) -> list[int]:
@@ -126,11 +153,13 @@ class Conversation:
         self,
         wire: Wire,
         slots: dict[str, OfferSlot],
+        preview: Preview,
         secret: str,
         security: Security,
         on_known: Callable[[], None],
     ) -> None:
         self._on_known = on_known
+        self._preview = preview
         self._security = security
         self._wire = wire
         self._slots = slots
@@ -174,6 +203,8 @@ class Conversation:
                     if not state.num_chunks:
                         state.verified(request.receiver, None)
                     self._send_head(0)
+                case ("claim" | "preview", *_):
+                    self._answer_ahead(request)
                 case _:
                     raise BadHead("nothing is here", 404)
         except Gone as error:
@@ -233,6 +264,50 @@ class Conversation:
             raise ConnectionAbortedError(f"a chunk went away: {error}") from error
         self._wire.send(seal(sent, DIGESTS_SEED)[len(sent) :])
 
+    def _answer_ahead(self, request: Request) -> None:
+        """Answer a request of a receiver that heals later, or waits for the state."""
+        match request.parts:
+            case ("claim", "state" | "deferred" as name, step, size, chunk_bytes):
+                form = StateForm(_number(step), _number(size), _number(chunk_bytes))
+                self._slots[name].claim(request.receiver, form, request.claimed)
+                self._send_head(0)
+            case ("preview",):
+                self._send_step()
+            case ("preview", "state" | "deferred" as name):
+                self._send_preview(is_deferred=name == DEFERRED)
+            case ("preview", "state" | "deferred" as name, chunk):
+                self._send_preview_chunk(_number(chunk), is_deferred=name == DEFERRED)
+            case _:
+                raise BadHead("nothing is here", 404)
+
+    def _send_step(self) -> None:
+        body = seal(_fixed(self._preview.step()), PREVIEW_SEED)
+        self._send_head(len(body))
+        self._wire.send(body)
+
+    def _send_preview(self, *, is_deferred: bool) -> None:
+        """Send each digest as soon as it is computed, so that the peer sees progress."""
+        shown = self._preview.collect(is_deferred=is_deferred)
+        self._wire.timeout_s = IDLE_TIMEOUT_S
+        sent = _fixed(shown.memory.size) + _fixed(shown.chunk_bytes)
+        self._send_head(len(sent) + (shown.num_chunks + 1) * DIGEST_BYTES)
+        self._wire.send(sent)
+        for chunk in range(shown.num_chunks):
+            digest = self._preview.digest(shown, chunk)
+            self._wire.send(digest)
+            sent += digest
+        self._wire.send(seal(sent, PREVIEW_SEED)[len(sent) :])
+
+    def _send_preview_chunk(self, chunk: int, *, is_deferred: bool) -> None:
+        shown = self._preview.shown(is_deferred=is_deferred)
+        if chunk >= shown.num_chunks:
+            raise BadHead(f"there are {shown.num_chunks} chunks", 404)
+        start, stop = shown.bounds(chunk)
+        self._wire.timeout_s = IDLE_TIMEOUT_S
+        self._send_head(stop - start + DIGEST_BYTES)
+        reading = self._preview.reader(shown, chunk)
+        self._wire.send_sealed(reading, stop - start, chunk, lambda digest: None)
+
     def _send_head(self, length: int) -> None:
         self._wire.send(f"HTTP/1.1 200 OK\r\nContent-Length: {length}\r\n\r\n".encode("ascii"))
 
@@ -248,6 +323,10 @@ def refuse(wire: Wire, status: int, reason: str, *, close: bool = False) -> None
         f"{closing}Content-Length: {len(body)}\r\n\r\n"
     )
     wire.send(head.encode("ascii") + body)
+
+
+def _fixed(number: int) -> bytes:
+    return f"{number:0{NUMBER_BYTES}d}".encode("ascii")
 
 
 def _number(text: str) -> int:

@@ -4,7 +4,8 @@
 
 While it is live, chunks are read from the owner's memory. ``detach`` copies the chunks that not
 every announced receiver has verified yet, and then releases the owner's memory. A chunk that is
-being sent meanwhile continues from the copy: the bytes are the same.
+being sent meanwhile continues from the copy: the bytes are the same. Chunks that all of
+them *claim* to have at hand, with the digests of the same bytes, are not copied (rule K3).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from torchft_svc.client.checkpointing.encoding.memory import Memory
 from torchft_svc.client.checkpointing.encoding.serialization import Described
@@ -22,6 +24,9 @@ from torchft_svc.client.checkpointing.transport import why_not_offered
 
 # There are as many receivers as groups that heal at once; more names than this are ignored.
 MAX_RECEIVERS = 1024
+
+# Receivers of one state that report what they have at hand: groups that heal at once.
+MAX_CLAIMS = 16
 
 # A receiver contacts all of its sources as soon as it knows them.
 EXTRAS_TIMEOUT_S = 5.0
@@ -33,6 +38,15 @@ class Gone(Exception):
 
 class NotOffered(Exception):
     """The requested step has not been offered yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class StateForm:
+    """A state's step, its bytes, and those of a chunk."""
+
+    step: int
+    num_bytes: int
+    chunk_bytes: int
 
 
 class ServedState:
@@ -71,6 +85,8 @@ class ServedState:
         self._num_extras = num_extras
         self._extras_until = clock() + EXTRAS_TIMEOUT_S
         self._digests: dict[int, bytes] = {}
+        self._claims: dict[str, Mapping[int, bytes]] = {}
+        self._not_copied: set[int] = set()  # because of them; until the receivers confirm that
         self._num_reading_live = 0
         self._changed = threading.Condition()
         self._clock = clock
@@ -83,7 +99,7 @@ class ServedState:
             if self._live is not None:
                 return False
             if self._retired or self.num_chunks:
-                return not self._copies
+                return not self._copies and not self._not_copied
             return len(self._receivers) >= self._num_receivers + self._num_extras
 
     @property
@@ -103,8 +119,8 @@ class ServedState:
             return
         with self._changed:
             self._num_extras = len(self._extras)
-            for chunk in [chunk for chunk in self._copies if not self._is_wanted(chunk)]:
-                del self._copies[chunk]
+            for chunk in {*self._copies, *self._not_copied}:
+                self._drop_unwanted(chunk)
 
     @property
     def _awaits_extras(self) -> bool:
@@ -190,8 +206,40 @@ class ServedState:
                 self._receivers.add(receiver)
             if receiver in self._receivers and chunk is not None and chunk < self.num_chunks:
                 self._verified[chunk].add(receiver)
-                if not self._is_wanted(chunk):
-                    self._copies.pop(chunk, None)
+                self._drop_unwanted(chunk)
+
+    def _drop_unwanted(self, chunk: int) -> None:
+        if not self._is_wanted(chunk):
+            self._copies.pop(chunk, None)
+            self._not_copied.discard(chunk)
+
+    def claim(self, receiver: str, digests: Mapping[int, bytes]) -> None:
+        """``receiver`` has the chunks with these digests at hand."""
+        with self._changed:
+            if len(self._claims) < MAX_CLAIMS:
+                self._claims[receiver] = digests
+
+    def _is_at_hand(self, chunk: int) -> bool:
+        """Whether all receivers have ``chunk``: nobody will fetch it."""
+        with self._changed:
+            claims = {
+                receiver: digests[chunk]
+                for receiver, digests in self._claims.items()
+                if chunk in digests
+            }
+            having = set(self._verified[chunk])
+            num = self._num_receivers + self._num_extras
+        if not claims or len(having | claims.keys()) < num:
+            return False
+        with suppress(Gone):
+            digest = self.digest(chunk)
+            having |= {receiver for receiver, claimed in claims.items() if claimed == digest}
+        if len(having) < num:
+            return False
+        with self._changed:
+            if self._is_wanted(chunk):
+                self._not_copied.add(chunk)
+        return True
 
     def detach(self) -> None:
         """Release the owner's memory, and keep what is still needed; cheap if it was called before,
@@ -204,7 +252,7 @@ class ServedState:
                 wanted = self._is_wanted(chunk)
             if live is None:
                 break
-            if wanted:
+            if wanted and not self._is_at_hand(chunk):
                 self._keep_copy(chunk, live.keep(*self.bounds(chunk)))
         self._let_live_go()
 
@@ -218,6 +266,7 @@ class ServedState:
         with self._changed:
             self._retired = self._retired or why
             self._copies.clear()
+            self._not_copied.clear()
         self._let_live_go()
 
     def _let_live_go(self) -> None:
@@ -241,7 +290,31 @@ class OfferSlot:
         self._state: ServedState | None = None
         self._newest_step = -1
         self._refused: tuple[int, str] | None = None
+        self._claims: dict[tuple[str, StateForm], dict[int, bytes]] = {}
         self._closed = False
+
+    def claim(self, receiver: str, form: StateForm, digests: Mapping[int, bytes]) -> None:
+        """``receiver`` has chunks of such a state at hand, and may report more of them.
+
+        It may be gone when another group heals, so a claim counts for one step only.
+        """
+        with self._changed:
+            for key in [key for key in self._claims if key[1].step != form.step]:
+                del self._claims[key]
+            self._claims.setdefault((receiver, form), {}).update(digests)
+            while len(self._claims) > MAX_CLAIMS:
+                del self._claims[next(iter(self._claims))]
+            state = self._state
+        if state is not None:
+            self.pass_claims(state)
+
+    def pass_claims(self, state: ServedState) -> None:
+        """Inform ``state``, which is offered or will be, of what its receivers have at hand."""
+        with self._changed:
+            claims = list(self._claims.items())
+        for (receiver, form), digests in claims:
+            if form == StateForm(state.step, state.size, state.chunk_bytes):
+                state.claim(receiver, digests)
 
     @property
     def state(self) -> ServedState | None:

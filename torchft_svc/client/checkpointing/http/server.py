@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 
 from torchft_svc.client.checkpointing.http.connections import ConnectionServer
+from torchft_svc.client.checkpointing.http.preview import Preview
 from torchft_svc.client.checkpointing.http.requests import Conversation
 from torchft_svc.client.checkpointing.http.served import OfferSlot, ServedState
 from torchft_svc.client.checkpointing.http.wire import Wire
@@ -14,7 +15,7 @@ from torchft_svc.rpc.security import PLAIN, Security
 
 
 class CheckpointServer:
-    """Serves the states in ``slots`` by their names, at one port and below one secret.
+    """Serves the states in ``slots`` by their names, and ``preview``, at one port with one secret.
 
     ``bind_host``: the address to listen at, ``""`` for all interfaces (IPv6, too, if available).
 
@@ -26,6 +27,7 @@ class CheckpointServer:
     def __init__(
         self,
         slots: dict[str, OfferSlot],
+        preview: Preview,
         bind_host: str = "",
         port: int = 0,
         security: Security = PLAIN,
@@ -33,10 +35,12 @@ class CheckpointServer:
         self._security = security
         self.secret = secrets.token_urlsafe(16)
         self._slots = slots
+        self._preview = preview
         self._connections = ConnectionServer(
             self._converse, "checkpoint", bind_host, port, security, pass_time=self._expire
         )
         self.port = self._connections.port
+        preview.on_collected = self._connections.wake  # to look when it expires
         self._connections.start()
 
     def offer(self, name: str, state: ServedState) -> None:
@@ -48,13 +52,15 @@ class CheckpointServer:
         """Cut all connections; with ``wait``, also join all threads. Idempotent."""
         for slot in self._slots.values():
             slot.close()
+        self._preview.show(None)
         self._connections.close(wait)
 
     def _converse(self, wire: Wire, on_known: Callable[[], None]) -> None:
-        Conversation(wire, self._slots, self.secret, self._security, on_known).run()
+        Conversation(wire, self._slots, self._preview, self.secret, self._security, on_known).run()
 
     def _expire(self) -> float | None:
         """Drop what nobody fetches any more; when to look again."""
         now = time.monotonic()
         times = [slot.expire(now) for slot in self._slots.values()]
+        times.append(self._preview.expire(now))
         return min((at for at in times if at is not None), default=None)

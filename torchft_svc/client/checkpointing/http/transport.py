@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import ClassVar, TypeVar, cast
 
@@ -22,10 +23,12 @@ from torchft_svc.client.checkpointing.http.feed import (
     Lookup,
 )
 from torchft_svc.client.checkpointing.http.fetch import Fetch
+from torchft_svc.client.checkpointing.http.preview import Preview
+from torchft_svc.client.checkpointing.http.preview_fetch import PreviewFetch
 from torchft_svc.client.checkpointing.http.requests import DEFERRED, STATE
 from torchft_svc.client.checkpointing.http.served import OfferSlot, ServedState
 from torchft_svc.client.checkpointing.http.server import CheckpointServer
-from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.client.checkpointing.transport import CheckpointTransport, StateViewer
 from torchft_svc.core.limits import check_not_empty
 from torchft_svc.errors import ConfigError
 from torchft_svc.host.address import HostPort, resolvable_host
@@ -69,6 +72,7 @@ class HTTPTransport(CheckpointTransport[T]):
 
     can_stripe: ClassVar[bool] = True
     can_defer: ClassVar[bool] = True
+    can_preview: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -90,13 +94,18 @@ class HTTPTransport(CheckpointTransport[T]):
         self._chunk_bytes = chunk_bytes
         self._current, self._deferred = OfferSlot(), OfferSlot()
         self._security = security_or_environment(security)
+        self._preview = Preview(self._chunk_bytes_of)
         self._server = CheckpointServer(
-            {STATE: self._current, DEFERRED: self._deferred}, bind_host, port, self._security
+            {STATE: self._current, DEFERRED: self._deferred},
+            self._preview,
+            bind_host,
+            port,
+            self._security,
         )
         self._host = hostname or bind_host or resolvable_host()
         self._lock = threading.Lock()
-        self._fetches: set[Fetch] = set()
-        self._staging = Staging()
+        self._fetches: set[Fetch | PreviewFetch] = set()
+        self._staging, self._deferred_staging = Staging(), Staging()
         self._is_shut_down = False
 
     def metadata(self) -> str:
@@ -124,6 +133,7 @@ class HTTPTransport(CheckpointTransport[T]):
         state = self._to_serve(dst_ranks, extra_dst_ranks, step, state_dict, timeout)
         if state is not None:
             self._deferred.withdraw("the step has begun anew")
+            self._current.pass_claims(state)
             self._server.offer(STATE, state)
 
     def send_deferred(
@@ -136,6 +146,7 @@ class HTTPTransport(CheckpointTransport[T]):
     ) -> None:
         state = self._to_serve(dst_ranks, extra_dst_ranks, step, state_dict, timeout)
         if state is not None:
+            self._deferred.pass_claims(state)
             state.detach()
             self._server.offer(DEFERRED, state)
 
@@ -150,7 +161,7 @@ class HTTPTransport(CheckpointTransport[T]):
         """``state_dict`` as it is served; None if there is no receiver."""
         described = describe(state_dict)
         size = described.memory.size
-        chunk_bytes = self._chunk_bytes or _usual_chunk_bytes(size)
+        chunk_bytes = self._chunk_bytes_of(size)
         if not dst_ranks and not extra_dst_ranks:
             return None
         log.debug(
@@ -182,8 +193,20 @@ class HTTPTransport(CheckpointTransport[T]):
         for slot in (self._current, self._deferred):
             slot.refuse(step, why)
 
+    def show_preview(self, viewer: StateViewer) -> None:
+        self._preview.show(viewer)
+
+    def recv_preview(self, metadata: str, timeout: timedelta, check: Callable[[], None]) -> None:
+        request = self._request(STATE, metadata, (), 0, timeout)
+        stagings = {STATE: self._staging, DEFERRED: self._deferred_staging}
+        fetch = PreviewFetch(request, stagings)
+        with self._fetching(fetch):
+            fetch.run(check)
+
     def expect_checkpoint(self, like: T | None) -> None:
         with self._lock:
+            if like is None:
+                self._deferred_staging.expect(0)
             if not self._is_shut_down:
                 self._staging.expect(0 if like is None else estimate_bytes(like))
 
@@ -203,7 +226,8 @@ class HTTPTransport(CheckpointTransport[T]):
         timeout: timedelta,
     ) -> T:
         log.debug("fetching step %d from group %d and %d more", step, src_rank, len(extras))
-        return self._fetch(STATE, metadata, extras, step, timeout, self._staging)
+        request = self._request(STATE, metadata, extras, step, timeout)
+        return self._fetch(request, self._staging)
 
     def recv_deferred(
         self,
@@ -213,18 +237,18 @@ class HTTPTransport(CheckpointTransport[T]):
         step: int,
         timeout: timedelta,
     ) -> T:
-        return self._fetch(DEFERRED, metadata, extras, step, timeout)
+        request = self._request(DEFERRED, metadata, extras, step, timeout)
+        return self._fetch(request, self._deferred_staging)
 
-    def _fetch(
+    def _request(
         self,
         part: str,
         metadata: str,
         extras: Sequence[Lookup],
         step: int,
         timeout: timedelta,
-        staging: Staging | None = None,
-    ) -> T:
-        request = FetchRequest(
+    ) -> FetchRequest:
+        return FetchRequest(
             metadata,
             step,
             positive_s("timeout", timeout),
@@ -233,13 +257,21 @@ class HTTPTransport(CheckpointTransport[T]):
             security=self._security,
             part=part,
         )
+
+    def _fetch(self, request: FetchRequest, staging: Staging) -> T:
         fetch = Fetch(request, staging)
+        with self._fetching(fetch):
+            return cast(T, fetch.run())
+
+    @contextmanager
+    def _fetching(self, fetch: Fetch | PreviewFetch) -> Iterator[None]:
+        """Let `interrupt_receive` end ``fetch`` inside the block."""
         with self._lock:
             if self._is_shut_down:
                 raise ConfigError("transport", "shut down", "a transport is used after shutdown()")
             self._fetches.add(fetch)
         try:
-            return cast(T, fetch.run())
+            yield
         finally:
             with self._lock:
                 self._fetches.discard(fetch)
@@ -258,7 +290,8 @@ class HTTPTransport(CheckpointTransport[T]):
 
     def progress(self) -> tuple[int, int]:
         with self._lock:
-            found = [fetch.progress() for fetch in self._fetches]
+            heals = [fetch for fetch in self._fetches if isinstance(fetch, Fetch)]
+            found = [fetch.progress() for fetch in heals]
         return sum(received for received, _ in found), sum(size for _, size in found)
 
     def shutdown(self, wait: bool = True) -> None:
@@ -266,7 +299,11 @@ class HTTPTransport(CheckpointTransport[T]):
             self._is_shut_down = True
         self.interrupt_receive("this worker is shutting down")
         self._staging.expect(0)
+        self._deferred_staging.expect(0)
         self._server.close(wait)
+
+    def _chunk_bytes_of(self, num_bytes: int) -> int:
+        return self._chunk_bytes or _usual_chunk_bytes(num_bytes)
 
     @property
     def copied_bytes(self) -> int:

@@ -1,11 +1,12 @@
 """Decides a worker's round: ask for the quorum, meet its members, offer or fetch state, vote.
 
-    begin_step ─> [prepared] ─> [question_failed] ─> quorum_received ─┐
-      │                              members_met <─ [quorum_entered] <┘
-      │                                │
-      │            [state_fetched] <───┤
-      │                   └────────────┤
-      └─ the quorum is kept (rule E1) ─┴─> begin_vote ─> vote_decided, vote_failed
+    begin_step ─> [prepared] ─> [preview_fetched] ─> [question_failed] ─> quorum_received ─┐
+      │                                                   members_met <─ [quorum_entered] <┘
+      │                                                     │
+      │                                 [state_fetched] <───┤
+      │                                        └────────────┤
+      └───────────── the quorum is kept (rule E1) ──────────┴─> begin_vote ─> vote_decided,
+                                                                              vote_failed
 
 Each input returns one `Ready`: what to do at once, and `Ready.then`, the slow action whose outcome
 is the next input. Whatever fails on the way to the vote goes to `record_failure`, and becomes an
@@ -62,6 +63,14 @@ class Prepare:
 
 
 @dataclass(frozen=True, slots=True)
+class FetchPreview:
+    """Fetch what others show of their states (rule K1), then call `Round.preview_fetched`.
+
+    Nobody waits for this worker yet.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class AskManager:
     """Send `Round.question` to the manager after ``pause_s``, and wait until ``deadline``.
 
@@ -96,7 +105,7 @@ class FetchState:
     """Get the state that the quorum assigns, then call `Round.state_fetched`."""
 
 
-SlowAction = Prepare | AskManager | EnterQuorum | MeetMembers | FetchState
+SlowAction = Prepare | FetchPreview | AskManager | EnterQuorum | MeetMembers | FetchState
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +193,7 @@ class WorkerRules:
     ``num_wanted``: how many groups contribute at most (None: all). ``patience_s``: a manager that
     cannot be reached for this long is gone for good. ``is_steady``: steps may begin without a
     question, if all groups can do that. ``checks``: when the members compare their states.
+    ``catches_up``: fetch what does not change of the others' state before the first question.
     """
 
     group_rank: int = 0
@@ -194,6 +204,7 @@ class WorkerRules:
     patience_s: float = MANAGER_PATIENCE_S
     is_steady: bool = False
     checks: CheckRules = NEVER
+    catches_up: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -282,7 +293,16 @@ class Round:
         return self._ask(now)
 
     def prepared(self, now: float) -> Ready:
-        """Ask for the first quorum; only now starts its deadline, because nobody was waited for."""
+        """Ask for the first quorum, or fetch a preview before.
+
+        Only the question starts its deadline, because nobody was waited for.
+        """
+        if self._rules.catches_up and self._request.allow_heal:
+            return Ready(then=FetchPreview())
+        return self._ask(now)
+
+    def preview_fetched(self, now: float) -> Ready:
+        """Ask for the first quorum; this group heals as far as the preview was not enough."""
         return self._ask(now)
 
     def _ask(self, now: float) -> Ready:
