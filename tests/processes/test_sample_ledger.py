@@ -18,14 +18,14 @@ from tools.chaos.fleet import Fleet
 from tools.chaos.reading import Counted
 from tools.chaos.samples import SampleLedger, ledger_of
 from tools.chaos.trainer import make_model
-from tools.demo.events import Committed, Finished, SamplesRead
+from tools.demo.events import Committed, Discarded, Finished, SamplesRead
 from torchft_svc.client.data import ElasticSampler
 
 pytestmark = pytest.mark.processes
 
 SAMPLES, BATCH, SEED = 100, 12, 3
 STEPS_OF_EPOCH = -(-SAMPLES // BATCH)
-# `TORCHFT_TEST_KILLS=50` is what was promised, and takes some minutes.
+# `TORCHFT_TEST_KILLS=50` is what was promised, and takes two to five minutes.
 NUM_KILLS = int(os.environ.get("TORCHFT_TEST_KILLS", "6"))
 _AFTER_S = 30.0
 
@@ -92,6 +92,7 @@ def kill_one(fleet: Fleet, dice: random.Random) -> None:
     fleet.all_meet({0, 1, 2})
 
 
+@pytest.mark.timeout(120 + 10 * NUM_KILLS)
 def test_every_sample_counts_once_whatever_is_killed(make_fleet: Callable[..., Fleet]) -> None:
     """The losses, in float64, are those of a plain loop without a failure."""
     dice = random.Random(SEED)
@@ -114,13 +115,45 @@ def test_every_sample_counts_once_whatever_is_killed(make_fleet: Callable[..., F
         )
         fleet.end()
     counted_now = ledger(fleet)
-    assert counted_now.faults() == []
     assert counted_now.num_steps >= 2 * STEPS_OF_EPOCH
+    assert_as_without_failures(fleet)
+
+
+def assert_as_without_failures(fleet: Fleet) -> None:
+    """Check that each sample was used once, and the losses of the steps."""
+    counted_now = ledger(fleet)
+    assert counted_now.faults() == []
     expected, _ = reference(counted_now.num_steps)
     losses = committed_losses(fleet)
     assert len(losses) > counted_now.num_steps // 2
     for step, loss in losses.items():
         assert loss == pytest.approx(expected[step], rel=1e-10)
+
+
+def test_a_step_in_which_a_group_is_killed_is_committed(make_fleet: Callable[..., Fleet]) -> None:
+    """The others read what it had to read, as further batches of that step (rule D11)."""
+    dice = random.Random(SEED)
+    options = counted(step_s=0.02)
+    options["program"] |= {"microbatch": 2, "recovers": True}
+    with lighthouse_process("--min-replicas=1") as lighthouse:
+        fleet = make_fleet(lighthouse.address, **options)
+        for group in range(3):
+            fleet.start(group)
+        fleet.all_meet({0, 1, 2})
+        for _ in range(3):
+            kill_one(fleet, dice)
+        fleet.end()
+    assert_as_without_failures(fleet)
+    recovered = [
+        worker for worker in fleet.lives if "is summed in another quorum" in worker.output()
+    ]
+    assert recovered
+    by_loss = [
+        event
+        for event in fleet.events
+        if isinstance(event, Discarded) and "lost group" in event.reason
+    ]
+    assert len(by_loss) < len(recovered)
 
 
 def test_the_weights_are_those_of_a_run_without_failures(make_fleet: Callable[..., Fleet]) -> None:

@@ -29,6 +29,7 @@ BENCHMARKS = (
     Benchmark("state_checks", ("--steps=50", "--every=50", "--blocks=3"), ()),
     Benchmark("observing", ("--steps=50", "--blocks=3"), ()),
     Benchmark("recovery", ("--kills=3", "--peer-kills=1"), ("--kills=20", "--peer-kills=10")),
+    Benchmark("lost_step", ("--kills=2",), ("--kills=20",)),
     Benchmark("start", ("--starts=3",), ("--starts=11",)),
     Benchmark("quorum_rounds", ("--seconds=0.5", "--blocks=2"), ("--seconds=2", "--blocks=6")),
     Benchmark("fleet", ("--groups=100", "--seconds=3"), ("--groups=100", "--groups=1000")),

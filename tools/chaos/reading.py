@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,12 @@ from torch.utils.data import DataLoader, Dataset
 from tools.chaos.options import WorkerOptions
 from tools.demo.events import EventLog, SamplesRead
 from tools.demo.orphans import die_with_parent
-from torchft_svc.client import ElasticDataLoader, ElasticSampler, Manager
+from torchft_svc.client import (
+    DistributedDataParallel,
+    ElasticDataLoader,
+    ElasticSampler,
+    Manager,
+)
 
 WIDTH = 16
 
@@ -49,17 +54,42 @@ class CountedReader:
             num_workers=options.program.get("workers", 0),
             worker_init_fn=lambda _: die_with_parent(),
         )
-        self.loader = ElasticDataLoader(manager, torchs, global_batch_size=batch)
+        self.loader = ElasticDataLoader(
+            manager,
+            torchs,
+            global_batch_size=batch,
+            microbatch_size=options.program.get("microbatch"),
+            recover_within_step=options.program.get("recovers", False),
+        )
         self._manager, self._log = manager, log
         self._batches: Iterator[Any] = iter(())
 
-    def read_step(self) -> torch.Tensor:
-        """The features of this worker's samples of the step, which begins with that."""
+    def backward(self, model: DistributedDataParallel, pause: Callable[[], None]) -> float:
+        """Make the passes of the step, with a pause in each; the loss of this worker's samples."""
+        used: list[int] = []
+        total = 0.0
+        device = next(model.parameters()).device
+        is_whole = False
+        while not is_whole:
+            features, indices = self._read()
+            with self.loader.accumulate(model):
+                loss = model(features.to(device)).square().mean()
+                pause()
+                torch.autograd.backward(loss * self.loader.weight)
+            is_whole = self.loader.ends_step
+            used += indices.tolist() if self.loader.weight else ()
+            total += loss.item() * len(indices)
+        self._write_down(used)
+        return total / max(1, len(used))
+
+    def _read(self) -> Any:
         batch = next(self._batches, None)
         if batch is None:
             self._batches = iter(self.loader)
             batch = next(self._batches)
-        features, indices = batch
+        return batch
+
+    def _write_down(self, used: list[int]) -> None:
         rank, size = self._manager.participating_rank(), self._manager.num_participants()
         quorum = self._manager.last_quorum()
         self._log.write(
@@ -69,6 +99,5 @@ class CountedReader:
             rank=rank,
             num_participants=size,
             epoch=self.loader.position.epoch,
-            indices=" ".join(map(str, indices.tolist() if self.loader.weight else ())),
+            indices=" ".join(map(str, used)),
         )
-        return features  # type: ignore[no-any-return]

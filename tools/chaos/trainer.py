@@ -140,18 +140,30 @@ def run(options: WorkerOptions) -> None:
         model = DistributedDataParallel(manager, state.model)
         log.write(Joined)
         data = None if batches_of(options) is None else CountedReader(options, manager, log)
+
+        def pause() -> None:
+            time.sleep(options.step_s)
+            _hang(commands, "hang_inside")
+
         while (step := manager.current_step()) < options.steps:
             _obey(commands)
             log.write(PhaseBegan, step=step, phase="forward")
-            inputs = _inputs(options, step) if data is None else data.read_step()
             optimizer.zero_grad()
-            loss = model(inputs.to(state.device)).square().mean()
-            time.sleep(options.step_s)
-            _hang(commands, "hang_inside")
-            loss.backward()
-            _finish(manager, optimizer, state, log, loss.item())
+            if data is None:
+                loss = _backward(model, _inputs(options, step).to(state.device), pause)
+            else:
+                loss = data.backward(model, pause)
+            _finish(manager, optimizer, state, log, loss)
         log.write(Finished, step=manager.current_step())
         torch.save(state.model.cpu().state_dict(), options.weights)
+
+
+def _backward(model: nn.Module, inputs: torch.Tensor, pause: Callable[[], None]) -> float:
+    """Make the pass of a step; its loss."""
+    loss = model(inputs).square().mean()
+    pause()
+    torch.autograd.backward(loss)
+    return loss.item()
 
 
 def warm_up() -> None:

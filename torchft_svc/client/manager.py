@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +24,7 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.client.reduce.reduction import Reducing, Reduction
 from torchft_svc.client.runtime.runtime import CallerParts, Runtime, start_runtime
-from torchft_svc.client.step.data_positions import ALONE, DataPosition, EnteredStep
+from torchft_svc.client.step.data_positions import DataPosition, Divisible, EnteredStep
 from torchft_svc.client.step.round import RoundRules
 from torchft_svc.client.step.state import DEFAULT_KEY, StateRegistry
 from torchft_svc.client.step.stepper import Stepper, Update
@@ -400,16 +400,21 @@ class Manager:
 
     # -- data ------------------------------------------------------------------------------------
 
-    def register_data(self, name: str, position: DataPosition) -> None:
+    def register_data(
+        self, name: str, position: DataPosition, divisible: Divisible | None = None
+    ) -> None:
         """Move ``position`` with the committed steps, and let groups heal by it.
 
         `ElasticDataLoader` calls this; it is for loaders of your own. Every group registers the
-        same names.
+        same names. ``divisible``: a loader whose step is divided anew if a group is lost in it.
 
         Raises:
-            ConfigError: another loader has this name.
+            ConfigError: another loader has this name; or the step of a ``divisible`` loader could
+                never be divided anew.
         """
-        self._stepper.data.add(name, position)
+        if divisible is not None:
+            self._rules.check_summing_again()
+        self._stepper.data.add(name, position, divisible)
 
     @uncompiled
     def enter_step(self, read_in: int) -> EnteredStep:
@@ -420,7 +425,7 @@ class Manager:
 
         For loaders. ``read_in``: the number of the step for which the caller has read last. A step
         that has failed is given up for another one. A group of which another one leaves in this
-        step discards it, as after `participating_rank`.
+        step discards it, as after `participating_rank`, unless the loader can divide it anew.
 
         Raises:
             RequestRefused: all samples of the present step were read, and it was not voted on.
@@ -428,13 +433,15 @@ class Manager:
         """
         if self._stepper.needs_another_step(read_in):
             self.start_quorum()
-        alone = ALONE if self._stepper.guesses_alone() else None
-        participation = alone or self._sums.show_participation()
-        return EnteredStep(
-            self._worker.state.epoch,
-            participation.participating_rank,
-            participation.num_participants,
-        )
+        return self._stepper.enter_for_loader()
+
+    def exchange_shares(self, row: Sequence[int]) -> list[list[int]] | None:
+        """Return the ``row`` of each group that contributes to the first step of a quorum.
+
+        For a divisible loader (`register_data`), in all groups at the same place. None: the members
+        are those of the step before, or the exchange has failed, which is an error of the step.
+        """
+        return self._sums.exchange_rows(row)
 
     def set_part(self, name: str, part: float) -> float:
         """Weight this group's gradients, and what it averages, by ``part`` in the present step.

@@ -40,6 +40,8 @@ from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 _ALONE = Turn(0, 1)
 WITH_WORKERS = pytest.param({"num_workers": 2}, marks=pytest.mark.processes)
 STEPS_OF_EPOCH = -(-SIZE // BATCH)
+# A group that does not fit is there, and takes no part: the others wait for it for so long.
+_SHORT_JOIN_MS = 300
 
 
 def run_alone(until: int, **options: Any) -> torch.Tensor:
@@ -279,7 +281,7 @@ def test_a_lone_group_reads_beside_its_question(monkeypatch: pytest.MonkeyPatch)
 )
 def test_other_data_in_one_group_are_refused(mine: dict[str, Any], theirs: str) -> None:
     with (
-        lighthouse(1) as address,
+        lighthouse(1, join_timeout_ms=_SHORT_JOIN_MS) as address,
         ReadingGroup(address, "a") as first,
         ReadingGroup(address, "b", **mine) as second,
     ):
@@ -290,7 +292,7 @@ def test_other_data_in_one_group_are_refused(mine: dict[str, Any], theirs: str) 
 
 def test_a_position_of_other_data_is_refused() -> None:
     with (
-        lighthouse() as address,
+        lighthouse(join_timeout_ms=_SHORT_JOIN_MS) as address,
         ReadingGroup(address, "a") as first,
         ReadingGroup(address, "b", size=60) as other,
         ReadingGroup(address, "c", global_batch_size=5) as smaller,

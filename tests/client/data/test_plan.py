@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from torchft_svc.client.data.plan import EpochPosition, Piece, StepRules, Turn
+from torchft_svc.client.data.plan import EpochPosition, Held, Piece, StepRules, Turn
 from torchft_svc.errors import ConfigError
 
 
@@ -86,6 +86,71 @@ def test_the_workers_of_a_group_make_the_same_passes(chosen: dict[str, Any], siz
         ]
         assert len({len(share.pieces) for share in shares}) == 1
         assert len({share.part for share in shares}) == 1
+
+
+@st.composite
+def losses(draw: st.DrawFn) -> tuple[StepRules, EpochPosition, list[Held]]:
+    """A step, and what those hold of it who are left: their shares, or nothing."""
+    micro, num = draw(st.integers(1, 4)), draw(st.integers(1, 8))
+    size = draw(st.integers(1, 40))
+    batch = micro * num
+    last = draw(st.sampled_from(["short", "pad"]))
+    rules = StepRules(num_samples=size, global_batch_size=batch, microbatch_size=micro, last=last)
+    position = EpochPosition(1, draw(st.integers(0, (size - 1) // batch)) * batch)
+    num_groups = draw(st.integers(2, 5))
+    lost = draw(st.sets(st.integers(0, num_groups - 1), min_size=1, max_size=num_groups - 1))
+    held = []
+    for rank in sorted({*range(num_groups)} - lost):
+        share = rules.share(position, Turn(rank, num_groups))
+        has_read = bool(share.part) and draw(st.booleans())
+        held.append(Held(share.pieces[0].begin, share.pieces[-1].end) if has_read else Held())
+    return rules, position, held
+
+
+@given(loss=losses())
+def test_after_a_loss_every_sample_counts_once(
+    loss: tuple[StepRules, EpochPosition, list[Held]],
+) -> None:
+    rules, position, held = loss
+    end = rules.end_of_step(position)
+    counted: list[int] = []
+    sizes = []
+    for rank, mine in enumerate(held):
+        found = rules.share_after_loss(position, held, rank)
+        assert found is not None
+        share, num_read = found
+        read = [place for piece in share.pieces[:num_read] for place in _places(piece)]
+        assert read == list(range(*mine)), "what was read stays"
+        assert sum(share.weights[:num_read]) == pytest.approx(float(bool(read)))
+        sizes.append(len(share.pieces) if share.part else 0)
+        for piece, weight in zip(share.pieces, share.weights, strict=True):
+            assert piece.end > piece.begin
+            each = weight * share.part * (end - position.first) / (piece.end - piece.begin)
+            assert each == pytest.approx(1.0 if share.part else 0.0)
+            counted += _places(piece) if share.part else []
+    assert sorted(counted) == list(range(position.first, end))
+    most_held = max(-(-(mine.end - mine.begin) // rules.unit) for mine in held)
+    assert max(sizes) <= max(most_held, min(sizes) + 1), "as even as what was read allows"
+
+
+def _places(piece: Piece) -> list[int]:
+    return list(range(piece.begin, piece.end))
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        [Held(0, 4), Held(2, 6)],
+        [Held(0, 3)],
+        [Held(1, 4)],
+        [Held(8, 14)],
+        [Held(12, 14)],
+    ],
+)
+def test_what_no_group_can_hold_is_not_divided(held: list[Held]) -> None:
+    rules = StepRules(num_samples=50, global_batch_size=12, microbatch_size=2)
+    assert rules.share_after_loss(EpochPosition(), held, 0) is None
+    assert rules.share_after_loss(EpochPosition(), [Held(0, 4), Held(6, 10)], 0) is not None
 
 
 def test_a_whole_share_in_one_batch_has_weight_one() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchft_svc.client.data.loop import DataLoop
+from torchft_svc.client.data.loop import DataLoop, check_recovery
 from torchft_svc.client.data.order import Order
 from torchft_svc.client.data.plan import (
     EpochPosition,
@@ -70,6 +70,9 @@ class ElasticDataLoader(DataLoop):
         seed: of the order, if the loader's sampler is not an `ElasticSampler`; and of samples.
         seed_samples: give each sample random numbers of its own (Python's, numpy's and torch's), so
             augmentations do not depend on who reads it, or when. It costs about 20 us a sample.
+        recover_within_step: if a group is lost in a step, the others read its microbatches as
+            further batches of the step, and commit it, instead of discarding it. For groups of one
+            worker, with a ``microbatch_size``.
         name: of the position in the state that heals, if the manager has several loaders.
 
     Raises:
@@ -87,6 +90,7 @@ class ElasticDataLoader(DataLoop):
         in_group: Literal["shard", "same"] = "shard",
         seed: int = 0,
         seed_samples: bool = False,
+        recover_within_step: bool = False,
         name: str = "data",
     ) -> None:
         _check_loader(loader)
@@ -100,12 +104,15 @@ class ElasticDataLoader(DataLoop):
             last=("drop" if loader.drop_last else "short") if last is None else last,
             **shard_of(manager.place_in_group(), in_group),
         )
+        check_recovery(rules, recovers=recover_within_step)
         self._rules = rules
         self._sampler = sampler
         source = self._map = _MapSource(rules, sampler, loader, seed if seed_samples else None)
-        description = DataDescription(data=sampler.describe(), rules=rules.describe())
+        description = DataDescription(
+            data=sampler.describe(), rules=rules.describe(recovers=recover_within_step)
+        )
         position = JobPosition(description, rules.following, manager.committed_step)
-        super().__init__(manager, name, source, position)
+        super().__init__(manager, name, source, position, recovers=recover_within_step)
         sampler.reader = self
 
     def __len__(self) -> int:
@@ -153,8 +160,8 @@ class _MapSource:
     def following(self, position: EpochPosition) -> EpochPosition:
         return self._rules.following(position)
 
-    def share(self, position: EpochPosition, turn: Turn) -> WorkerShare:
-        return self._rules.share(position, turn)
+    def rules_at(self, position: EpochPosition) -> StepRules:
+        return self._rules
 
     def read(self, number: int, position: EpochPosition, turn: Turn, share: WorkerShare) -> Any:
         def ahead() -> Iterator[Piece]:

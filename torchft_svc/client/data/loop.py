@@ -7,17 +7,24 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchft_svc.client.data.plan import EpochPosition, Turn, WorkerShare
+from torchft_svc.client.data.plan import EpochPosition, Held, StepRules, Turn, WorkerShare
 from torchft_svc.client.data.position import JobPosition
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import ConfigError, QuorumFailed
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
+    from torchft_svc.client.step.data_positions import EnteredStep
 
 _NO_PART = (
     "this step has no sample of the loader that was read first for this group, so what another one "
     "reads cannot be weighted: read this one first, or use last='drop' in both"
 )
+
+_NO_MICROBATCHES = (
+    "set it, and vote where loader.ends_step is true: what a lost group had to read comes as "
+    "further batches of the step"
+)
+_NOT_DIVIDED = "the samples of this step could not be divided anew among the groups that are left"
 
 
 class DataSource(Protocol):
@@ -29,8 +36,8 @@ class DataSource(Protocol):
     def following(self, position: EpochPosition) -> EpochPosition:
         """The position after the step that begins at ``position``; for any thread."""
 
-    def share(self, position: EpochPosition, turn: Turn) -> WorkerShare:
-        """What this worker reads in the step at ``position``."""
+    def rules_at(self, position: EpochPosition) -> StepRules:
+        """The rules by which the step at ``position`` is divided."""
 
     def read(self, number: int, position: EpochPosition, turn: Turn, share: WorkerShare) -> Any:
         """The batch of piece ``number`` of ``share``."""
@@ -41,18 +48,28 @@ class DataSource(Protocol):
 
 @dataclass(slots=True)
 class _ReadStep:
-    """A step for which the program reads; ``num_read`` of the share's pieces."""
+    """A step for which the program reads; ``num_read`` of the share's pieces.
+
+    ``counts``: this group contributes, so what it reads counts.
+    """
 
     number: int
     position: EpochPosition
     turn: Turn
     share: WorkerShare
-    scale: float  # of the weights, for the second of several loaders
+    counts: bool
+    scale: float = 1.0  # of the weights, for the second of several loaders
     num_read: int = 0
 
     @property
     def is_read(self) -> bool:
         return self.num_read == len(self.share.pieces)
+
+    @property
+    def held(self) -> Held:
+        """What this group holds of the step's samples, if all of its share is read."""
+        pieces = self.share.pieces
+        return Held(pieces[0].begin, pieces[-1].end) if self.counts and self.share.part else Held()
 
 
 class DataLoop:
@@ -64,7 +81,13 @@ class DataLoop:
     """
 
     def __init__(
-        self, manager: Manager, name: str, source: DataSource, position: JobPosition
+        self,
+        manager: Manager,
+        name: str,
+        source: DataSource,
+        position: JobPosition,
+        *,
+        recovers: bool = False,
     ) -> None:
         self._manager, self._name = manager, name
         self._source, self._position = source, position
@@ -73,7 +96,8 @@ class DataLoop:
         self._is_exhausted = False
         self.ends_step = False
         self.weight = 1.0
-        manager.register_data(name, position)
+        self._recovers = recovers
+        manager.register_data(name, position, _TakeOver(self) if recovers else None)
 
     # -- the loop --------------------------------------------------------------------------------
 
@@ -154,10 +178,7 @@ class DataLoop:
         entered = self._manager.enter_step(step.number if step and step.is_read else 0)
         if step is None or step.number != entered.number:
             self._check_epoch(of)
-            turn = self._turn_of(entered.participating_rank, entered.num_participants)
-            step = self._begin_step(entered.number, turn)
-            if entered.participating_rank is not None:
-                self._weigh(step)
+            step = self._begin_step(entered)
         batch = self._source.read(step.num_read, step.position, step.turn, step.share)
         self._step = step
         self.weight = step.share.weights[step.num_read] * step.scale
@@ -186,15 +207,83 @@ class DataLoop:
             return self._turn
         return self._turn or Turn(0, max(1, num))
 
-    def _begin_step(self, number: int, turn: Turn) -> _ReadStep:
+    def _begin_step(self, entered: EnteredStep) -> _ReadStep:
         position = self._settle_position()
-        return _ReadStep(number, position, turn, self._source.share(position, turn), 1.0)
+        turn = self._turn_of(entered.participating_rank, entered.num_participants)
+        share = self._source.rules_at(position).share(position, turn)
+        counts = entered.participating_rank is not None
+        step = _ReadStep(entered.number, position, turn, share, counts)
+        rows = self._manager.exchange_shares(Held()) if self._recovers else None
+        if rows is not None and counts:
+            self._divide(step, rows)
+        if counts:
+            self._weigh(step)
+        return step
+
+    # -- a step whose group was lost (rule D11) --------------------------------------------------
+
+    def _may_divide(self) -> bool:
+        """See `Divisible.may_divide`."""
+        step = self._step
+        return step is not None and step.is_read and step.counts
+
+    def _divide_anew(self, entered: EnteredStep) -> bool:
+        """See `Divisible.divide_anew`."""
+        step = self._step
+        assert step is not None
+        rows = self._manager.exchange_shares(step.held)
+        step.number = entered.number
+        if rows is None:
+            self._manager.report_error(QuorumFailed(_NOT_DIVIDED))
+            return False
+        if entered.participating_rank is None:  # it heals, because another group has committed
+            step.counts = False
+            return False
+        step.turn = self._turn_of(entered.participating_rank, entered.num_participants)
+        self._divide(step, rows)
+        if not step.share.part:
+            step.num_read = len(step.share.pieces)  # its pass was made
+        self._weigh(step)
+        self.ends_step = step.is_read
+        self._position.num_unread = len(step.share.pieces) - step.num_read
+        return not step.is_read
+
+    def _divide(self, step: _ReadStep, rows: list[list[int]]) -> None:
+        """Divide the step by what the groups hold of it, if one of them holds anything."""
+        held = [Held(*row) for row in rows]
+        if not any(each.end > each.begin for each in held):
+            return
+        rules = self._source.rules_at(step.position)
+        found = rules.share_after_loss(step.position, held, step.turn.rank)
+        if found is None:
+            self._manager.report_error(QuorumFailed(_NOT_DIVIDED))
+        else:
+            step.share, step.num_read = found
 
     def _weigh(self, step: _ReadStep) -> None:
         part = self._manager.set_part(self._name, step.share.part)
         if part == 0.0 and step.share.part:
             raise ConfigError("name", self._name, _NO_PART)
         step.scale = step.share.part / part if part else 1.0
+
+
+class _TakeOver:
+    """The way of a manager to its loader; see `Divisible`."""
+
+    def __init__(self, loop: DataLoop) -> None:
+        self._loop = loop
+
+    def may_divide(self) -> bool:
+        return self._loop._may_divide()
+
+    def divide_anew(self, entered: EnteredStep) -> bool:
+        return self._loop._divide_anew(entered)
+
+
+def check_recovery(rules: StepRules, *, recovers: bool) -> None:
+    """Raise `ConfigError` if a step without microbatches is to be divided anew."""
+    if recovers and rules.microbatch_size is None:
+        raise ConfigError("microbatch_size", None, _NO_MICROBATCHES)
 
 
 class _Pass:

@@ -5,9 +5,9 @@ Pure arithmetic: a position and a turn lead to a share, on every machine to the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torchft_svc.errors import ConfigError
 
@@ -41,6 +41,16 @@ class Piece:
     epoch: int
     begin: int
     end: int
+
+
+class Held(NamedTuple):
+    """The samples of a step whose gradients a group has: ``begin`` to ``end`` of the epoch's order.
+
+    Empty for a group that has read nothing of the step, and for one that does not contribute.
+    """
+
+    begin: int = 0
+    end: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +147,7 @@ class StepRules:
         first = turn.rank * each + min(turn.rank, rest)
         num_mine = each + (turn.rank < rest)
         if not num_mine:
-            cut, _ = self._cut(begin, min(begin + self.unit, end))
-            return WorkerShare((Piece(position.epoch, *cut),), (0.0,), 0.0)
+            return self._empty_share(position, end)
         begins = begin + first * self.unit
         ends = min(begins + num_mine * self.unit, end)
         size = self.microbatch_size or ends - begins
@@ -148,6 +157,51 @@ class StepRules:
             tuple(count * self.num_shards / (ends - begins) for _, count in cuts),
             (ends - begins) / (end - begin),
         )
+
+    def share_after_loss(
+        self, position: EpochPosition, held: Sequence[Held], rank: int
+    ) -> tuple[WorkerShare, int] | None:
+        """What the group ``rank`` reads in the step at ``position``, where groups are left that
+        ``held`` samples of it when another one was lost; and how many of these pieces it has read.
+
+        What nobody holds is divided so that the groups have numbers of microbatches as even as
+        possible. For groups of one worker. None: what is held overlaps, or is no part of the step.
+        """
+        begin, end = position.first, self.end_of_step(position)
+        starts = range(begin, end, self.unit)
+        free = dict.fromkeys(starts)
+        sizes = []
+        for each in held:
+            mine = range(each.begin, each.end, self.unit)
+            is_cut = each.end != end and (each.end - begin) % self.unit
+            if mine and (is_cut or any(start not in free for start in mine)):
+                return None
+            for start in mine:
+                del free[start]
+            sizes.append(len(mine))
+        quotas = _quotas(sizes, len(free))
+        first = sum(quotas[:rank])
+        added = list(free)[first : first + quotas[rank]]
+        own = [*range(held[rank].begin, held[rank].end, self.unit), *added]
+        if not own:
+            return self._empty_share(position, end), 0
+        counts = [min(start + self.unit, end) - start for start in own]
+        # The sum of the weights of those that it held stays 1, as in the passes that are over.
+        base = sum(counts[: sizes[rank]] or counts)
+        share = WorkerShare(
+            tuple(
+                Piece(position.epoch, start, start + count)
+                for start, count in zip(own, counts, strict=True)
+            ),
+            tuple(count / base for count in counts),
+            base / (end - begin),
+        )
+        return share, sizes[rank]
+
+    def _empty_share(self, position: EpochPosition, end: int) -> WorkerShare:
+        """The first piece with weight 0, for a group without a sample: it makes a pass, too."""
+        cut, _ = self._cut(position.first, min(position.first + self.unit, end))
+        return WorkerShare((Piece(position.epoch, *cut),), (0.0,), 0.0)
 
     def _cut(self, begin: int, end: int) -> tuple[tuple[int, int], int]:
         """This worker's part of a piece of its group, and how many samples of it count.
@@ -165,13 +219,29 @@ class StepRules:
             yield from self.share(position, turn).pieces
             position = self.following(position)
 
-    def describe(self) -> str:
-        """What must be equal in all groups, in words."""
+    def describe(self, *, recovers: bool = False) -> str:
+        """What must be equal in all groups, in words.
+
+        ``recovers``: a step is divided anew if a group is lost in it.
+        """
         micro = (
             "" if self.microbatch_size is None else f" in microbatches of {self.microbatch_size}"
         )
         shards = "" if self.num_shards == 1 else f" over {self.num_shards} workers"
-        return f"{self.global_batch_size} in a step{micro}{shards}, last step {self.last}"
+        recovery = ", recovered within the step" if recovers else ""
+        return f"{self.global_batch_size} in a step{micro}{shards}, last step {self.last}{recovery}"
+
+
+def _quotas(sizes: Sequence[int], num: int) -> list[int]:
+    """How many of ``num`` more each group gets, so that all are as even as possible.
+
+    Those with less come first, and of equal ones the first.
+    """
+    quotas = [0] * len(sizes)
+    for _ in range(num):
+        totals = [size + more for size, more in zip(sizes, quotas, strict=True)]
+        quotas[totals.index(min(totals))] += 1
+    return quotas
 
 
 def shard_of(place_in_group: tuple[int, int], in_group: str) -> dict[str, int]:

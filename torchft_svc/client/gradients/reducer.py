@@ -20,7 +20,7 @@ from torchft_svc.client.gradients.buckets import Bucket, describe_tensors, plain
 from torchft_svc.client.gradients.early_updates import guard_updates, raise_early_update
 from torchft_svc.client.gradients.module_watch import KindWatch, ModuleWatch
 from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled, unfinished_pass
-from torchft_svc.client.reduce.reduction import CurrentParameter, Reduction
+from torchft_svc.client.reduce.reduction import Again, CurrentParameter, Reduction
 from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
@@ -427,8 +427,16 @@ class Reducer:
         if self._next == 0:
             self._sums.take_turn(self, is_last=True)
         self.flush_buckets(self.graph)
-        if self._may_launch_again() and self._sums.sum_again(self._num_launched):
-            self._launch_again()
+        again = Again.NO
+        if self._may_launch_again():
+            again = self._sums.sum_again(self._num_launched)
+        if again is not Again.NO:
+            self._launch_again(is_now=again is Again.NOW)
+        if again is not Again.LATER:
+            self._end_sums()
+
+    def _end_sums(self) -> None:
+        """Wait for the sums of the pass that has ended, and give the parameters their averages."""
         for bucket, reduction in zip(self._buckets, self._reductions, strict=False):
             if not reduction.wait():
                 self._failed = True
@@ -483,13 +491,16 @@ class Reducer:
             return False
         return all(bucket.can_fill_again for bucket in self._buckets)
 
-    def _launch_again(self) -> None:
+    def _launch_again(self, *, is_now: bool) -> None:
+        """Launch all sums again, at the end of this pass or of a later one."""
         for bucket in self._buckets[: self._next]:
             bucket.renew()
         self._failed = False
         self._reductions = []
         self._next = self._num_launched = 0
-        self.flush_buckets(self.graph)
+        self._active = is_now
+        if is_now:
+            self.flush_buckets(self.graph)
 
     def _versions(self) -> list[Any]:
         """Version counters of the gradients; a write changes them."""

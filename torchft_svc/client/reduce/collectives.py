@@ -366,16 +366,34 @@ class Collectives:
         if end is not None and not self._end_comparison(end):
             return False
         assert self._device is not None
-        comparison = self._begin_comparison(Operation.states(self._num_launched), self._device)
+        return self._agree_apart(Operation.states(self._num_launched), self._device)
+
+    def _agree_apart(self, mine: Operation, device: torch.device) -> bool:
+        """Whether all groups are at ``mine``, which is no operation of the program."""
+        comparison = self._begin_comparison(mine, device)
         if comparison is None or not comparison.reduction.wait():
             return False
         return self._read(comparison) is not None
+
+    def exchange_rows(self, rows: list[list[int]], device: torch.device) -> list[list[int]] | None:
+        """The sum over all groups of ``rows``, for a loader that divides a step, waited for.
+
+        None: it failed, and the error was latched. It is no operation of the program.
+        """
+        if self._pg.size() == 1:
+            return rows
+        if not self._agree_apart(Operation.shares(self._num_launched), device):
+            return None
+        return self._sum_rows(rows, device)
 
     def sum_rows(self, rows: list[list[int]]) -> list[list[int]] | None:
         """The sum over all groups of ``rows``, whole numbers, waited for; None: it failed, and the
         error was latched. After `agree_on_states`."""
         assert self._device is not None
-        table = torch.tensor(rows, dtype=torch.int64, device=self._device)
+        return self._sum_rows(rows, self._device)
+
+    def _sum_rows(self, rows: list[list[int]], device: torch.device) -> list[list[int]] | None:
+        table = torch.tensor(rows, dtype=torch.int64, device=device)
         reduction = self._launch(table, self._pg.allreduce, [table], _SUM)
         if reduction is None or not reduction.wait():
             return None

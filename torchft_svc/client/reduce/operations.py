@@ -62,6 +62,7 @@ class Kind(enum.IntEnum):
     NUMBERS = 6  # the program, with `Manager.mean` or `Manager.sum`
     INT8 = 7  # the program, with `Manager.allreduce` in 8-bit numbers
     FLOAT8 = 8  # the same, in floating-point ones
+    SHARES = 9  # a loader: what the groups hold of the step's samples
 
 
 _LAUNCHED_BY = {
@@ -112,7 +113,14 @@ class Operation(NamedTuple):
         """The comparison of states, after the end of a step with ``num_launched`` operations."""
         return cls(num_launched + 2, Kind.STATES, -1, 0, _OTHER, _OTHER)
 
+    @classmethod
+    def shares(cls, num_launched: int) -> Operation:
+        """The exchange of what the groups hold of the step's samples, after ``num_launched``."""
+        return cls(num_launched + 1, Kind.SHARES, -1, 0, _OTHER, _OTHER)
+
     def __str__(self) -> str:
+        if self.kind is Kind.SHARES:
+            return f"number {self.position}, a loader with recover_within_step"
         if self.kind is Kind.STATES:
             return f"number {self.position}, the comparison of states after the end of the step"
         if self.kind is Kind.END:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -65,6 +66,14 @@ class Reducing(Protocol):
 
         Called on the training thread, outside of a backward pass.
         """
+
+
+class Again(enum.Enum):
+    """What follows for the sums of a step that a loss has ended; see `StepSums.sum_again`."""
+
+    NO = "no"  # the step is discarded
+    NOW = "now"  # they are launched again
+    LATER = "later"  # after further backward passes of this step
 
 
 class CurrentParameter(NamedTuple):

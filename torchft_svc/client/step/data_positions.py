@@ -16,6 +16,10 @@ _JOINED = (
     "another group has joined in this step, whose samples this group has read as the only one: "
     "they are divided among both in the next step"
 )
+_ONE_LOADER = (
+    "a step with several loaders cannot be divided anew: use one loader, or recover_within_step="
+    "False in all"
+)
 _READ_TWICE = (
     "the samples of this step were read, and it was not voted on: call optimizer.step() before the "
     "next batch. To accumulate gradients give the loader a microbatch_size and vote where "
@@ -44,6 +48,19 @@ class DataPosition(Protocol):
         """Continue at the position of another group."""
 
 
+class Divisible(Protocol):
+    """A loader whose step the groups can divide anew when one of them is lost (rule D11)."""
+
+    def may_divide(self) -> bool:
+        """Whether this group has read its share of the present step, which counts."""
+
+    def divide_anew(self, entered: EnteredStep) -> bool:
+        """Divide the present step, in another quorum now, among the groups that are left.
+
+        Returns whether this one has to read, and to make passes, before its gradients are summed.
+        """
+
+
 class EnteredStep(NamedTuple):
     """A step whose members are known.
 
@@ -63,18 +80,22 @@ class DataPositions:
         self._registry = registry
         self._positions: dict[str, DataPosition] = {}
         self._is_guessed = False  # whether this step's samples were read as by the only group
+        self.divisible: Divisible | None = None
 
-    def add(self, name: str, position: DataPosition) -> None:
+    def add(self, name: str, position: DataPosition, divisible: Divisible | None = None) -> None:
         """Move ``position`` with the steps from now on, and heal by it.
 
         Raises:
-            ConfigError: another loader has this name.
+            ConfigError: another loader has this name, or is there beside a divisible one.
         """
+        if self._positions and (divisible or self.divisible):
+            raise ConfigError("recover_within_step", True, _ONE_LOADER)
         if name in self._positions:
             reason = "another loader has it: give each loader its own, the same in all groups"
             raise ConfigError("name", name, reason)
         self._registry.register(_KEY + name, position.heal, position.save)
         self._positions[name] = position
+        self.divisible = divisible
 
     def layouts(self) -> list[str]:
         """What must be equal in all groups, in words, for each loader."""

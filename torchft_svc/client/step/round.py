@@ -53,6 +53,7 @@ from torchft_svc.core.quorum.worker.state_check import CheckRules
 from torchft_svc.core.quorum.worker.time_use import RoundWork
 from torchft_svc.errors import (
     CommitFailed,
+    ConfigError,
     GroupLeft,
     RequestRefused,
     TorchFTError,
@@ -133,6 +134,17 @@ class RoundRules:
             checks=self.checks,
             catches_up=self.catches_up,
         )
+
+    def check_summing_again(self) -> None:
+        """Raise `ConfigError` if a step is never summed in another quorum (rule E9)."""
+        for name, value, needed in (
+            ("world_size", self.place.group_world_size, 1),
+            ("use_async_quorum", self.use_async_quorum, True),
+            ("steady_steps", self.is_steady, True),
+        ):
+            if value != needed:
+                reason = f"recover_within_step needs {needed}: otherwise steps are discarded"
+                raise ConfigError(name, value, reason)
 
     def common(self, pg: ProcessGroup) -> str:
         """The settings that must be equal in all groups: they decide which groups contribute, and

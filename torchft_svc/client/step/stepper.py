@@ -13,7 +13,12 @@ from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled
 from torchft_svc.client.step.comparison import Finding, StateChecks
-from torchft_svc.client.step.data_positions import DataPositions, needs_another_step
+from torchft_svc.client.step.data_positions import (
+    ALONE,
+    DataPositions,
+    EnteredStep,
+    needs_another_step,
+)
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.sums import BETWEEN_STEPS, StepSums
@@ -52,6 +57,7 @@ class Stepper:
         self._clearing = ClearingPattern()
         self.data = DataPositions(deps.registry)
         self.sums.check_data = lambda: self.data.why_not_summed(self.state.participation)
+        self.sums.may_divide, self.sums.divide_anew = self._may_divide, self._divide_anew
         deps.registry.watch(
             self.sums.parameters,
             lambda: [name for reducer in self.sums.reducers() for name in reducer.replaced()],
@@ -209,7 +215,28 @@ class Stepper:
             lambda: state.error is not None or sums.collectives.unfinished() is not None,
         )
 
-    def guesses_alone(self) -> bool:
+    def enter_for_loader(self) -> EnteredStep:
+        """The step that is under way, for a loader; waits until its members are known."""
+        if self.data.divisible is not None:
+            participation = self.sums.wait_for_members()
+        elif self._guesses_alone():
+            participation = ALONE
+        else:
+            participation = self.sums.show_participation()
+        return EnteredStep(
+            self.state.epoch, participation.participating_rank, participation.num_participants
+        )
+
+    def _may_divide(self) -> bool:
+        """Whether no loader stands against summing this step again (rules E9, D11)."""
+        return self.data.divisible is None or self.data.divisible.may_divide()
+
+    def _divide_anew(self) -> bool:
+        """See `Divisible.divide_anew`."""
+        divisible = self.data.divisible
+        return divisible is not None and divisible.divide_anew(self.enter_for_loader())
+
+    def _guesses_alone(self) -> bool:
         """Whether a loader may read before the quorum is known, as this was the only group.
 
         Not in a group of several workers, which have to guess alike; nor if it is known that others

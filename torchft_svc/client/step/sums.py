@@ -18,7 +18,7 @@ from torchft_svc.client.reduce.bucket_hook import BucketHook
 from torchft_svc.client.reduce.collectives import Collectives, check_arguments
 from torchft_svc.client.reduce.operations import Kind, LaunchOrder, Mismatch
 from torchft_svc.client.reduce.quantized import Quantization
-from torchft_svc.client.reduce.reduction import Launching, Reducing, Reduction
+from torchft_svc.client.reduce.reduction import Again, Launching, Reducing, Reduction
 from torchft_svc.client.reduce.wait_times import WaitTimes
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner
 from torchft_svc.client.step.shared_round import SharedRound
@@ -92,6 +92,10 @@ class StepSums:
         self._part: tuple[str, float] | None = None
         # Why the step is not to be summed: its samples were not all read (rule D8).
         self.check_data: Callable[[], Exception | None] = lambda: None
+        # Of a loader whose step can be divided anew among the groups that are left (rule D11):
+        # whether it can now, and its division, which returns whether further passes are due.
+        self.may_divide: Callable[[], bool] = lambda: True
+        self.divide_anew: Callable[[], bool] = lambda: False
 
     def _make_collectives(
         self,
@@ -237,14 +241,14 @@ class StepSums:
 
     # -- summing a step again (rule E9) ----------------------------------------------------------
 
-    def sum_again(self, num_launched: int) -> bool:
+    def sum_again(self, num_launched: int) -> Again:
         """Whether all sums of this step are to be launched again, among the groups that are left.
 
         The caller has launched these ``num_launched``, none of which is over, and still has what it
         has put into them. Waits for the quorum.
         """
         if num_launched != self.collectives.num_launched or not self._may_sum_again():
-            return False
+            return Again.NO
         log.info("step %d is summed in another quorum: %s", self._state.step, self._why_again())
         self.collectives.give_up()
         if self._deps.pg.errored() is None:
@@ -261,7 +265,7 @@ class StepSums:
             self._runner.cancel_round(QuorumFailed(reason))
             raise
         self._runner.wait_until_ready()
-        return True
+        return Again.LATER if self.divide_anew() else Again.NOW
 
     def _may_sum_again(self) -> bool:
         """Whether the loss of a member is the only error of this step.
@@ -272,7 +276,7 @@ class StepSums:
         is_of_sums = error is self._sum_error and not isinstance(error, OperationsDiffer)
         if not (round_.awaits_losses and is_of_sums) or self._has_shown_members:
             return False
-        if len(self.reducers()) > 1 or not self._runner.is_over:
+        if len(self.reducers()) > 1 or not self._runner.is_over or not self.may_divide():
             return False
         if not round_.may_sum_again():  # its end may have come faster than the news of it
             self._deps.client.listen(_NEWS)
@@ -284,9 +288,23 @@ class StepSums:
 
     def show_participation(self) -> Participation:
         """Return who contributes in this step; the program's step may depend on it then."""
-        self._runner.wait_until_ready()
         self._has_shown_members = True
+        return self.wait_for_members()
+
+    def wait_for_members(self) -> Participation:
+        """Return who contributes in this step, to what can divide it anew if that changes."""
+        self._runner.wait_until_ready()
         return self._state.participation
+
+    def exchange_rows(self, row: Sequence[int]) -> list[list[int]] | None:
+        """See `Manager.exchange_shares`."""
+        if not self.can_reduce() or not self._worker.round.has_connected:
+            return None
+        participation = self._state.participation
+        rows = [[0] * len(row) for _ in range(participation.num_participants)]
+        if participation.participating_rank is not None:
+            rows[participation.participating_rank] = list(row)
+        return self.collectives.exchange_rows(rows, self._device())
 
     # -- reductions of the program ---------------------------------------------------------------
 
