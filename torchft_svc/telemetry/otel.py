@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import random
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 
@@ -70,9 +71,12 @@ class Telemetry:
         self._traces = TracerProvider(
             resource=resource, shutdown_on_exit=False, id_generator=self._ids
         )
-        self._traces.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+        spans, records = OTLPSpanExporter(), OTLPLogExporter()
+        for exporter in (spans, records):
+            _draw_elsewhere(exporter)
+        self._traces.add_span_processor(BatchSpanProcessor(spans))
         self._logs = LoggerProvider(resource=resource, shutdown_on_exit=False)
-        self._logs.add_log_record_processor(BatchLogRecordProcessor(OTLPLogExporter()))
+        self._logs.add_log_record_processor(BatchLogRecordProcessor(records))
         self._handler = OtelHandler(logger_provider=self._logs, log_code_attributes=True)
         self._handled: list[tuple[logging.Logger, bool]] = []
         self.tracer = self._traces.get_tracer(_SCOPE, VERSION)
@@ -144,6 +148,17 @@ class Telemetry:
     def _shut_down(self) -> None:
         self._traces.shutdown()
         self._logs.shutdown()
+
+
+def _draw_elsewhere(exporter: object) -> None:
+    """Keep ``exporter`` from drawing from the random numbers of the program.
+
+    The library draws the pause before a retry for each export, on its own thread: samples that the
+    program reads meanwhile would be others, and so would all that it draws later.
+    """
+    module = sys.modules[type(getattr(exporter, "_client", exporter)).__module__]
+    if vars(module).get("random") is random:
+        vars(module)["random"] = random.SystemRandom()
 
 
 #: Name, beginning and end in unix nanoseconds, and attributes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import random
 import time
 import warnings
 
@@ -12,6 +13,7 @@ from support.otlp import Collector, attributes, collecting
 from support.running import eventually, lighthouse_process, refusing
 from support.training import Trainer, in_step, trainers
 
+from torchft_svc.telemetry.exporting import exporting
 from torchft_svc.telemetry.otel import FLUSH_S, Telemetry
 from torchft_svc.telemetry.trace_ids import change_span_id, trace_id
 
@@ -95,3 +97,18 @@ def test_a_lighthouse_whose_collector_is_down_ends_in_time() -> None:
             status, took_s = lighthouse.end()
             assert status == 0
             check("the end of a lighthouse", took_s, FLUSH_S + 1.0)
+
+
+def test_an_export_draws_none_of_the_random_numbers_of_the_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with collecting() as collector:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+        before = random.getstate()
+        with exporting("trainer", {"job": "default"}) as telemetry:
+            assert telemetry is not None
+            logging.getLogger("torchft_svc").warning("a record")
+            telemetry.add_change("default", 1, 0, 1, {})
+        assert collector.spans
+        assert collector.logs
+        assert random.getstate() == before
