@@ -162,6 +162,53 @@ def test_discards_change_no_bit_where_the_same_groups_train() -> None:
     assert torch.equal(run(set()), run({2, 3}))
 
 
+def test_ordered_sums_have_the_same_bits_whichever_groups_train() -> None:
+    """In steps with fewer microbatches than groups, and in short ones, too."""
+    options = {"microbatch_size": 3, "ordered_sums": True, "global_batch_size": 9}
+    until = 2 * -(-SIZE // 9)
+    expected = run_alone(until, **options)
+    ledger = SampleLedger(SIZE, 9)
+    with lighthouse(1) as address, reading_groups(address, "abcd", ledger, **options) as groups:
+        *others, lost = groups
+        together(*(lambda group=group: group.meets(4) for group in groups))
+
+        def leave() -> None:
+            lost.next_batch()
+            lost.manager.shutdown()
+
+        together(leave, *(lambda group=group: group.until(until) for group in others))
+        assert ledger.faults() == []
+        for each in others:
+            assert torch.equal(each.weights(), expected)
+
+
+def test_ordered_sums_are_made_in_accumulate_only() -> None:
+    options = {"microbatch_size": 6, "ordered_sums": True}
+    with lighthouse() as address, ReadingGroup(address, "a", **options) as group:
+        for _ in range(2):
+            features, targets, _ = group.next_batch()
+            (group.parallel(features) - targets).square().mean().backward()
+        assert not group.optimizer.step()
+        assert "inside of loader.accumulate(model)" in str(group.manager.errored())
+        assert group.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "microbatch_size=None"),
+        ({"microbatch_size": 2, "recover_within_step": True}, "without recover_within_step"),
+    ],
+)
+def test_ordered_sums_that_cannot_be(
+    manager: Manager, options: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(ConfigError, match=sentence):
+        ElasticDataLoader(
+            manager, DataLoader(Numbers()), global_batch_size=8, ordered_sums=True, **options
+        )
+
+
 def test_a_joiner_goes_on_in_the_epoch_of_the_others() -> None:
     """A joiner has no end of an epoch that the others have not."""
     ends: dict[str, list[EpochPosition]] = {"a": [], "b": []}
@@ -506,16 +553,19 @@ def noise(address: str, name: str, num_workers: int, first: int) -> dict[int, tu
 @pytest.mark.processes
 def test_random_numbers_belong_to_the_sample() -> None:
     with lighthouse() as address:
-        here, there, in_worker = (
-            noise(address, "a", 0, 0),
-            noise(address, "b", 0, 5),
-            noise(address, "c", 2, 5),
-        )
-    assert there == in_worker
-    both = here.keys() & there.keys()
+        one, two = noise(address, "a", 1, 0), noise(address, "b", 2, 5)
+    both = one.keys() & two.keys()
     assert len(both) == 5
-    assert all(here[each] == there[each] for each in both)
-    assert len({*here.values(), *there.values()}) == 15
+    assert {each: one[each] for each in both} == {each: two[each] for each in both}
+    assert len({*one.values(), *two.values()}) == 15
+
+
+@pytest.mark.processes
+def test_they_are_the_same_without_worker_processes() -> None:
+    """If no other thread of this process draws meanwhile, such as one of another test."""
+    with lighthouse() as address:
+        in_worker = noise(address, "a", 1, 5)
+        assert any(noise(address, f"b{each}", 0, 5) == in_worker for each in range(3))
 
 
 def test_several_loaders_are_weighted_by_their_samples() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from torchft_svc.client.data.loop import DataLoop, check_recovery
+from torchft_svc.client.data.loop import DataLoop, check_microbatches
 from torchft_svc.client.data.order import Order
 from torchft_svc.client.data.plan import (
     EpochPosition,
@@ -69,10 +69,14 @@ class ElasticDataLoader(DataLoop):
             parallelism), or all read the ``"same"`` (tensor parallelism).
         seed: of the order, if the loader's sampler is not an `ElasticSampler`; and of samples.
         seed_samples: give each sample random numbers of its own (Python's, numpy's and torch's), so
-            augmentations do not depend on who reads it, or when. It costs about 20 us a sample.
+            augmentations do not depend on who reads it, or when. It costs about 20 us a sample. Use
+            worker processes: in this process, other threads may draw from the same generators.
         recover_within_step: if a group is lost in a step, the others read its microbatches as
             further batches of the step, and commit it, instead of discarding it. For groups of one
             worker, with a ``microbatch_size``.
+        ordered_sums: add up the gradients of a step's microbatches in their order, so the same
+            samples lead to the same bits, whichever groups read them. Each microbatch's gradients
+            are sent and kept apart, so it costs as many times more. For groups of one worker.
         name: of the position in the state that heals, if the manager has several loaders.
 
     Raises:
@@ -91,6 +95,7 @@ class ElasticDataLoader(DataLoop):
         seed: int = 0,
         seed_samples: bool = False,
         recover_within_step: bool = False,
+        ordered_sums: bool = False,
         name: str = "data",
     ) -> None:
         _check_loader(loader)
@@ -104,15 +109,18 @@ class ElasticDataLoader(DataLoop):
             last=("drop" if loader.drop_last else "short") if last is None else last,
             **shard_of(manager.place_in_group(), in_group),
         )
-        check_recovery(rules, recovers=recover_within_step)
+        check_microbatches(rules, recovers=recover_within_step, is_ordered=ordered_sums)
         self._rules = rules
         self._sampler = sampler
         source = self._map = _MapSource(rules, sampler, loader, seed if seed_samples else None)
         description = DataDescription(
-            data=sampler.describe(), rules=rules.describe(recovers=recover_within_step)
+            data=sampler.describe(),
+            rules=rules.describe(recovers=recover_within_step, is_ordered=ordered_sums),
         )
         position = JobPosition(description, rules.following, manager.committed_step)
-        super().__init__(manager, name, source, position, recovers=recover_within_step)
+        super().__init__(
+            manager, name, source, position, recovers=recover_within_step, is_ordered=ordered_sums
+        )
         sampler.reader = self
 
     def __len__(self) -> int:

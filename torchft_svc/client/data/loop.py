@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torchft_svc.client.data.ordered import OrderedSums
 from torchft_svc.client.data.plan import EpochPosition, Held, StepRules, Turn, WorkerShare
 from torchft_svc.client.data.position import JobPosition
 from torchft_svc.errors import ConfigError, QuorumFailed
@@ -23,6 +24,11 @@ _NO_PART = (
 _NO_MICROBATCHES = (
     "set it, and vote where loader.ends_step is true: what a lost group had to read comes as "
     "further batches of the step"
+)
+_NOTHING_ORDERED = "set it: what ordered_sums adds up in a fixed order are the microbatches"
+_NOT_ORDERED = (
+    "it is for groups of one worker, without recover_within_step: a step in which a group is lost "
+    "is discarded, and its samples come again"
 )
 _NOT_DIVIDED = "the samples of this step could not be divided anew among the groups that are left"
 
@@ -60,6 +66,7 @@ class _ReadStep:
     counts: bool
     scale: float = 1.0  # of the weights, for the second of several loaders
     num_read: int = 0
+    sums: OrderedSums | None = None
 
     @property
     def is_read(self) -> bool:
@@ -88,6 +95,7 @@ class DataLoop:
         position: JobPosition,
         *,
         recovers: bool = False,
+        is_ordered: bool = False,
     ) -> None:
         self._manager, self._name = manager, name
         self._source, self._position = source, position
@@ -96,7 +104,7 @@ class DataLoop:
         self._is_exhausted = False
         self.ends_step = False
         self.weight = 1.0
-        self._recovers = recovers
+        self._recovers, self._is_ordered = recovers, is_ordered
         manager.register_data(name, position, _TakeOver(self) if recovers else None)
 
     # -- the loop --------------------------------------------------------------------------------
@@ -127,10 +135,12 @@ class DataLoop:
         """Return a block for the pass of one microbatch: only the last one of a step is summed over
         the groups. ``models``: all whose gradients it computes."""
         with contextlib.ExitStack() as stack:
-            if not self.ends_step:
+            if self._is_ordered or not self.ends_step:
                 for model in models:
                     stack.enter_context(model.no_sync())
             yield
+        if self._is_ordered:
+            self._add_pass(models)
 
     # -- where it is -----------------------------------------------------------------------------
 
@@ -181,12 +191,33 @@ class DataLoop:
             step = self._begin_step(entered)
         batch = self._source.read(step.num_read, step.position, step.turn, step.share)
         self._step = step
-        self.weight = step.share.weights[step.num_read] * step.scale
+        self.weight = self._weight_of(step)
         step.num_read += 1
         self.ends_step = step.is_read
         self._position.use_step()
-        self._position.num_unread = len(step.share.pieces) - step.num_read
+        # Ordered sums are made in `accumulate` alone, after the last pass.
+        self._position.num_unread = len(step.share.pieces) - step.num_read + self._is_ordered
         return batch
+
+    def _weight_of(self, step: _ReadStep) -> float:
+        """The factor for the mean loss of the next piece."""
+        if not (self._is_ordered and step.share.part):
+            return step.share.weights[step.num_read] * step.scale
+        rules = self._source.rules_at(step.position)
+        return rules.row_of(step.position, step.share.pieces[step.num_read])[2]
+
+    def _add_pass(self, models: tuple[Any, ...]) -> None:
+        """Keep the gradients of the last microbatch apart; after the step's last one sum all."""
+        step = self._step
+        assert step is not None
+        rules = self._source.rules_at(step.position)
+        row, num_rows, _ = rules.row_of(step.position, step.share.pieces[step.num_read - 1])
+        if step.sums is None:
+            step.sums = OrderedSums(self._manager, num_rows)
+        step.sums.add_pass(models, row if step.share.part else None)
+        if step.is_read:
+            self._position.num_unread = 0
+            step.sums.sum_up(models)
 
     def _check_epoch(self, of: _Pass) -> None:
         """Raise `StopIteration` if another epoch has begun.
@@ -280,10 +311,14 @@ class _TakeOver:
         return self._loop._divide_anew(entered)
 
 
-def check_recovery(rules: StepRules, *, recovers: bool) -> None:
-    """Raise `ConfigError` if a step without microbatches is to be divided anew."""
+def check_microbatches(rules: StepRules, *, recovers: bool, is_ordered: bool) -> None:
+    """Raise `ConfigError` if a step is to be divided anew, or summed in order, and cannot be."""
     if recovers and rules.microbatch_size is None:
         raise ConfigError("microbatch_size", None, _NO_MICROBATCHES)
+    if is_ordered and rules.microbatch_size is None:
+        raise ConfigError("microbatch_size", None, _NOTHING_ORDERED)
+    if is_ordered and (recovers or rules.num_shards > 1):
+        raise ConfigError("ordered_sums", True, _NOT_ORDERED)
 
 
 class _Pass:

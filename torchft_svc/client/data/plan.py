@@ -123,6 +123,13 @@ class StepRules:
         end = position.first + self.global_batch_size
         return end if self.last == "pad" else min(end, self.num_samples)
 
+    def row_of(self, position: EpochPosition, piece: Piece) -> tuple[int, int, float]:
+        """The number of a microbatch in the step at ``position``, how many there are, and its part
+        of the step's samples: the same, whichever group reads it."""
+        size = self.end_of_step(position) - position.first
+        number = (piece.begin - position.first) // self.unit
+        return number, -(-size // self.unit), (piece.end - piece.begin) / size
+
     def following(self, position: EpochPosition) -> EpochPosition:
         """The position after the step that begins at ``position``."""
         return self.normalized(EpochPosition(position.epoch, self.end_of_step(position)))
@@ -219,17 +226,19 @@ class StepRules:
             yield from self.share(position, turn).pieces
             position = self.following(position)
 
-    def describe(self, *, recovers: bool = False) -> str:
+    def describe(self, *, recovers: bool = False, is_ordered: bool = False) -> str:
         """What must be equal in all groups, in words.
 
-        ``recovers``: a step is divided anew if a group is lost in it.
+        ``recovers``: a step is divided anew if a group is lost in it. ``is_ordered``: its
+        microbatches are summed in their order.
         """
         micro = (
             "" if self.microbatch_size is None else f" in microbatches of {self.microbatch_size}"
         )
         shards = "" if self.num_shards == 1 else f" over {self.num_shards} workers"
-        recovery = ", recovered within the step" if recovers else ""
-        return f"{self.global_batch_size} in a step{micro}{shards}, last step {self.last}{recovery}"
+        more = ", recovered within the step" if recovers else ""
+        more += ", summed in order" if is_ordered else ""
+        return f"{self.global_batch_size} in a step{micro}{shards}, last step {self.last}{more}"
 
 
 def _quotas(sizes: Sequence[int], num: int) -> list[int]:

@@ -11,7 +11,8 @@ from torchft_svc.errors import ConfigError
 
 _UNREAD = (
     "the step was voted on before all of its samples were read: read the loader, for which "
-    "microbatch_size is set, until loader.ends_step is true, and vote then"
+    "microbatch_size is set, until loader.ends_step is true, and vote then; with ordered_sums make "
+    "each pass inside of loader.accumulate(model)"
 )
 
 

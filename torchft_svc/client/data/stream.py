@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from torch.utils.data import default_collate
 
-from torchft_svc.client.data.loop import DataLoop, check_recovery
+from torchft_svc.client.data.loop import DataLoop, check_microbatches
 from torchft_svc.client.data.plan import EpochPosition, StepRules, Turn, WorkerShare, shard_of
 from torchft_svc.client.data.position import DataDescription, JobPosition
 from torchft_svc.errors import ConfigError
@@ -44,7 +44,7 @@ class ElasticStream(DataLoop):
             ``microbatch_size=1`` and ``collate_fn=lambda items: items[0]``, and do not change the
             batches in place: a discarded step gets them again.
         drop_last: leave out what is no whole step at the end of the stream.
-        in_group, recover_within_step, name: as in `ElasticDataLoader`.
+        in_group, recover_within_step, ordered_sums, name: as in `ElasticDataLoader`.
         description: what must be equal in all groups, in your words.
 
     Raises:
@@ -62,6 +62,7 @@ class ElasticStream(DataLoop):
         drop_last: bool = False,
         in_group: Literal["shard", "same"] = "shard",
         recover_within_step: bool = False,
+        ordered_sums: bool = False,
         name: str = "data",
         description: str = "",
     ) -> None:
@@ -75,15 +76,17 @@ class ElasticStream(DataLoop):
             last="drop" if drop_last else "short",
             **shard_of(manager.place_in_group(), in_group),
         )
-        check_recovery(rules, recovers=recover_within_step)
+        check_microbatches(rules, recovers=recover_within_step, is_ordered=ordered_sums)
         source = _StreamSource(rules, stream, collate_fn)
         more = f" ({description})" if description else ""
         described = DataDescription(
             data=f"a stream of {type(stream).__name__}{more}",
-            rules=rules.describe(recovers=recover_within_step),
+            rules=rules.describe(recovers=recover_within_step, is_ordered=ordered_sums),
         )
         position = JobPosition(described, source.following, manager.committed_step, source)
-        super().__init__(manager, name, source, position, recovers=recover_within_step)
+        super().__init__(
+            manager, name, source, position, recovers=recover_within_step, is_ordered=ordered_sums
+        )
 
 
 class _Anchor(NamedTuple):
