@@ -32,6 +32,8 @@ _COLUMNS = (
     Column("loader", "loader"),
     Column("step_ms", "step ms", 2),
     Column("ratio", "of torch's", 3),
+    Column("cpu_ms", "CPU ms", 2),
+    Column("cpu_ratio", "of torch's", 3),
 )
 
 
@@ -40,6 +42,7 @@ def measure(
 ) -> list[dict[str, Any]]:
     """A row for each loader; the groups read through each of them in turns, in one process."""
     times: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    cpu_times: dict[str, list[float]] = {kind: [] for kind in _KINDS}
     with ExitStack() as stack:
         lighthouse = stack.enter_context(start_lighthouse(min_replicas=num_groups))
         flags = [
@@ -70,18 +73,25 @@ def measure(
                 answers = [json.loads(group.read_line(_BLOCK_TIMEOUT_S)) for group in groups]
                 if block:
                     mean = statistics.fmean(
-                        time for answer in answers for time in answer[WARM_UP_STEPS:]
+                        time for answer in answers for time in answer["times"][WARM_UP_STEPS:]
                     )
                     times[kind].append(mean)
+                    cpu_times[kind].append(statistics.fmean(each["cpu_ms"] for each in answers))
     rows = []
     for kind, name in _KINDS.items():
-        ratios = [mine / theirs for mine, theirs in zip(times[kind], times["torch"], strict=True)]
+        ratios, cpu_ratios = (
+            [mine / theirs for mine, theirs in zip(of[kind], of["torch"], strict=True)]
+            for of in (times, cpu_times)
+        )
         row = {
             "groups": num_groups,
             "loader": name,
             "step_ms": statistics.median(times[kind]),
             "ratio": statistics.median(ratios),
             "ratios": ratios,
+            "cpu_ms": statistics.median(cpu_times[kind]),
+            "cpu_ratio": statistics.median(cpu_ratios),
+            "cpu_ratios": cpu_ratios,
         }
         rows.append(row)
     return rows
@@ -113,6 +123,8 @@ def main(
         notes=[
             "a block's step time is the mean over its steps; the ratio is the median over "
             "neighbouring blocks",
+            "CPU time is that of a trainer and the worker processes of its loaders, for a step; it "
+            "counts on a machine that does other work, too",
             "one group asks for each quorum; two are in a term, which asks nobody",
         ],
     )

@@ -1,17 +1,20 @@
 """A replica group that reads small images through torch's loader, or through ours around it.
 
-Each line of its input, ``KIND STEPS``, is answered with the milliseconds of each step as JSON.
+Each line of its input, ``KIND STEPS``, is answered as JSON: the milliseconds of each step, and the
+CPU time of a step in this process and in the worker processes of the loaders.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import psutil
 import torch
 from torch import nn
 from torch.nn import functional
@@ -119,6 +122,14 @@ class ReadingTrainer:
         return batch
 
 
+def _cpu_s() -> float:
+    """The CPU time of this process, and of the worker processes of its loaders."""
+    workers = multiprocessing.active_children()
+    return time.process_time() + sum(
+        sum(psutil.Process(each.pid).cpu_times()[:2]) for each in workers
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lighthouse", required=True)
@@ -128,7 +139,10 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         kind, steps = line.split()
-        print(json.dumps(trainer.measure(kind, int(steps))), flush=True)
+        since_s = _cpu_s()
+        times = trainer.measure(kind, int(steps))
+        cpu_ms = 1000 * (_cpu_s() - since_s) / len(times)
+        print(json.dumps({"times": times, "cpu_ms": cpu_ms}), flush=True)
     trainer.manager.shutdown()
 
 
