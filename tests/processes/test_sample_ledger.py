@@ -148,12 +148,8 @@ def test_a_step_in_which_a_group_is_killed_is_committed(make_fleet: Callable[...
         worker for worker in fleet.lives if "is summed in another quorum" in worker.output()
     ]
     assert recovered
-    by_loss = [
-        event
-        for event in fleet.events
-        if isinstance(event, Discarded) and "lost group" in event.reason
-    ]
-    assert len(by_loss) < len(recovered)
+    # Without recovery, each of the three kills would cost two groups a step.
+    assert sum(isinstance(event, Discarded) for event in fleet.events) <= 2
 
 
 def test_the_weights_are_those_of_a_run_without_failures(make_fleet: Callable[..., Fleet]) -> None:

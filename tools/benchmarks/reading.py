@@ -26,23 +26,32 @@ _KINDS = {
     "torch": "DataLoader, DistributedSampler",
     "ours": "ElasticDataLoader",
     "seeded": "the same, seed_samples=True",
+    "micro": "four microbatches",
+    "ordered": "the same, ordered_sums=True",
 }
+_FIRST = ("torch", "ours", "seeded")
 _COLUMNS = (
     Column("groups", "groups", 0),
     Column("loader", "loader"),
     Column("step_ms", "step ms", 2),
-    Column("ratio", "of torch's", 3),
+    Column("ratio", "of the first", 3),
     Column("cpu_ms", "CPU ms", 2),
-    Column("cpu_ratio", "of torch's", 3),
+    Column("cpu_ratio", "of the first", 3),
 )
 
 
 def measure(
-    num_groups: int, steps: int, blocks: int, batch: int, workers: int, channels: int
+    kinds: tuple[str, ...],
+    num_groups: int,
+    steps: int,
+    blocks: int,
+    batch: int,
+    workers: int,
+    channels: int,
 ) -> list[dict[str, Any]]:
     """A row for each loader; the groups read through each of them in turns, in one process."""
-    times: dict[str, list[float]] = {kind: [] for kind in _KINDS}
-    cpu_times: dict[str, list[float]] = {kind: [] for kind in _KINDS}
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu_times: dict[str, list[float]] = {kind: [] for kind in kinds}
     with ExitStack() as stack:
         lighthouse = stack.enter_context(start_lighthouse(min_replicas=num_groups))
         flags = [
@@ -64,7 +73,6 @@ def measure(
         for group in groups:
             while group.read_line(START_TIMEOUT_S) != "ready":
                 pass
-        kinds = list(_KINDS)
         for block in range(blocks + 1):  # the first one starts the worker processes
             first = block % len(kinds)
             for kind in (*kinds[first:], *kinds[:first]):
@@ -78,14 +86,14 @@ def measure(
                     times[kind].append(mean)
                     cpu_times[kind].append(statistics.fmean(each["cpu_ms"] for each in answers))
     rows = []
-    for kind, name in _KINDS.items():
+    for kind in kinds:
         ratios, cpu_ratios = (
-            [mine / theirs for mine, theirs in zip(of[kind], of["torch"], strict=True)]
+            [mine / theirs for mine, theirs in zip(of[kind], of[kinds[0]], strict=True)]
             for of in (times, cpu_times)
         )
         row = {
             "groups": num_groups,
-            "loader": name,
+            "loader": _KINDS[kind],
             "step_ms": statistics.median(times[kind]),
             "ratio": statistics.median(ratios),
             "ratios": ratios,
@@ -104,6 +112,8 @@ def measure(
 @click.option("--batch", type=click.IntRange(1), default=32, help="Images of a group in a step.")
 @click.option("--workers", type=click.IntRange(0), default=2, help="Worker processes of a loader.")
 @click.option("--channels", type=click.IntRange(1), default=16, help="Of the small network.")
+@click.option("--kind", "kinds", type=click.Choice(tuple(_KINDS)), multiple=True, default=_FIRST,
+              help="What is compared, with the first one.")  # fmt: skip
 @json_option
 def main(
     groups: tuple[int, ...],
@@ -112,6 +122,7 @@ def main(
     batch: int,
     workers: int,
     channels: int,
+    kinds: tuple[str, ...],
     json_file: Path | None,
 ) -> None:
     """Time of a training step on small images: the same loop, read through each loader in turns."""
@@ -129,7 +140,7 @@ def main(
         ],
     )
     for num_groups in groups:
-        result.rows += measure(num_groups, steps, blocks, batch, workers, channels)
+        result.rows += measure(kinds, num_groups, steps, blocks, batch, workers, channels)
     hand_over(result, json_file)
 
 

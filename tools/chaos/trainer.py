@@ -163,7 +163,7 @@ def _backward(model: nn.Module, inputs: torch.Tensor, pause: Callable[[], None])
     loss = model(inputs).square().mean()
     pause()
     torch.autograd.backward(loss)
-    return loss.item()
+    return float(loss.item())
 
 
 def warm_up() -> None:

@@ -30,6 +30,10 @@ from torchft_svc.client import (
 )
 
 NUM_IMAGES, SIDE, PADDING = 20_000, 32, 4
+NUM_MICROBATCHES = 4  # of a group
+
+
+_WHOLE = ("ours", "seeded")  # a group's share of a step is one batch
 
 
 class Images(Dataset[Any]):
@@ -89,10 +93,12 @@ class ReadingTrainer:
                 self.manager,
                 DataLoader(data, sampler=ElasticSampler(data), num_workers=workers),
                 global_batch_size=flags.batch * flags.groups,
+                microbatch_size=None if name in _WHOLE else flags.batch // NUM_MICROBATCHES,
                 seed_samples=name == "seeded",
+                ordered_sums=name == "ordered",
                 name=name,
             )
-            for name in ("ours", "seeded")
+            for name in (*_WHOLE, "micro", "ordered")
         }
         self._iterators: dict[str, Iterator[Any]] = {}
 
@@ -101,14 +107,26 @@ class ReadingTrainer:
         times = []
         begun_at = time.perf_counter()
         for _ in range(num_steps):
-            images, labels = self._next_batch(kind)
             self._optimizer.zero_grad()
-            torch.autograd.backward(functional.cross_entropy(self._model(images), labels))
+            self._make_passes(kind)
             self._optimizer.step()
             now = time.perf_counter()
             times.append(1000 * (now - begun_at))
             begun_at = now
         return times
+
+    def _make_passes(self, kind: str) -> None:
+        loader = None if kind == "torch" else self._ours[kind]
+        is_whole = False
+        while not is_whole:
+            images, labels = self._next_batch(kind)
+            is_whole = loader is None or loader.ends_step
+            if loader is None or kind in _WHOLE:
+                torch.autograd.backward(functional.cross_entropy(self._model(images), labels))
+                continue
+            with loader.accumulate(self._model):
+                loss = functional.cross_entropy(self._model(images), labels)
+                torch.autograd.backward(loss * loader.weight)
 
     def _next_batch(self, kind: str) -> Any:
         loader: Any = self._ours.get(kind, self._torchs)

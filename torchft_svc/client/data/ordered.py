@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,8 +32,7 @@ class OrderedSums:
             if kind not in self._tables:
                 shape = self._num_rows, num_elements
                 self._tables[kind] = torch.zeros(shape, device=kind[0], dtype=kind[1])
-            parts = self._tables[kind][row or 0].split([each.numel() for each in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
+            for parameter, part in _parts(self._tables[kind][row or 0], parameters):
                 if parameter.grad is not None and row is not None:
                     part.copy_(parameter.grad.flatten())
                 parameter.grad = None
@@ -50,9 +49,18 @@ class OrderedSums:
             total = torch.zeros_like(self._tables[kind][0])
             for row in self._tables[kind]:
                 total += row
-            parts = total.split([each.numel() for each in parameters])
-            for parameter, part in zip(parameters, parts, strict=True):
+            for parameter, part in _parts(total, parameters):
                 parameter.grad = part.view_as(parameter).clone()
+
+
+def _parts(
+    row: torch.Tensor, parameters: Iterable[nn.Parameter]
+) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """The place in ``row`` of each parameter's gradient."""
+    begin = 0
+    for parameter in parameters:
+        yield parameter, row[begin : begin + parameter.numel()]
+        begin += parameter.numel()
 
 
 def _by_kind(models: Iterable[nn.Module]) -> dict[_Kind, list[nn.Parameter]]:

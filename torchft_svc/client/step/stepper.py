@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Hashable
 
@@ -21,7 +20,7 @@ from torchft_svc.client.step.data_positions import (
 )
 from torchft_svc.client.step.round import Dependencies, RoundRules, RoundRunner, ask_decision
 from torchft_svc.client.step.shared_round import SharedRound
-from torchft_svc.client.step.sums import BETWEEN_STEPS, StepSums
+from torchft_svc.client.step.sums import BETWEEN_STEPS, StepSums, shown_reason
 from torchft_svc.client.step.weights import Weights
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.tally import EventKind, GroupEvent
@@ -32,9 +31,6 @@ from torchft_svc.errors import PeerError, QuorumFailed
 from torchft_svc.rpc.descriptors import limit_error, shortage
 
 log = logging.getLogger(__name__)
-
-# The beginning of gloo's messages: the source file that raised.
-_GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
 
 
 class Stepper:
@@ -57,6 +53,7 @@ class Stepper:
         self._clearing = ClearingPattern()
         self.data = DataPositions(deps.registry)
         self.sums.check_data = lambda: self.data.why_not_summed(self.state.participation)
+        self.sums.divides = lambda: self.data.divisible is not None
         self.sums.may_divide, self.sums.divide_anew = self._may_divide, self._divide_anew
         deps.registry.watch(
             self.sums.parameters,
@@ -390,8 +387,8 @@ class Stepper:
         who_is_lost = self._worker.who_is_lost()
         reason = who_is_lost or str(error or "") or otherwise
         is_of_others = isinstance(state.error, QuorumFailed | PeerError) or bool(who_is_lost)
-        if _GLOO.match(reason):
-            reason, is_of_others = "the connection to another group has ended", True
+        if (shown := shown_reason(reason)) != reason:
+            reason, is_of_others = shown, True
         log.warning("step %d is discarded: %s", state.step, reason)
         round_ = self._worker.round
         quorum = round_.quorum

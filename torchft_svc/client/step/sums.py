@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -30,6 +31,8 @@ from torchft_svc.errors import ConfigError, OperationsDiffer, QuorumFailed, Requ
 
 log = logging.getLogger(__name__)
 
+# The beginning of gloo's messages: the source file that raised.
+_GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
 BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
 # Between two steps a group may wait for one that waits for it in the next quorum. That wait must
 # end long before the lighthouse continues without the group.
@@ -93,7 +96,9 @@ class StepSums:
         # Why the step is not to be summed: its samples were not all read (rule D8).
         self.check_data: Callable[[], Exception | None] = lambda: None
         # Of a loader whose step can be divided anew among the groups that are left (rule D11):
-        # whether it can now, and its division, which returns whether further passes are due.
+        # whether there is one, and it can now, and its division, which returns whether further
+        # passes are due.
+        self.divides: Callable[[], bool] = lambda: False
         self.may_divide: Callable[[], bool] = lambda: True
         self.divide_anew: Callable[[], bool] = lambda: False
 
@@ -278,13 +283,15 @@ class StepSums:
             return False
         if len(self.reducers()) > 1 or not self._runner.is_over or not self.may_divide():
             return False
+        if self.divides():  # by what the members of the next quorum hold, whoever they are
+            return True
         if not round_.may_sum_again():  # its end may have come faster than the news of it
             self._deps.client.listen(_NEWS)
         with self._worker.changing() as round_:
             return round_.may_sum_again()
 
     def _why_again(self) -> str:
-        return self._worker.who_is_lost() or str(self._state.error)
+        return self._worker.who_is_lost() or shown_reason(str(self._state.error))
 
     def show_participation(self) -> Participation:
         """Return who contributes in this step; the program's step may depend on it then."""
@@ -505,3 +512,8 @@ class StepSums:
     def _report_wait(self, waits: bool) -> None:
         """Report to the manager that this worker waits for other groups, and has not hung."""
         self._worker.report_phase(Phase.QUORUM if waits else self._state.phase)
+
+
+def shown_reason(reason: str) -> str:
+    """``reason``, or a sentence in place of gloo's message."""
+    return "the connection to another group has ended" if _GLOO.match(reason) else reason

@@ -345,7 +345,7 @@ class Round:
         return self._why_in_vain(quorum) is not None
 
     def sum_again(self, now: float) -> Ready:
-        """Ask for another quorum for the present step, which `may_sum_again`.
+        """Ask for another quorum for the present step, which `awaits_losses`.
 
         Raises:
             RequestRefused: see `StepMachine.start`.
