@@ -163,7 +163,7 @@ def test_discards_change_no_bit_where_the_same_groups_train() -> None:
 
 
 def test_ordered_sums_have_the_same_bits_whichever_groups_train() -> None:
-    """In steps with fewer microbatches than groups, and in short ones, too."""
+    """Fewer microbatches than groups, and short steps, change nothing."""
     options = {"microbatch_size": 3, "ordered_sums": True, "global_batch_size": 9}
     until = 2 * -(-SIZE // 9)
     expected = run_alone(until, **options)
@@ -562,7 +562,7 @@ def test_random_numbers_belong_to_the_sample() -> None:
 
 @pytest.mark.processes
 def test_they_are_the_same_without_worker_processes() -> None:
-    """If no other thread of this process draws meanwhile, such as one of another test."""
+    """Another thread of this process may draw meanwhile, such as one of another test."""
     with lighthouse() as address:
         in_worker = noise(address, "a", 1, 5)
         assert any(noise(address, f"b{each}", 0, 5) == in_worker for each in range(3))
