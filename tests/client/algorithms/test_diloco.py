@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.training import DEADLINE_S, bits, lighthouse, make_manager, together
+from support.training import DEADLINE_S, TIMEOUT, bits, lighthouse, make_manager, together
 from torch import nn
 
 from torchft_svc.client import Optimizer
@@ -21,6 +21,8 @@ from torchft_svc.client.algorithms.diloco import _Fragment
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.errors import ConfigError, GroupDiffers, RequestRefused
 
+# How long the group waits that is left alone when the other one is refused.
+LONELY = timedelta(seconds=5)
 # Values of both fragments before each inner step, and at the last synchronization before the inner
 # steps 0, 3, 6, 9 and 12: two fragments of one weight that start at 1, gradients of 2, inner
 # updates `p -= g`, outer ones `p -= 2 g`, six inner steps for a round of both fragments.
@@ -108,7 +110,14 @@ class Group:
     """A replica group that trains ``num`` fragments of one weight each."""
 
     def __init__(
-        self, address: str, name: str, num: int = 2, *, extra_steps: int = 2, **options: Any
+        self,
+        address: str,
+        name: str,
+        num: int = 2,
+        *,
+        extra_steps: int = 2,
+        quorum_timeout: timedelta = TIMEOUT,
+        **options: Any,
     ) -> None:
         self.parts = nn.ModuleList(OneWeight() for _ in range(num))
         self.inner = torch.optim.SGD(self.parts.parameters(), lr=1.0)
@@ -119,6 +128,7 @@ class Group:
             name,
             pg=self.pg,
             use_async_quorum=False,
+            quorum_timeout=quorum_timeout,
             state_dict=lambda: {"model": self.parts.state_dict(), "inner": self.inner.state_dict()},
             load_state_dict=self.load,
         )
@@ -396,14 +406,14 @@ def test_an_outer_optimizer_of_another_fragment_is_refused(address: str) -> None
 def test_groups_with_other_settings_are_refused(
     address: str, change: dict[str, Any], mine: str, theirs: str
 ) -> None:
-    with groups(address, "ab", extra_steps=0) as (a, b):
+    with groups(address, "ab", extra_steps=0, quorum_timeout=LONELY) as (a, b):
         b._options.update(change)
         with pytest.raises(RequestRefused, match=rf"{mine}.*{theirs}|{theirs}.*{mine}"):
             together(lambda: a.train(4), lambda: b.train(4))
 
 
 def test_a_group_with_another_outer_optimizer_for_one_fragment_is_refused(address: str) -> None:
-    with groups(address, "ab", extra_steps=0) as (a, b):
+    with groups(address, "ab", extra_steps=0, quorum_timeout=LONELY) as (a, b):
         b.outer[1] = torch.optim.Adam(b.parts[1].parameters())  # type: ignore[call-overload]
         with pytest.raises(
             RequestRefused, match=r"outer SGD,.*outer SGD/Adam,|outer SGD/Adam,.*outer SGD,"
