@@ -9,6 +9,7 @@ import os
 import select
 import socket
 import ssl
+import struct
 import sys
 import termios
 import threading
@@ -31,6 +32,7 @@ from support.running import eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.http import connections
+from torchft_svc.client.checkpointing.http.connections import ConnectionServer
 from torchft_svc.client.checkpointing.http.wire import (
     RECORD_BYTES,
     WOULD_BLOCK,
@@ -252,6 +254,25 @@ def test_a_full_source_is_asked_again(some: Papers, monkeypatch: pytest.MonkeyPa
             raise Late(f"no TLS in so short a time: {caught.value}")
         monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
         assert_arrived(fetch(source, some.local))
+
+
+def test_peers_that_reset_their_connections_do_not_end_the_server(some: Papers) -> None:
+    """Python raises an error for a socket whose peer is gone before the TLS handshake."""
+    context = some.local.client_context()
+    assert context is not None
+    is_served = threading.Event()
+    server = ConnectionServer(lambda *_: is_served.set(), "test", "127.0.0.1", 0, some.local)
+    with closing(server):
+        for sent in (b"", b"\x16"):
+            with socket.create_connection(("127.0.0.1", server.port), 10) as raw:
+                raw.sendall(sent)
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        server.start()  # only now, so that it accepts what was reset
+        with (
+            socket.create_connection(("127.0.0.1", server.port), 10) as raw,
+            context.wrap_socket(raw, server_hostname="127.0.0.1"),
+        ):
+            assert is_served.wait(10)
 
 
 def test_shutdown_ends_a_transfer_that_stands_still(some: Papers) -> None:

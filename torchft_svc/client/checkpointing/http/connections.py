@@ -133,9 +133,12 @@ class ConnectionServer:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 time.sleep(_NO_DESCRIPTOR_PAUSE_S)
             return
-        if _is_on_same_host(sock):
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BUFFER_BYTES)
-        wire = Wire(sock if self._tls is None else wrap(sock, self._tls, None), timeout_s=1.0)
+        try:
+            wire = self._make_wire(sock)
+        except OSError as error:
+            log.info("a %s connection broke: %s", self._kind, error)
+            sock.close()
+            return
         with self._lock:
             if self._closing:
                 wire.close()
@@ -151,6 +154,16 @@ class ConnectionServer:
             thread.start()
         else:
             self._turn_away(wire)
+
+    def _make_wire(self, sock: socket.socket) -> Wire:
+        """Return the connection over ``sock``; with TLS, before its handshake.
+
+        Raises:
+            OSError: the peer has reset it already, which Python's TLS refuses, too.
+        """
+        if sock.getpeername()[0] == sock.getsockname()[0]:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BUFFER_BYTES)
+        return Wire(sock if self._tls is None else wrap(sock, self._tls, None), timeout_s=1.0)
 
     @property
     def _limit(self) -> int:
@@ -202,10 +215,3 @@ class ConnectionServer:
         for wire in list(self._connections):
             with contextlib.suppress(OSError):  # a process group took it for one of its sockets
                 wire.close()
-
-
-def _is_on_same_host(sock: socket.socket) -> bool:
-    try:
-        return bool(sock.getpeername()[0] == sock.getsockname()[0])
-    except OSError:
-        return False  # the peer is gone again
