@@ -41,11 +41,12 @@ Converse = Callable[[Wire, Callable[[], None]], None]
 class ConnectionServer:
     """Listens at one port, and serves each connection by ``converse`` on a thread of its own.
 
+    At most `MAX_CONNECTIONS` at once.
+
     Args:
         converse: what a thread does with a connection, after the TLS handshake.
         kind: what the connections are for: in the names of threads and in the log.
         bind_host: the address to listen at, ``""`` for all interfaces (IPv6, too, if available).
-        max_connections: how many are served at once (default: `MAX_CONNECTIONS`).
         pass_time: called when something has woken the server; returns the time (monotonic) at
             which it is to be called again, or None.
 
@@ -62,13 +63,11 @@ class ConnectionServer:
         port: int,
         security: Security,
         *,
-        max_connections: int | None = None,
         pass_time: Callable[[], float | None] = lambda: None,
     ) -> None:
         self._converse = converse
         self._kind = kind
         self._tls = security.server_context()
-        self._max_connections = max_connections
         self._pass_time = pass_time
         self._listener = listen(HostPort(bind_host, port), _BACKLOG)
         self.port: int = self._listener.getsockname()[1]
@@ -165,17 +164,13 @@ class ConnectionServer:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BUFFER_BYTES)
         return Wire(sock if self._tls is None else wrap(sock, self._tls, None), timeout_s=1.0)
 
-    @property
-    def _limit(self) -> int:
-        return MAX_CONNECTIONS if self._max_connections is None else self._max_connections
-
     def _make_room(self) -> bool:
         """Whether there is room for another connection; cuts an unverified one if necessary."""
-        if len(self._connections) < self._limit:
+        if len(self._connections) < MAX_CONNECTIONS:
             return True
         oldest = next(iter(self._unverified), None)
         # Connections that were cut for a new one and have not ended yet count, too.
-        if oldest is None or len(self._connections) >= 2 * self._limit:
+        if oldest is None or len(self._connections) >= 2 * MAX_CONNECTIONS:
             return False
         del self._unverified[oldest]
         oldest.interrupt()
@@ -202,7 +197,7 @@ class ConnectionServer:
     def _turn_away(self, wire: Wire) -> None:
         try:
             if self._tls is None:  # a TLS handshake would block the thread that accepts
-                reason = f"{self._limit} connections are open"
+                reason = f"{MAX_CONNECTIONS} connections are open"
                 refuse(wire, BUSY, reason, close=True)
         except OSError as error:
             log.debug("could not inform a peer that this worker is busy: %s", error)
