@@ -322,6 +322,27 @@ def test_connections_that_say_nothing_do_not_keep_others_out(
     assert torch.equal(received["w"], weights()["w"])
 
 
+def test_a_process_without_a_free_thread_goes_on(
+    source: Transport, receiver: Transport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container limits them; the connection is given up, not the thread that accepts."""
+    source.send_checkpoint([1], 1, weights(), LONG)
+    where = urlsplit(source.metadata())
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "torchft-checkpoint":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", refuse)
+        with socket.create_connection((where.hostname, where.port), 10) as raw:
+            assert raw.recv(1) == b""
+    received = receiver.recv_checkpoint(0, source.metadata(), 1, LONG)
+    assert torch.equal(received["w"], weights()["w"])
+
+
 def test_who_finds_no_free_connection_is_informed(
     source: Transport, receiver: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:

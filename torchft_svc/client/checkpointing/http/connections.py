@@ -144,15 +144,23 @@ class ConnectionServer:
                 return
             has_room = self._make_room()
             if has_room:
-                thread = threading.Thread(
-                    target=self._serve, args=(wire,), name=f"torchft-{self._kind}", daemon=True
-                )
-                self._connections[wire] = thread
-                self._unverified[wire] = None
-        if has_room:
-            thread.start()
-        else:
+                self._begin_to_serve(wire)
+        if not has_room:
             self._turn_away(wire)
+
+    def _begin_to_serve(self, wire: Wire) -> None:
+        """Start and record the thread of a connection; needs the lock, which it takes to end."""
+        thread = threading.Thread(
+            target=self._serve, args=(wire,), name=f"torchft-{self._kind}", daemon=True
+        )
+        try:
+            thread.start()
+        except RuntimeError as error:  # the process may have no more threads at the moment
+            log.warning("a %s connection could not be served: %s", self._kind, error)
+            wire.close()
+            return
+        self._connections[wire] = thread
+        self._unverified[wire] = None
 
     def _make_wire(self, sock: socket.socket) -> Wire:
         """Return the connection over ``sock``; with TLS, before its handshake.
