@@ -19,6 +19,7 @@ from torchft_svc.client.algorithms.agreed_weights import AgreedWeights, Bucketed
 from torchft_svc.client.algorithms.merge_rule import LearnerReport
 from torchft_svc.client.algorithms.merging import Delivery, Fragment, launch_average
 from torchft_svc.errors import ConfigError, GroupDiffers, PeerError
+from torchft_svc.settings import WorldSizeMode
 
 pytestmark = pytest.mark.timeout(100)
 
@@ -216,7 +217,8 @@ class Job:
         for parameter in model.parameters():
             nn.init.normal_(parameter)
         inner = torch.optim.SGD(model.parameters(), lr=1.0)
-        with make_manager(self._address, name, use_async_quorum=False) as manager:
+        of_manager = options.pop("manager", {})
+        with make_manager(self._address, name, use_async_quorum=False, **of_manager) as manager:
             learner = make_learner(manager, model, inner, **options)
             with learner:
                 self.firsts[name] = [each.detach().clone() for each in model.parameters()]
@@ -275,6 +277,22 @@ def test_learners_of_different_pace(job: Job) -> None:
     contributed = [fast._fragments[n]._seen + slow._fragments[n]._seen for n in (0, 1)]
     assert fast._merger.merged_tokens == sum(contributed)
     assert fast._seen == fast.tokens >= max(each._seen for each in fast._fragments)
+
+
+def test_a_spare_keeps_what_it_learns_until_it_contributes(job: Job) -> None:
+    spares = {"world_size_mode": WorldSizeMode.FIXED_WITH_SPARES, "min_replica_size": 1}
+    for name in ("first", "second"):
+        job.start(name, 0.02, manager=spares)
+    awaits(lambda: len(job.learners) == 2)
+    first, second = job.learners["first"], job.learners["second"]
+    last = second.merges + 4
+    awaits(lambda: second.merges >= last)
+    job.end("second")  # the other one goes on alone
+    last = second.merges + 3
+    awaits(lambda: first.merges >= last)
+    job.join()
+    contributed = [first._fragments[n]._seen + second._fragments[n]._seen for n in (0, 1)]
+    assert first._merger.merged_tokens == sum(contributed)
 
 
 def test_merged_weights_are_equal(job: Job) -> None:

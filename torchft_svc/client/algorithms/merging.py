@@ -253,9 +253,10 @@ class Merger:
 
     def _run_step(self) -> None:
         self._manager.start_quorum()
+        contributes = self._manager.is_participating()  # a spare does not
         with self.lock:
             fragment = self.next_fragment
-            delivery = fragment.delivery
+            delivery = fragment.delivery if contributes else None
         reports = self._exchange_reports(delivery)
         is_due = self._rule.is_due(reports)
         if is_due:
