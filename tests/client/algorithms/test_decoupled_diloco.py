@@ -136,6 +136,27 @@ def test_a_learner_that_was_away_keeps_its_own_work() -> None:
     assert value(behind.deliver()) == 0.5
 
 
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_what_was_sent_counts_as_merged_only_if_others_have_merged(
+    address: str, *, is_merged: bool
+) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    with make_manager(address, "a", use_async_quorum=False) as manager:
+        merger = make_learner(manager, model, inner)._merger
+        fragment = merger.next_fragment
+        with torch.no_grad():
+            model[0].weight -= 1.0
+        fragment.deliver(seen=1, now=0.0)
+        merger._is_in_phase = True
+        assert fragment.delivery is not None
+        merger._sent = fragment, fragment.delivery
+        state = merger.save_state()
+        merger.load_state({**state, "merges": state["merges"] + is_merged})
+        assert (fragment.delivery is None) is is_merged
+        assert fragment._seen == is_merged
+
+
 def test_a_learner_that_joins_begins_with_the_merged_weights() -> None:
     ahead, joiner = Learner(), Learner(start=100.0)
     ahead.merge(3.0, None)

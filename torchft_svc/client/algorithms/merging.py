@@ -224,6 +224,8 @@ class Merger:
         """Replace the merged weights and the outer optimizers."""
         with self.lock:
             sent, self._sent = self._sent, None
+            if state["merges"] == self.merges:
+                sent = None  # that merge was committed nowhere
             for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
                 fragment.heal(
                     saved,
