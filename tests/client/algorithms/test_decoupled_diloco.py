@@ -18,7 +18,7 @@ from torchft_svc.client.algorithms import DecoupledDiLoCo, LocalSGD
 from torchft_svc.client.algorithms.agreed_weights import AgreedWeights, BucketedAverage
 from torchft_svc.client.algorithms.merge_rule import LearnerReport
 from torchft_svc.client.algorithms.merging import Delivery, Fragment, launch_average
-from torchft_svc.errors import ConfigError, GroupDiffers, PeerError
+from torchft_svc.errors import ConfigError, GroupDiffers, PeerError, RequestRefused
 from torchft_svc.settings import WorldSizeMode
 
 pytestmark = pytest.mark.timeout(100)
@@ -366,6 +366,8 @@ def test_a_checkpoint(address: str, job: Job) -> None:
             assert learner.merges == saved["merges"]
             merged = saved["fragments"][1]["merged_weights"]["weight"]
             assert torch.equal(model[1].weight, merged)
+            with pytest.raises(RequestRefused, match="before the block"):
+                learner.load_state_dict(saved)
     learner.load_merged_weights()
     assert torch.equal(model[1].weight, merged)
 
@@ -433,7 +435,10 @@ def test_no_lighthouse_in_time(address: str) -> None:
     with make_manager(
         address, "a", use_async_quorum=False, min_replicas=2, quorum_timeout=limit, timeout=limit
     ) as manager:
+        learner = make_learner(manager, model, inner)
         began_at = time.monotonic()
-        with pytest.raises(PeerError), make_learner(manager, model, inner):
+        with pytest.raises(PeerError), learner:
             pass
         assert time.monotonic() - began_at < 20
+        with pytest.raises(ConfigError, match="it is used once"), learner:
+            pass

@@ -31,7 +31,7 @@ from torchft_svc.client.algorithms.periodic_sync import (
     check_is_plain,
     check_serves_one,
 )
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import ConfigError, RequestRefused
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
@@ -116,6 +116,7 @@ class DecoupledDiLoCo:
         self._seen = 0  # tokens
         self._new_tokens = 0  # of the inner step that is under way
         self._delivered_at = 0.0
+        self._is_entered = False
         self._hooks: list[RemovableHandle] = []
 
     @property
@@ -165,7 +166,15 @@ class DecoupledDiLoCo:
             return copy.deepcopy(self._merger.save_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from what `state_dict` returned, before the block is entered."""
+        """Continue from what `state_dict` returned, before the block is entered.
+
+        Raises:
+            RequestRefused: it was entered, so the other learners have other merged weights.
+        """
+        if self._is_entered:
+            raise RequestRefused(
+                "load it before the block: from then on the learners share the merged weights"
+            )
         self._merger.load_state(state)
 
     def __enter__(self) -> DecoupledDiLoCo:
@@ -173,9 +182,11 @@ class DecoupledDiLoCo:
 
         Raises:
             PeerError: there was no quorum within the manager's ``quorum_timeout``.
+            ConfigError: it was entered before, maybe without success.
         """
-        if self._hooks:
+        if self._is_entered:
             raise ConfigError("DecoupledDiLoCo", "entered twice", "it is used once")
+        self._is_entered = True
         self._merger.start(self._manager._rules.timeouts.quorum_s)
         self._adopt()
         self._delivered_at = time.monotonic()
