@@ -384,6 +384,9 @@ def test_settings_that_cannot_work(address: str) -> None:
             ({"min_replicas": 0}, "min_replicas"),
             ({"grace": -1.0}, "grace"),
             ({"bucket_cap_mb": 0.0}, "bucket_cap_mb"),
+            ({"outer_optimizer": inner}, "outer_optimizer='SGD' cannot work: a function is needed"),
+            ({"outer_optimizer": lambda _: inner}, "made without some of the weights"),
+            ({"outer_optimizer": lambda _: None}, "outer_optimizer='NoneType'"),
         ):
             with pytest.raises(ConfigError, match=field):
                 make_learner(manager, model, inner, **cast("Any", options))

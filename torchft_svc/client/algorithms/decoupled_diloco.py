@@ -37,6 +37,10 @@ if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
 
+_NO_FUNCTION = "a function is needed that makes an optimizer of the weights which it is given"
+_OTHER_WEIGHTS = "it was made without some of the weights that it is to train: give it all of them"
+
+
 class DecoupledDiLoCo:
     """Trains at this learner's own pace; merges with the others happen beside training.
 
@@ -57,8 +61,9 @@ class DecoupledDiLoCo:
     begins anew.
 
     Args:
-        manager: of a group of one worker, with ``use_async_quorum=False``. Its state functions must
-            not return the model: only merged weights are healed.
+        manager: of a group of one worker, with ``use_async_quorum=False`` and a process group that
+            sums on CPUs, such as gloo. Its state functions must not return the model: only merged
+            weights are healed.
         model_fragments: disjoint parts of the model.
         inner_optimizer: applies the inner steps.
         outer_optimizer: makes the optimizer of the merged weights that it is given, which are on
@@ -89,6 +94,8 @@ class DecoupledDiLoCo:
     ) -> None:
         check_is_plain("inner_optimizer", inner_optimizer)
         _check(manager, len(model_fragments), sync_every)
+        if not callable(outer_optimizer):
+            raise ConfigError("outer_optimizer", type(outer_optimizer).__name__, _NO_FUNCTION)
         rule = MergeRule(min_replicas, grace)
         agreed = [AgreedWeights(each, torch.device("cpu"), False) for each in model_fragments]
         check_disjoint(agreed)
@@ -102,9 +109,11 @@ class DecoupledDiLoCo:
             )
             for weights in agreed
         ]
+        for fragment in self._fragments:
+            _check_outer(fragment)
         _check_not_healed(manager, agreed)
         layout = ", ".join(each.layout for each in agreed)
-        outer = ", ".join(repr(each.outer.defaults) for each in self._fragments[:1])
+        outer = self._fragments[0].outer.defaults
         self._synced = SyncedWeights(
             f"DecoupledDiLoCo, min_replicas {min_replicas}, grace {grace:g}, outer {outer}: "
             f"{layout}",
@@ -247,6 +256,13 @@ def _check(manager: Manager, num: int, sync_every: int) -> None:
     if not isinstance(sync_every, int) or sync_every < num or sync_every % num:
         reason = f"a multiple of the number of fragments, which is {num}"
         raise ConfigError("sync_every", sync_every, reason)
+
+
+def _check_outer(fragment: Fragment) -> None:
+    check_is_plain("outer_optimizer", fragment.outer)
+    held = {id(each) for group in fragment.outer.param_groups for each in group["params"]}
+    if not held.issuperset(map(id, fragment.merged)):
+        raise ConfigError("outer_optimizer", type(fragment.outer).__name__, _OTHER_WEIGHTS)
 
 
 def _check_not_healed(manager: Manager, agreed: Sequence[AgreedWeights]) -> None:
