@@ -28,6 +28,7 @@ from torchft_svc.client.algorithms.merging import Fragment, Merger
 from torchft_svc.client.algorithms.periodic_sync import (
     SyncedWeights,
     check_disjoint,
+    check_fragments,
     check_is_plain,
     check_serves_one,
 )
@@ -245,17 +246,10 @@ class DecoupledDiLoCo:
 
 
 def _check(manager: Manager, num: int, sync_every: int) -> None:
-    if manager.heals_during_steps():
-        reason = "a learner that joins has to heal before it contributes: it has to be False"
-        raise ConfigError("use_async_quorum", True, reason)
+    check_fragments(manager, num, sync_every)
     if manager.place_in_group()[1] != 1:
         reason = "a learner is a replica group of one worker"
         raise ConfigError("world_size", manager.place_in_group()[1], reason)
-    if not num:
-        raise ConfigError("model_fragments", [], "one part of the model or more")
-    if not isinstance(sync_every, int) or sync_every < num or sync_every % num:
-        reason = f"a multiple of the number of fragments, which is {num}"
-        raise ConfigError("sync_every", sync_every, reason)
 
 
 def _check_outer(fragment: Fragment) -> None:

@@ -25,6 +25,7 @@ from torchft_svc.client.algorithms.agreed_weights import (
 from torchft_svc.client.algorithms.periodic_sync import (
     MAX_ATTEMPTS,
     PeriodicSync,
+    check_fragments,
     check_is_plain,
 )
 from torchft_svc.client.reduce.quantized import check_quantizable, resolve_quantization
@@ -286,14 +287,7 @@ def _check_quantizable(agreed: Sequence[AgreedWeights]) -> None:
 
 
 def _check(manager: Manager, num: int, sync_every: int, delay: int, alpha: float) -> None:
-    if manager.heals_during_steps():
-        reason = "a group that joins has to heal before it contributes: it has to be False"
-        raise ConfigError("use_async_quorum", True, reason)
-    if not num:
-        raise ConfigError("model_fragments", [], "one part of the model or more")
-    if not isinstance(sync_every, int) or sync_every < num or sync_every % num:
-        reason = f"a multiple of the number of fragments, which is {num}"
-        raise ConfigError("sync_every", sync_every, reason)
+    check_fragments(manager, num, sync_every)
     if not 0 <= delay < sync_every // num:
         reason = f"0 or more inner steps, and fewer than an interval, which has {sync_every // num}"
         raise ConfigError("fragment_sync_delay", delay, reason)

@@ -284,6 +284,21 @@ def check_serves_one(manager: Manager, algorithm: str) -> None:
         raise ConfigError(algorithm, "a second one", reason)
 
 
+def check_fragments(manager: Manager, num: int, sync_every: int) -> None:
+    """Raise `ConfigError` unless ``num`` fragments can take turns in ``sync_every`` inner steps.
+
+    Also if ``manager`` heals during steps, not before them.
+    """
+    if manager.heals_during_steps():
+        reason = "a group that joins has to heal before it contributes: it has to be False"
+        raise ConfigError("use_async_quorum", True, reason)
+    if not num:
+        raise ConfigError("model_fragments", [], "one part of the model or more")
+    if not isinstance(sync_every, int) or sync_every < num or sync_every % num:
+        reason = f"a multiple of the number of fragments, which is {num}"
+        raise ConfigError("sync_every", sync_every, reason)
+
+
 def check_disjoint(agreed: Sequence[AgreedWeights]) -> None:
     """Raise `ConfigError` if a parameter belongs to two fragments."""
     owners: dict[int, int] = {}
