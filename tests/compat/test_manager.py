@@ -110,7 +110,9 @@ def test_the_environment_goes_before_arguments(
     monkeypatch.setenv("TORCHFT_TIMEOUT_SEC", "70")
     monkeypatch.setenv("TORCHFT_CONNECT_TIMEOUT_SEC", "80")
     monkeypatch.setenv("TORCHFT_WATCHDOG_TIMEOUT_SEC", "1")
-    manager = make_manager(address, "a", {}, timeout=LONG, connect_timeout=LONG)
+    monkeypatch.setenv("TORCHFT_QUORUM_RETRIES", "0")
+    refused = {"quorum_retries": -1}  # as an argument
+    manager = make_manager(address, "a", {}, timeout=LONG, connect_timeout=LONG, **refused)
     timeouts = manager._rules.timeouts
     manager.shutdown()
     assert (timeouts.collective_s, timeouts.connect_s, timeouts.quorum_s) == (70, 80, 80)

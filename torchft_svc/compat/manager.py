@@ -99,6 +99,7 @@ class Manager(NativeManager):
         collective = _preferred(environment.timeout_s, timeout)
         connect = _preferred(environment.connect_timeout_s, connect_timeout)
         quorum = _preferred(environment.quorum_timeout_s, quorum_timeout)
+        retries = environment.quorum_retries
         if store_addr is None and store_port is None:
             store_addr, store_port = _running_store(environment, rank, world_size)
         with public_errors():
@@ -125,7 +126,7 @@ class Manager(NativeManager):
                 checkpoint_transport=checkpoint_transport,
                 init_sync=init_sync,
                 max_retries=max_retries,
-                quorum_retries=environment.quorum_retries or quorum_retries,
+                quorum_retries=quorum_retries if retries is None else retries,
             )
         self._runtime.deps.streams.name_job(env.value_of(_JOB_VARIABLE, _NO_JOB))
         self._logger = _Logger(self)
