@@ -9,6 +9,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.http import connections
 from torchft_svc.client.checkpointing.http.feed import MAX_ATTEMPTS
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
+from torchft_svc.rpc.security import PLAIN
 from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Proxy
 
 SOON = timedelta(seconds=0.5)
@@ -341,6 +343,26 @@ def test_a_process_without_a_free_thread_goes_on(
             assert raw.recv(1) == b""
     received = receiver.recv_checkpoint(0, source.metadata(), 1, LONG)
     assert torch.equal(received["w"], weights()["w"])
+
+
+def test_the_end_of_a_server_waits_once_for_all_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "_JOIN_TIMEOUT_S", 0.5)
+    begun, end = threading.Semaphore(0), threading.Event()
+
+    def converse(*_: object) -> None:
+        begun.release()
+        end.wait(DEADLINE_S)
+
+    server = connections.ConnectionServer(converse, "test", "127.0.0.1", 0, PLAIN)
+    server.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(end.set)
+        for _ in range(6):
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 10))
+            assert begun.acquire(timeout=10)
+        began_at = time.monotonic()
+        server.close()
+        assert 0.4 < time.monotonic() - began_at < 2.0
 
 
 def test_who_finds_no_free_connection_is_informed(

@@ -29,7 +29,8 @@ _SAME_HOST_BUFFER_BYTES = 256 << 10
 # Connections that wait to be accepted; the system may allow fewer. A refused client retries after a
 # second.
 _BACKLOG = 4096
-# A thread ends as soon as its connection is cut.
+# Of all threads together. One ends as soon as its connection is cut, unless the program of a
+# session does something else.
 _JOIN_TIMEOUT_S = 5.0
 
 
@@ -86,7 +87,7 @@ class ConnectionServer:
         self._acceptor.start()
 
     def close(self, wait: bool = True) -> None:
-        """Cut all connections; with ``wait``, also join all threads. Idempotent."""
+        """Cut all connections; with ``wait``, also join the threads (at most 5 s). Idempotent."""
         with self._lock:
             self._closing = True
             connections = dict(self._connections)
@@ -94,9 +95,10 @@ class ConnectionServer:
         for wire in connections:
             wire.interrupt()
         if wait:
+            until = time.monotonic() + _JOIN_TIMEOUT_S
             for thread in [self._acceptor, *connections.values()]:
                 if thread is not threading.current_thread():
-                    thread.join(_JOIN_TIMEOUT_S)
+                    thread.join(max(0.0, until - time.monotonic()))
 
     def wake(self) -> None:
         """Make the server call ``pass_time``."""
