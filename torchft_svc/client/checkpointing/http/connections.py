@@ -73,6 +73,7 @@ class ConnectionServer:
         self._listener = listen(HostPort(bind_host, port), _BACKLOG)
         self.port: int = self._listener.getsockname()[1]
         self._wake_reader, self._wake_writer = socket.socketpair()
+        self._wake_writer.setblocking(False)
         self._lock = threading.Lock()
         self._connections: dict[Wire, threading.Thread] = {}
         self._unverified: dict[Wire, None] = {}  # without the secret so far; oldest first
@@ -105,7 +106,7 @@ class ConnectionServer:
         try:
             self._wake_writer.send(b"w")
         except OSError:
-            return  # it is closed already
+            return  # it is closed, or has further wakes to read
 
     def _accept_all(self) -> None:
         poll = select.poll()
