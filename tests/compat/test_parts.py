@@ -125,6 +125,9 @@ def test_groups_are_reconfigured_by_handles_as_in_the_nightly(as_set: bool) -> N
         assert [total for _, _, total in two] == [2.0, 2.0]
     with pytest.raises(ConfigError, match="own handle is not among them"):
         groups[0].reconfigure(ReconfigureOptions(handles=handles[1:]))
+    for other in ("", "{}", "[]", "1"):
+        with pytest.raises(ConfigError, match="has returned it"):
+            groups[0].reconfigure(ReconfigureOptions(handles=[other, *handles]))
     for group in groups:
         group.shutdown()
 

@@ -135,13 +135,13 @@ class ProcessGroup(base.ProcessGroup):
 
         Raises:
             RuntimeError, TimeoutError: a member did not arrive in time, or failed.
-            ConfigError: this member is not among the handles.
+            ConfigError: this member is not among the handles, or the first one is not a handle.
         """
         own = self.get_reconfigure_handle()
         handles = opts.handles if isinstance(opts.handles, list) else sorted(opts.handles)
         if own not in handles:
             raise ConfigError("handles", handles, "this member's own handle is not among them")
-        first = json.loads(handles[0])
+        store = _store_of(handles[0])
         # The place in the store is new also for members that meet again under the same uuid.
         self._attempts[opts.uuid, tuple(handles)] += 1
         attempt = self._attempts[opts.uuid, tuple(handles)]
@@ -151,7 +151,7 @@ class ProcessGroup(base.ProcessGroup):
         try:
             with public_errors():
                 self.configure(
-                    f"{first['store']}/{place}",
+                    f"{store}/{place}",
                     self._replica_id or json.loads(own)["id"],
                     handles.index(own),
                     len(handles),
@@ -373,6 +373,15 @@ def reconfigure_with_store(
     store.wait(keys, timeout)
     handles = [store.get(key).decode() for key in keys]
     group.reconfigure(ReconfigureOptions(handles=handles, timeout=timeout)).wait()
+
+
+def _store_of(handle: str) -> str:
+    """Return the address of the store that the member with ``handle`` hosts."""
+    try:
+        return str(json.loads(handle)["store"])
+    except (ValueError, KeyError, TypeError) as error:
+        reason = "no get_reconfigure_handle() of this package has returned it"
+        raise ConfigError("handles", handle, reason) from error
 
 
 def _refuse_given(pg: dist.ProcessGroup | None) -> None:
