@@ -122,8 +122,8 @@ class Fragment:
         """Load the merged weights of another learner.
 
         ``keeps_progress``: this learner has only missed merges, and keeps what it has learned since
-        its last contribution. ``sent``: what it had contributed to a merge whose result it has not
-        seen; that counts as merged, so that nothing is merged twice.
+        its last contribution. ``sent``: what it had sent for a merge that others may have seen, but
+        not this learner; that counts as merged, so that nothing is merged twice.
         """
         before = [value.clone() for value in self.weights.values]
         self.weights.load_state_dict(state["merged_weights"])
@@ -225,7 +225,7 @@ class Merger:
         with self.lock:
             sent, self._sent = self._sent, None
             if state["merges"] == self.merges:
-                sent = None  # that merge was committed nowhere
+                sent = None  # no learner has committed that merge
             for fragment, saved in zip(self._fragments, state["fragments"], strict=True):
                 fragment.heal(
                     saved,
