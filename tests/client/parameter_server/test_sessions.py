@@ -246,6 +246,16 @@ def test_a_server_that_is_none(answer: bytes) -> None:
         thread.join()
 
 
+def test_a_group_that_cannot_be_made_asks_no_server() -> None:
+    class Failing(Doubling):
+        @classmethod
+        def new_process_group(cls) -> ProcessGroupGloo:
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        Failing.new_session("http://127.0.0.1:1/new_session", timeout=SOON)
+
+
 def test_wrong_arguments(server: Doubling) -> None:
     host, port = place(server)
     for url in ("", "http://127.0.0.1:1", "127.0.0.1:1/new_session", "http://:1/new_session"):

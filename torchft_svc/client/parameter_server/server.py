@@ -141,10 +141,11 @@ class ParameterServer(abc.ABC):
             Unauthorized: the token or the certificates do not fit.
             PeerError: the server cannot be reached, has no room, or is gone.
         """
+        pg = cls.new_process_group()  # first: if that raises, no server waits for a client
         wire, session_id, store_addr = _request_session(
             address, positive_s("timeout", timeout), security_or_environment(security)
         )
-        group = cls._group_class(cls.new_process_group(), CLIENT, wire)
+        group = cls._group_class(pg, CLIENT, wire)
         try:
             group.connect(store_addr, session_id)
         except BaseException:
