@@ -22,8 +22,7 @@ __all__ = [
 
 # The default of the public release's server in a process; its program's is a minute.
 _JOIN_TIMEOUT_MS = 100
-# There, a group makes some steps in a second; here it would be far ahead of one that was started
-# together with it.
+# Steps are so much faster here that a group would be far ahead of one that starts together with it.
 _STARTUP_WAIT_MS = 500
 
 
