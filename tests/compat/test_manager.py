@@ -17,6 +17,7 @@ from torch.nn import parallel
 from torchft_svc import compat
 from torchft_svc.compat.coordination import LighthouseServer
 from torchft_svc.compat.ddp import PureDistributedDataParallel
+from torchft_svc.compat.local_sgd import DiLoCo
 from torchft_svc.compat.manager import Manager
 from torchft_svc.compat.process_group import ManagedProcessGroup, ProcessGroupGloo
 
@@ -167,6 +168,24 @@ def test_errors_of_a_step(address: str) -> None:
         assert {"replica_id", "rank", "quorum_id"} <= fields.keys()
     assert found["torchft_commits"]["commit_result"] is False
     assert found["torchft_errors"]["error"] == "planted"
+
+
+def test_a_synchronization_that_fails_raises_an_error_of_the_public_release(address: str) -> None:
+    net = nn.Linear(2, 2)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    outer = torch.optim.SGD(net.parameters(), lr=0.7)
+    manager = make_manager(address, "a", {}, use_async_quorum=False, max_retries=0)
+    algorithm = DiLoCo(manager, [net], inner, outer, sync_every=1)
+
+    def fail() -> None:
+        manager.report_error(ValueError("planted"))
+
+    algorithm._fragments[0].wait = fail  # type: ignore[method-assign]
+    try:
+        with algorithm, pytest.raises(RuntimeError, match="steps in a row were discarded"):
+            inner.step()
+    finally:
+        manager.shutdown()
 
 
 def test_private_names_that_programs_read(address: str, monkeypatch: pytest.MonkeyPatch) -> None:

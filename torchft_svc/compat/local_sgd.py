@@ -72,3 +72,7 @@ class DiLoCo(NativeDiLoCo):
             fragment_sync_delay,
             fragment_update_alpha,
         )
+
+    def _end_inner_step(self) -> None:
+        with public_errors():
+            super()._end_inner_step()
