@@ -49,6 +49,7 @@ METHODS = {
         "Status": ("LighthouseStatusRequest", "LighthouseStatusResponse", False, False),
         "About": ("LighthouseAboutRequest", "LighthouseAboutResponse", False, False),
         "HasRoom": ("LighthouseRoomRequest", "LighthouseRoomResponse", False, False),
+        "JobMembers": ("JobMembersRequest", "JobMembersResponse", False, False),
         "Incidents": ("LighthouseIncidentsRequest", "LighthouseIncidentsResponse", False, False),
         "AcceptLoss": ("AcceptLossRequest", "AcceptLossResponse", False, False),
     },

@@ -142,6 +142,10 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         """Raise `RequestRefused` if there is no room for another group of ``job``."""
         self._core.jobs.check_room(job)
 
+    def members(self, job: str) -> tuple[list[str], int]:
+        """See `Jobs.members`."""
+        return self._core.jobs.members(job)
+
     def status(self, job: str) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty)."""
         return self._core.status(job, time.monotonic())

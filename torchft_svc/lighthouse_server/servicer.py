@@ -50,6 +50,11 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
         driver.check_room(_job(context))
         return b""
 
+    async def job_members(_: pb.JobMembersRequest, context: Context) -> bytes:
+        addresses, step = driver.members(_job(context))
+        answer = pb.JobMembersResponse(manager_addresses=addresses, committed_step=step)
+        return answer.SerializeToString()
+
     async def about(_: pb.LighthouseAboutRequest, context: Context) -> bytes:
         is_elected = readiness is not ALWAYS_READY
         answer = about_lighthouse(driver.config, time.time(), is_elected=is_elected)
@@ -68,6 +73,7 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
             "Heartbeat": heartbeat,
             "Leave": leave,
             "HasRoom": has_room,
+            "JobMembers": job_members,
             "About": about,
             **_operator_calls(driver),
         },

@@ -11,7 +11,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY
 from torchft_svc.rpc.status import to_error
 
-_METHOD = "/torchft.LighthouseService/Status"
+_METHOD = "/torchft.LighthouseService/JobMembers"
 
 
 async def members_of_job(
@@ -21,29 +21,24 @@ async def members_of_job(
 
     Raises:
         PeerError: the lighthouse does not answer within ``timeout_s``.
-        RequestRefused: it does not know its jobs' status, as the public release's.
+        RequestRefused: it does not know this request, as the public release's.
     """
     call: Any = channel.unary_unary(
         _METHOD,
-        request_serializer=pb.LighthouseStatusRequest.SerializeToString,
-        response_deserializer=pb.LighthouseStatusResponse.FromString,
+        request_serializer=pb.JobMembersRequest.SerializeToString,
+        response_deserializer=pb.JobMembersResponse.FromString,
     )
     metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
-    request = pb.LighthouseStatusRequest(job=config.job_id)
     try:
-        status = await call(request, timeout=timeout_s, metadata=metadata)
+        answer: pb.JobMembersResponse = await call(
+            pb.JobMembersRequest(), timeout=timeout_s, metadata=metadata
+        )
     except grpc.aio.AioRpcError as error:
         raise to_error(
             error,
             peer="lighthouse",
             address=config.lighthouses[0],
-            action="the status of the job",
+            action="the members of the job",
             timeout_s=timeout_s,
         ) from None
-    answer = pb.JobMembersResponse()
-    for job in status.jobs:
-        if job.job == config.job_id:
-            answer.committed_step = job.committed_step
-            members = (group.address for group in job.groups if group.in_quorum and group.address)
-            answer.manager_addresses.extend(members)
     return answer

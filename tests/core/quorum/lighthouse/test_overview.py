@@ -92,6 +92,17 @@ def test_all_jobs_or_one() -> None:
         scene.jobs.status("z", 0.0)
 
 
+def test_the_members_of_a_job_are_those_of_its_quorum_that_live() -> None:
+    scene = Scene(config())
+    assert scene.jobs.members(JOB) == ([], 0)
+    scene = formed("a:1", "b:1", "c:1", step=3)
+    scene.opened("starts:1")
+    assert scene.jobs.members(JOB) == (["a:1", "b:1", "c:1"], 3)
+    scene.leave("b:1")
+    assert scene.jobs.members(JOB) == (["a:1", "c:1"], 3)
+    assert scene.jobs.members("another") == ([], 0)
+
+
 def status(scene: Scene) -> JobStatus:
     (job,) = scene.jobs.status(JOB, scene.now)
     return job

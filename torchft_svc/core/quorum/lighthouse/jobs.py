@@ -959,6 +959,19 @@ class Jobs:
         job = self._jobs.get(job_name)
         return job.members.committed_step if job else 0
 
+    def members(self, job_name: str) -> tuple[list[str], int]:
+        """The manager addresses of a job's members that live, and its committed step.
+
+        Each group that starts may ask for this, and many may start at once.
+        """
+        job = self._jobs.get(job_name)
+        previous = job.members.previous if job else None
+        if job is None or previous is None:
+            return [], 0
+        job.record_progress()
+        living = (each for each in previous.participants if job.members.knows(each.replica_id))
+        return [each.address for each in living if each.address], job.members.committed_step
+
     def beat_interval_s(self, job_name: str) -> float:
         """The shortest time between the heartbeats of a group."""
         job = self._jobs.get(job_name)
