@@ -105,12 +105,11 @@ class LighthouseLink(LinkDriver[ManagerLink]):
         """
         deadline = time.monotonic() + timeout_s
         try:
-            await asyncio.wait_for(self._has_channel.wait(), timeout_s)
-            channel = self._channel
-            assert channel is not None
+            while (channel := self._channel) is None:  # it may be over again when this wakes up
+                await asyncio.wait_for(self._has_channel.wait(), deadline - time.monotonic())
             left_s = max(deadline - time.monotonic(), 0.001)
             return await members_of_job(channel, self._config, left_s)
-        except TimeoutError:
+        except asyncio.TimeoutError:  # before Python 3.11, this is not the built-in one
             raise DeadlineExceeded("connecting with the lighthouse", timeout_s) from None
 
     def _feed_soon(self, input_: Callable[[ManagerLink, float], object]) -> None:
