@@ -16,6 +16,7 @@ import torch
 from support.running import eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.checkpointing.encoding.memory import Staging
 from torchft_svc.client.checkpointing.http import preview
 from torchft_svc.client.checkpointing.http.requests import PREVIEW_SEED
 from torchft_svc.client.checkpointing.http.wire import Wire, seal
@@ -280,6 +281,17 @@ def test_a_state_function_that_fails_ends_the_preview(stack: contextlib.ExitStac
     worker.collect = fail  # type: ignore[method-assign]
     with pytest.raises(CheckpointError, match="no state now"):
         Heal(stack).catch_up(worker)
+
+
+def test_too_little_memory_ends_the_preview(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(staging: Staging, num_bytes: int) -> Any:
+        raise MemoryError(f"no {num_bytes} bytes are left")
+
+    monkeypatch.setattr(Staging, "pop_filling", fail)
+    with pytest.raises(CheckpointError, match="bytes are left"):
+        Heal(stack).catch_up(Worker(stack))
 
 
 def test_a_check_ends_it(stack: contextlib.ExitStack) -> None:

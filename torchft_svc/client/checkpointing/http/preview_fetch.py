@@ -85,9 +85,9 @@ class PreviewFetch:
             PeerError: the source shows nothing, or is lost; what has arrived is kept.
         """
         began_at = time.monotonic()
-        parts = self._read_all()
         threads: list[threading.Thread] = []
         try:
+            parts = self._read_all()
             self._prepare(parts)
             self._record(self._read_step(), parts)
             threads = [
@@ -241,13 +241,13 @@ class PreviewFetch:
 
     def _keep(self) -> None:
         """Keep what is at hand for the heal."""
-        for part, following in zip(self._parts, [*self._parts[1:], None], strict=True):
+        at_hand = self._machine.at_hand
+        for part in self._parts:
             part.filling.stop()
-            last = following.first if following is not None else None
             digests = {
-                number - part.first: digest
-                for number, digest in self._machine.at_hand.items()
-                if part.first <= number and (last is None or number < last)
+                chunk: at_hand[part.first + chunk]
+                for chunk in range(part.num_chunks)
+                if part.first + chunk in at_hand
             }
             self._stagings[part.name].keep(part.filling, AtHand(*part.form, digests))
 
@@ -279,6 +279,11 @@ class _Part:
     filling: Filling
     form: tuple[int, int]
     first: int
+
+    @property
+    def num_chunks(self) -> int:
+        num_bytes, chunk_bytes = self.form
+        return -(-num_bytes // chunk_bytes)
 
     def view(self, chunk: int) -> memoryview:
         num_bytes, chunk_bytes = self.form
