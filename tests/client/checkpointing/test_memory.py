@@ -18,6 +18,7 @@ from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.encoding import memory
 from torchft_svc.client.checkpointing.encoding.memory import (
     MIN_BYTES,
+    AtHand,
     Filling,
     Staging,
 )
@@ -150,6 +151,14 @@ def test_tied_weights_are_expected_once(source: HTTPTransport[Any]) -> None:
     kept = source._staging._kept
     assert kept is not None
     assert kept._place == weights.nbytes
+
+
+def test_what_is_at_hand_goes_with_its_memory() -> None:
+    staging = Staging()
+    staging.keep(Filling(100), AtHand(100, 10, {0: b"a digest"}))
+    staging.pop_filling(100).stop()
+    staging.pop_filling(100).stop()  # the first user was interrupted before it read the digests
+    assert staging.pop_at_hand(100, 10) == {}
 
 
 def test_shutdown_frees_what_was_expected() -> None:

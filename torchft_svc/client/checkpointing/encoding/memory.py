@@ -239,7 +239,8 @@ class Staging:
             MemoryError: there is not enough.
         """
         with self._lock:
-            if self._at_hand is not None and self._at_hand.num_bytes != num_bytes:
+            at_hand = self._at_hand
+            if self._kept is None or (at_hand is not None and at_hand.num_bytes != num_bytes):
                 self._discard_kept()
             filling, self._kept = self._resized(num_bytes), None
         return filling
