@@ -41,6 +41,8 @@ MIN_CHUNK_BYTES, MAX_CHUNK_BYTES = 64 << 10, 1 << 30
 BUSY_PAUSE_S = 0.1
 # A digest takes milliseconds. A source that is silent for longer serves no chunks either.
 DIGESTS_TIMEOUT_S = 5.0
+# So much it reads and hashes at least, also beside a training; by that time all digests are there.
+HASHED_BYTES_PER_S = 1e9
 # How much later than requested a source may answer that it has nothing yet.
 ANSWER_GRACE_S = 0.5
 _FIRST_LINE = re.compile(r"([0-9a-f]{16}) (\d{1,12})", re.ASCII)
@@ -251,8 +253,10 @@ class Feed(Source):
         attempts = _Attempts(self.address, "fetching the digests")
         source = self._digests_source
         # A source may send a byte now and then, so that no single wait is too long.
-        until = time.monotonic() + DIGESTS_TIMEOUT_S
-        alarm = threading.Timer(DIGESTS_TIMEOUT_S, source.interrupt)
+        num_bytes = num_chunks * self.opening.chunk_bytes
+        limit_s = DIGESTS_TIMEOUT_S + num_bytes / HASHED_BYTES_PER_S
+        until = time.monotonic() + limit_s
+        alarm = threading.Timer(limit_s, source.interrupt)
         alarm.daemon = True
         alarm.start()
         try:
@@ -260,7 +264,7 @@ class Feed(Source):
         except CheckpointError as error:
             if time.monotonic() < until:
                 raise
-            raise self._digests_too_late() from error
+            raise self._digests_too_late(limit_s) from error
         finally:
             alarm.cancel()
 
@@ -278,14 +282,14 @@ class Feed(Source):
             except Unreachable:
                 raise
             except TimeoutError as error:
-                raise self._digests_too_late() from error
+                raise self._digests_too_late(DIGESTS_TIMEOUT_S) from error
             except (BadHead, Corrupt, OSError) as error:
                 self._check()
                 attempts.failed(error)
             source.drop_connection(0)
 
-    def _digests_too_late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"receiving digests from {self.address}", DIGESTS_TIMEOUT_S)
+    def _digests_too_late(self, limit_s: float) -> DeadlineExceeded:
+        return DeadlineExceeded(f"receiving digests from {self.address}", limit_s)
 
     def report(self, connection: int, verified: list[int]) -> None:
         """Report to the source which chunks it need not keep, after the last chunk."""
