@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from support.core.scenes import JOB, Scene, config, formed
+from support.core.scenes import JOB, Scene, config
 
 from torchft_svc.core.quorum.lighthouse import jobs as jobs_module
 from torchft_svc.core.quorum.lighthouse.incidents import Incident, IncidentKind, JobLedger
@@ -165,9 +165,16 @@ def settings(**changes: Any) -> Any:
 class Job:
     """A job whose groups report how long their own work takes, each second."""
 
-    def __init__(self, *names: str, min_replicas: int = 1, **changes: Any) -> None:
-        made = settings(min_replicas=min_replicas, **changes)
-        self.scene: Scene = formed(*(f"{name}:1" for name in names), step=7, settings=made)
+    def __init__(
+        self, *names: str, min_replicas: int = 1, steady: bool = False, **changes: Any
+    ) -> None:
+        self.scene = scene = Scene(settings(min_replicas=min_replicas, **changes))
+        scene.now = 100.0
+        ids = [f"{name}:1" for name in names]
+        scene.beat(*ids)
+        for each in ids:
+            scene.ask(each, 7, steady=steady)
+        assert scene.pop_quorums() == [(1, ids)]
         self.num_steps = MIN_STEPS
 
     def run(self, seconds: int, **training_s: float) -> list[tuple[str, bool, bool]]:
@@ -252,6 +259,15 @@ def test_q26_the_next_one_has_its_time_again() -> None:
     job.ask_all("a", "b", "c", "d")
     assert job.run(int(AFTER_S) - 4, **fast, d=0.5) == []
     assert job.run(8, **fast, d=0.5) == [("d", True, True)]
+
+
+def test_q26_a_group_whose_session_is_broken_is_drained_when_it_is_back() -> None:
+    job = Job("a", "b", "c", steady=True)
+    fast = {"a": 0.25, "b": 0.25}
+    job.run(int(AFTER_S) - 2, **fast, c=0.75)
+    job.scene.session_ends("c:1")
+    assert job.run(6, **fast) == [("c", True, False)], "the order would not arrive"
+    assert job.run(2, **fast, c=0.75) == [("c", True, True)]
 
 
 def test_q26_where_most_are_slow_the_best_is_the_exception() -> None:

@@ -1192,6 +1192,8 @@ class Jobs:
         is_early = job.evicting is not None or now < job.next_eviction_at
         if slowest is None or is_early or not can_lose_a_group(job.members):
             return
+        if slowest in job.silent:  # the order would not arrive, and nobody would repeat it
+            return
         why = f"it is evicted because it is slow: {job.paces.why(slowest, members)}"
         job.evicting, job.next_eviction_at = slowest, now + self._config.slow_after_s
         job.ledger.record_slow_eviction(slowest, why)
