@@ -7,7 +7,6 @@ last ones when a stream is opened again, and numbers them, so that the lighthous
 from __future__ import annotations
 
 import enum
-import math
 from dataclasses import dataclass
 
 from torchft_svc.core.limits import MAX_NAME_LENGTH, MAX_REASON_LENGTH, check_name, check_text
@@ -18,11 +17,13 @@ from torchft_svc.errors import RequestRefused
 MAX_EVENTS_KEPT, MAX_EVENTS_SENT = 8, 32
 # Names in one event.
 MAX_LOST_NAMED = 16
+# A hundred years: their sums are still numbers, which JSON can hold.
+MAX_SECONDS = 3e9
 
 
 def _check_seconds(field: str, value: float) -> None:
-    if not (math.isfinite(value) and value >= 0):
-        raise RequestRefused(f"{field} is {value}, must be 0 or more seconds")
+    if not 0 <= value <= MAX_SECONDS:
+        raise RequestRefused(f"{field} is {value}, must be from 0 to {MAX_SECONDS:.0f} seconds")
 
 
 #: The phases of a step's own work, in their order.
@@ -107,7 +108,7 @@ class Tally:
         """Raise `RequestRefused` if a field from the network is out of bounds."""
         fields = ("committed_s", "discarded_s", "waiting_s", "reconfiguring_s", "healing_s")
         seconds = [getattr(self, field) for field in (*fields, "away_s", "ago_s")]
-        if not (min(seconds) >= 0 and math.isfinite(sum(seconds))):  # checked with each beat
+        if not (min(seconds) >= 0 and sum(seconds) <= MAX_SECONDS):  # checked with each beat
             for field, value in zip((*fields, "away_s", "ago_s"), seconds, strict=True):
                 _check_seconds(field, value)
         check_count("num_committed", self.num_committed)

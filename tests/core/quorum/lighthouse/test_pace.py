@@ -148,10 +148,15 @@ def test_n10_a_group_that_is_gone_is_forgotten() -> None:
 
 
 @pytest.mark.parametrize("field", ["training_s", "updating_s", "between_s", "waiting_s"])
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, 1e300])
 def test_times_that_cannot_be_are_refused(field: str, seconds: float) -> None:
     with pytest.raises(RequestRefused, match=field):
         dataclasses.replace(times(0.5), **{field: seconds}).check()
+
+
+def test_a_tally_whose_sum_is_no_number_is_refused() -> None:
+    with pytest.raises(RequestRefused, match="committed_s"):
+        Tally(committed_s=1.7e308, waiting_s=1.7e308).check()
 
 
 # -- which group is drained (Q26) ------------------------------------------------------------------
