@@ -19,7 +19,7 @@ MAX_ROWS = 40
 MAX_GONE_ROWS = 5
 
 _NODE_HEAD = ("NODE", "RANK", "WORKERS", "STATE", "WAITS", "RESTARTS", "SILENT", "HOST")
-_HEAD = (
+GROUP_HEAD = (
     "GROUP",
     "STEP",
     "STATE",
@@ -146,7 +146,7 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
         yield f"  no quorum now: {job.waiting_for}"
     groups = sorted(job.groups, key=_urgency)
     shown = groups if show_all else groups[:MAX_ROWS]
-    yield from _table([_HEAD, *map(_row, shown)])
+    yield from _table([GROUP_HEAD, *map(_row, shown)])
     if len(shown) < len(groups):
         yield f"  and {len(groups) - len(shown)} more (--all shows them)"
     yield from (f"  {slow_line(group)}" for group in shown if group.slow)

@@ -17,7 +17,7 @@ from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.host.log_format import escaped
-from torchft_svc.lighthouse_server.table import goodput_line, pace_cells, phase_cell
+from torchft_svc.lighthouse_server.table import GROUP_HEAD, goodput_line, pace_cells, phase_cell
 from torchft_svc.lighthouse_server.top.feed import View, sort_jobs
 
 KEYS = "q quit   tab next job   up/down, page up/down groups"
@@ -25,10 +25,6 @@ KEYS = "q quit   tab next job   up/down, page up/down groups"
 MAX_JOB_ROWS, MAX_INCIDENT_ROWS, MAX_RUN_ROWS = 5, 5, 3
 _LEAST_GROUP_ROWS = 3
 _SENTENCE_LINES = 3
-_GROUP_HEAD = (
-    *("GROUP", "STEP", "STATE", "PHASE", "FOR", "SILENT"),
-    *("OWN WORK", "x BEST", "x OWN", "MANAGER"),
-)
 # Silence, and a step that stands still, are shown as unusual after so long.
 _SILENT_S, _STALLED_S = 2.0, 30.0
 # Of an incarnation; the name in front of it is what people know.
@@ -200,7 +196,7 @@ def _groups(
     selection.first_group = max(0, min(selection.first_group, len(groups) - rows))
     shown = groups[selection.first_group : selection.first_group + rows]
     if shown:
-        table = _table(*_GROUP_HEAD)
+        table = _table(*GROUP_HEAD)
         wide = width >= 100
         for group in shown:
             table.add_row(*_group_row(group, is_wide=wide), style=_group_style(group))

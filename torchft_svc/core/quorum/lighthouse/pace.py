@@ -14,6 +14,7 @@ from torchft_svc.core.quorum.tally import STEP_PHASES, StepTimes
 
 # Beside the phases, all of them together.
 STEP = "step"
+_PHASES = (STEP, *STEP_PHASES)
 # A mean of fewer steps says little; nor does a group become slow, or usual again, in fewer.
 MIN_STEPS = 10
 # A look costs a comparison for each group.
@@ -173,9 +174,6 @@ class PaceWatch:
         excess_s = times.own_s - best.own_s
         is_worth_it = excess_s >= max(RESOLUTION_S, LEAST_LOSS * times.step_s)
         return is_worth_it and times.own_s >= self._factor * best.own_s
-
-
-_PHASES = (STEP, *STEP_PHASES)
 
 
 def _seconds(times: StepTimes) -> Mapping[str, float]:
