@@ -18,6 +18,7 @@ import psutil
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.lighthouse import Lighthouse, Orders, Publish, Send
 from torchft_svc.core.quorum.session_messages import Beat, Hello, Question
+from torchft_svc.core.quorum.tally import StepTimes, Tally
 from torchft_svc.core.quorum.types import NO_QUORUM, Member, QuorumConfig
 from torchft_svc.rpc.codec import quorum_answer
 
@@ -58,6 +59,12 @@ def group_member(number: int, step: int, incarnation: int = 0) -> Member:
         has_history=step > 0,
         steady=True,
     )
+
+
+def group_tally(step: int, step_s: float) -> Tally:
+    """Return what the manager of a group reports of its time, after so many steps."""
+    times = StepTimes(0.7 * step_s, 0.1 * step_s, 0.05 * step_s, 0.15 * step_s, step)
+    return Tally(committed_s=step * step_s, num_committed=step, step_times=times)
 
 
 class SimulatedFleet:
@@ -104,7 +111,8 @@ class SimulatedFleet:
             pause_s = beats / len(self.alive)
             for number in self.alive:
                 self.spend(pause_s)
-                message = Beat(Phase.TRAINING, self.step, 0.02)
+                tally = group_tally(self.step, beats)
+                message = Beat(Phase.TRAINING, self.step, 0.02, tally=tally)
                 self._feed("beat", partial(self._core.received, number, message))
 
     def kill(self, numbers: Iterable[int], kind: str = "group killed") -> None:

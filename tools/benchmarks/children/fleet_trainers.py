@@ -27,7 +27,7 @@ from typing import Any
 import click
 import uvloop
 
-from tools.benchmarks.simulated_fleet import group_member
+from tools.benchmarks.simulated_fleet import group_member, group_tally
 from torchft_svc.core.link import beat_together
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.session_messages import Beat, Hello, Question, SessionMessage
@@ -145,7 +145,8 @@ class Trainer:
         while True:
             phase = Phase.QUORUM if self._asks else Phase.TRAINING
             lasts_s = (time.monotonic() - self._step_at) % self._fleet.step_s
-            self._sent.put_nowait(Beat(phase, self.step, lasts_s))
+            tally = group_tally(self.step, self._fleet.step_s)
+            self._sent.put_nowait(Beat(phase, self.step, lasts_s, tally=tally))
             now = time.time()
             wait_s = self._interval_s * random.uniform(0.9, 1.0)
             await asyncio.sleep(beat_together(now, wait_s, self._interval_s, 0.0) - now)
