@@ -6,7 +6,7 @@ much of it a group works, and how much it waits for others: see `StepTimes`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from torchft_svc.core.quorum.names import stable_name
@@ -50,14 +50,16 @@ class PaceChange:
 
 @dataclass(slots=True)
 class _Group:
-    """The last times of a group, and its best ones by phase.
+    """The last times of a group; ``row``: their own work, and ``best``: the least of each so far,
+    both in the order of `_PHASES`.
 
     ``turned``: since when, and since how many steps, it is on the other side of the limit than
     ``is_slow`` says (None: it is not).
     """
 
     times: StepTimes
-    best: dict[str, float]
+    row: tuple[float, ...]
+    best: tuple[float, ...]
     is_slow: bool = False
     turned: tuple[float, int] | None = None
 
@@ -80,12 +82,13 @@ class PaceWatch:
         """Record what a group reports."""
         if times.num_steps < MIN_STEPS:
             return
+        row = (times.own_s, times.training_s, times.updating_s, times.between_s)
         group = self._groups.get(replica_id)
         if group is None:
-            group = self._groups[replica_id] = _Group(times, {})
-        group.times = times
-        for phase, seconds in _seconds(times).items():
-            group.best[phase] = min(seconds, group.best.get(phase, seconds))
+            self._groups[replica_id] = _Group(times, row, row)
+        else:
+            group.times, group.row = times, row
+            group.best = tuple(min(pair) for pair in zip(row, group.best, strict=True))
 
     def forget_group(self, replica_id: str) -> None:
         """Forget a group that is gone."""
@@ -148,20 +151,11 @@ class PaceWatch:
     def paces(self, members: Set[str]) -> dict[str, tuple[Pace, ...]]:
         """How long the own work of each known group takes, compared with the best of
         ``members``."""
-        rows = {each: _seconds(group.times) for each, group in self._groups.items()}
-        compared = [rows[each] for each in members & rows.keys()]
-        best = {phase: min(row[phase] for row in compared) for phase in _PHASES} if compared else {}
+        compared = [self._groups[each].row for each in members & self._groups.keys()]
+        best = tuple(min(column) for column in zip(*compared, strict=True))  # empty: of nobody
         return {
-            each: tuple(
-                Pace(
-                    phase=phase,
-                    seconds=seconds,
-                    to_best=_ratio(seconds, best.get(phase, seconds)),
-                    to_own_best=_ratio(seconds, self._groups[each].best[phase]),
-                )
-                for phase, seconds in row.items()
-            )
-            for each, row in rows.items()
+            each: tuple(map(_compare, _PHASES, group.row, best or group.row, group.best))
+            for each, group in self._groups.items()
         }
 
     def _best_of(self, members: Iterable[str]) -> str | None:
@@ -176,8 +170,13 @@ class PaceWatch:
         return is_worth_it and times.own_s >= self._factor * best.own_s
 
 
-def _seconds(times: StepTimes) -> Mapping[str, float]:
-    return {STEP: times.own_s, **{phase: times.of_phase(phase) for phase in STEP_PHASES}}
+def _compare(phase: str, seconds: float, best_s: float, own_best_s: float) -> Pace:
+    return Pace(
+        phase=phase,
+        seconds=seconds,
+        to_best=_ratio(seconds, best_s),
+        to_own_best=_ratio(seconds, own_best_s),
+    )
 
 
 def _ratio(seconds: float, best_s: float) -> float:
