@@ -330,6 +330,15 @@ def test_a_shutdown_ends_it(stack: contextlib.ExitStack) -> None:
     assert "shutting down" in str(errors[0])
 
 
+def test_a_shutdown_frees_what_has_arrived(stack: contextlib.ExitStack) -> None:
+    worker, receiver = Worker(stack), Heal(stack)
+    worker.on_look = receiver.transport.shutdown
+    with pytest.raises(PeerError, match="shutting down"):
+        receiver.catch_up(worker)
+    staging = receiver.transport._staging
+    assert (staging._kept, staging.at_hand) == (None, None)
+
+
 @contextlib.contextmanager
 def answering(body: bytes) -> Iterator[str]:
     """The address of a source that answers each request with ``body``, sealed."""

@@ -275,6 +275,8 @@ class HTTPTransport(CheckpointTransport[T]):
         finally:
             with self._lock:
                 self._fetches.discard(fetch)
+                if self._is_shut_down:  # what has arrived was kept for a heal
+                    self._free_memory()
 
     def interrupt_receive(self, why: str) -> None:
         with self._lock:
@@ -298,9 +300,13 @@ class HTTPTransport(CheckpointTransport[T]):
         with self._lock:
             self._is_shut_down = True
         self.interrupt_receive("this worker is shutting down")
-        self._staging.expect(0)
-        self._deferred_staging.expect(0)
+        self._free_memory()
         self._server.close(wait)
+
+    def _free_memory(self) -> None:
+        """Free what was prepared, or kept, for states that are to arrive."""
+        for staging in (self._staging, self._deferred_staging):
+            staging.expect(0)
 
     def _chunk_bytes_of(self, num_bytes: int) -> int:
         return self._chunk_bytes or _usual_chunk_bytes(num_bytes)
