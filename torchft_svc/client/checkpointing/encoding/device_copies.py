@@ -119,15 +119,26 @@ def pinned(state: object) -> Iterator[None]:
         yield
         return
     cudart = _cuda.cudart()
-    registered = [
-        start for start, stop in ranges if int(cudart.cudaHostRegister(start, stop - start, 0)) == 0
-    ]
+    registered = []
+    for start, stop in ranges:
+        if int(cudart.cudaHostRegister(start, stop - start, 0)) == 0:
+            registered.append(start)
+        else:
+            _forget_error()
     try:
         yield
-        _cuda.synchronize()  # a copy may be under way
     finally:
-        for start in registered:
-            cudart.cudaHostUnregister(start)
+        try:
+            _cuda.synchronize()  # a copy may be under way, also after an exception
+        finally:
+            for start in registered:
+                cudart.cudaHostUnregister(start)
+
+
+def _forget_error() -> None:
+    """Take back the error of a call of CUDA, which the next kernel of this thread would report."""
+    with contextlib.suppress(RuntimeError):
+        torch.empty(1, device="cuda").fill_(0.0)
 
 
 def _host_ranges(state: object) -> list[tuple[int, int]]:
