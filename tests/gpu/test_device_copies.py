@@ -6,7 +6,8 @@ import pytest
 import torch
 from support.gpu.ranks import needs_gpu
 
-from torchft_svc.client.checkpointing.encoding.device_copies import pinned
+from torchft_svc.client.checkpointing.encoding.device_copies import DeviceCopies, pinned
+from torchft_svc.client.checkpointing.encoding.memory import allocate
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -40,3 +41,12 @@ def test_memory_is_unpinned_after_a_load_that_raises() -> None:
         load()
     assert was_pinned == [True]
     assert not state["weight"].is_pinned()
+
+
+def test_a_default_device_changes_nothing() -> None:
+    """A program may have called `torch.set_default_device`."""
+    part = torch.arange(256, device="cuda").to(torch.uint8)
+    copied = allocate(part.numel())
+    with torch.device("cuda"):
+        DeviceCopies([(0, part)], copied).run()
+    assert bytes(copied) == bytes(range(256))

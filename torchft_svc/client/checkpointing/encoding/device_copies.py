@@ -97,7 +97,8 @@ class DeviceCopies:
 
     def _new_buffer(self) -> torch.Tensor:
         # From torch's pool of pinned memory: the next copy finds it there again.
-        return torch.empty(min(WINDOW_BYTES, self._size), dtype=torch.uint8, pin_memory=True)
+        size = min(WINDOW_BYTES, self._size)
+        return torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _take_starts(self) -> Iterator[int]:
         while not self._errors:
