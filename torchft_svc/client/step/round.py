@@ -567,6 +567,7 @@ class RoundRunner:
         log.info("healing to step %d from %s", quorum.max_step, source)
         self._begin_work(RoundWork.HEALING)
         began_at = time.monotonic()
+        self._streams.wait()  # a state that is received in place replaces what is queued
         state = fetch_state(
             self._deps.transport,
             quorum,
