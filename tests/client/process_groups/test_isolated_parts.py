@@ -108,6 +108,18 @@ def test_the_poller_reports_what_has_ended_while_another_operation_hangs() -> No
     assert late.wait(10)
 
 
+def test_the_poller_survives_a_device_that_has_failed() -> None:
+    def ask_the_device() -> bool:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    poller = CompletionPoller()
+    threading.Thread(target=poller.run, name="poller", daemon=True).start()
+    for _ in range(2):
+        ended = threading.Event()
+        poller.add(ask_the_device, ended.set)
+        assert ended.wait(10)
+
+
 @pytest.mark.processes
 def test_a_process_that_does_not_read_keeps_nobody_from_leaving() -> None:
     group = ProcessGroupBabyGloo(ENOUGH)

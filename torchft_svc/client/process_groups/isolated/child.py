@@ -194,7 +194,7 @@ class CompletionPoller:
         self._new = queue.SimpleQueue()
 
     def add(self, is_over: Callable[[], bool], on_end: Callable[[], object]) -> None:
-        """Call ``on_end`` once ``is_over`` returns True."""
+        """Call ``on_end`` once ``is_over`` returns True, or fails: ``on_end`` reports why."""
         self._new.put((is_over, on_end))
 
     def run(self) -> None:
@@ -204,12 +204,20 @@ class CompletionPoller:
             if not pending or not self._new.empty():
                 pending.append(self._new.get())
                 continue
-            over = [entry for entry in pending if entry[0]()]
+            over = [entry for entry in pending if _is_over(entry[0])]
             pending = [entry for entry in pending if entry not in over]
             for _, on_end in over:
                 on_end()
             if not over:
                 time.sleep(POLL_S)
+
+
+def _is_over(check: Callable[[], bool]) -> bool:
+    """Whether an operation has ended; a device that has failed ends all of them."""
+    try:
+        return check()
+    except RuntimeError:
+        return True
 
 
 def _configure(pg: DelegatingProcessGroup, message: Configure) -> None:
