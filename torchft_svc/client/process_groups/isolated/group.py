@@ -287,14 +287,9 @@ class ProcessGroupBabyNCCL(IsolatedProcessGroup):
     ) -> None:
         check_support("ProcessGroupBabyNCCL", "ProcessGroupBabyGloo")
         where = resolve_device(device)
-
-        def make_pool() -> Pool:
-            # After a kill the old stream may wait forever.
-            stream = new_stream(where)
-            create = functools.partial(DeviceSegment, device=where, stream=stream)
-            return Pool(create, on_device=True)
-
-        super().__init__(timeout, Backend("nccl", str(where), high_priority), make_pool)
+        create = functools.partial(DeviceSegment, device=where, stream=new_stream(where))
+        backend = Backend("nccl", str(where), high_priority)
+        super().__init__(timeout, backend, lambda: Pool(create, on_device=True))
 
 
 class IsolatedWork(dist.Work):
