@@ -74,6 +74,15 @@ def test_what_the_device_has_not_reached_counts_later(sleep: Callable[[float], N
     assert not times._on_device
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_waits_on_all_devices_count(sleep: Callable[[float], None]) -> None:
+    times = WaitTimes()
+    for index in range(2):
+        with torch.cuda.device(index):
+            wait_for_sum(times, sleep, SUM_S)
+    assert times.pop_seconds() == pytest.approx(2 * (SUM_S - OWN_S), abs=0.06)
+
+
 def test_the_measurement_costs_microseconds(sleep: Callable[[float], None]) -> None:
     times, tensor = WaitTimes(), torch.zeros(1, device="cuda")
     for _ in range(1000):

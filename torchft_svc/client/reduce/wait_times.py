@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import NamedTuple
 
 import torch
 
 # Waits on a device that nobody has asked for: those of the present step are far fewer.
 MAX_WAITS = 10_000
+
+
+class _DeviceWait(NamedTuple):
+    """Events at both ends of a wait on ``device``."""
+
+    device: torch.device
+    began: torch.cuda.Event
+    ended: torch.cuda.Event
 
 
 class WaitTimes:
@@ -21,9 +30,9 @@ class WaitTimes:
 
     def __init__(self) -> None:
         self._waited_s = 0.0
-        self._on_device: deque[tuple[torch.cuda.Event, torch.cuda.Event]] = deque(maxlen=MAX_WAITS)
-        self._unused: list[torch.cuda.Event] = []  # to make one takes longer than to record it
-        self._device: torch.device | None = None  # whose they are
+        self._on_device: deque[_DeviceWait] = deque(maxlen=MAX_WAITS)
+        # By their devices: to make one takes longer than to record it.
+        self._unused: dict[torch.device, list[torch.cuda.Event]] = {}
 
     def begin_wait(self, tensor: torch.Tensor) -> float | torch.cuda.Event:
         """Begin a wait for the sum in ``tensor``; returns what `end_wait` needs.
@@ -37,13 +46,12 @@ class WaitTimes:
         if isinstance(began, float):
             self._waited_s += time.monotonic() - began
         else:
-            self._on_device.append((began, self._record_event(tensor)))
+            ended = self._record_event(tensor)
+            self._on_device.append(_DeviceWait(tensor.device, began, ended))
 
     def _record_event(self, tensor: torch.Tensor) -> torch.cuda.Event:
-        if tensor.device != self._device:
-            self._device, self._unused = tensor.device, []
-            self._on_device.clear()
-        event = self._unused.pop() if self._unused else _make_event()
+        unused = self._unused.setdefault(tensor.device, [])
+        event = unused.pop() if unused else _make_event()
         event.record(torch.cuda.current_stream(tensor.device))
         return event
 
@@ -52,10 +60,10 @@ class WaitTimes:
 
         What the device has not reached yet is left for the next call.
         """
-        while self._on_device and self._on_device[0][1].query():  # type: ignore[no-untyped-call]
-            before, after = self._on_device.popleft()
-            self._waited_s += before.elapsed_time(after) / 1000
-            self._unused += [before, after]
+        while self._on_device and self._on_device[0].ended.query():  # type: ignore[no-untyped-call]
+            wait = self._on_device.popleft()
+            self._waited_s += wait.began.elapsed_time(wait.ended) / 1000
+            self._unused[wait.device] += [wait.began, wait.ended]
         seconds, self._waited_s = self._waited_s, 0.0
         return seconds
 
