@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -74,6 +75,20 @@ def test_without_a_compiler_torch_makes_the_same_bits(
     with caplog.at_level(logging.WARNING):
         assert_like_the_cpu([numbers(5 * BLOCK + 1)], Quantization.INT8)
     assert "there is no C compiler" in caplog.text
+
+
+@needs_triton
+def test_without_a_part_of_triton_torch_makes_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import torchft_svc.client.reduce
+
+    name = "torchft_svc.client.reduce.triton_blocks"
+    monkeypatch.delattr(torchft_svc.client.reduce, "triton_blocks", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)  # its import fails
+    with caplog.at_level(logging.WARNING):
+        assert_like_the_cpu([numbers(5 * BLOCK + 1)], Quantization.INT8)
+    assert "ImportError" in caplog.text or "ModuleNotFoundError" in caplog.text
 
 
 @needs_triton

@@ -229,8 +229,11 @@ def _fused(device: torch.device, kind: Quantization) -> ModuleType | None:
     """Return `triton_blocks` if its kernels run on ``device``; compiles them on the first call."""
     if device.type != "cuda" or not importlib.util.find_spec("triton"):
         return None
-    from torchft_svc.client.reduce import triton_blocks
-
+    try:
+        from torchft_svc.client.reduce import triton_blocks
+    except ImportError as error:  # another version of it, or a part is missing
+        log.warning(_NOT_FUSED, device, type(error).__name__, error)
+        return None
     try:
         triton_blocks.check(device, kind)
     except (RuntimeError, OSError, subprocess.SubprocessError, triton_blocks.TritonError) as error:
