@@ -62,6 +62,13 @@ def test_many_numbers(way: str, kind: Quantization) -> None:
         assert_like_the_cpu([all_bit_patterns(LARGE, seed)], kind)
 
 
+@pytest.mark.parametrize("kind", list(Quantization))
+def test_numbers_with_gaps_between_them(way: str, kind: Quantization) -> None:
+    values = numbers(6 * BLOCK)
+    wanted = quantized.encode_chunks(values[::2], 2, kind)
+    assert torch.equal(quantized.encode_chunks(values.cuda()[::2], 2, kind).cpu(), wanted)
+
+
 @needs_triton
 def test_without_a_compiler_torch_makes_the_same_bits(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -165,7 +165,7 @@ def encode_chunks(
     chunk = chunk_length(flat.numel(), num_members)
     rows = torch.empty(num_members, encoded_bytes(chunk), dtype=torch.uint8, device=flat.device)
     if (fused := _fused(flat.device, kind)) is not None:
-        fused.encode(flat.float(), rows, kind, errors)
+        fused.encode(flat.float().contiguous(), rows, kind, errors)
         return rows
     for number, row in enumerate(rows):
         of_row = slice(number * chunk, (number + 1) * chunk)
