@@ -13,10 +13,23 @@ from torch.distributed import ReduceOp
 
 from torchft_svc.client import Manager
 from torchft_svc.client.reduce import collectives
-from torchft_svc.client.reduce.quantized import BLOCK, Quantization, encoded_bytes, round_trip
+from torchft_svc.client.reduce.quantized import (
+    BLOCK,
+    Quantization,
+    decode_chunks,
+    encode_chunks,
+    encoded_bytes,
+)
 from torchft_svc.errors import ConfigError
 
 BOTH = list(Quantization)
+
+
+def round_trip(values: torch.Tensor, kind: Quantization) -> torch.Tensor:
+    """Return what a member that receives ``values`` decodes, as float32 of the same shape."""
+    found = torch.empty(values.shape)
+    decode_chunks(encode_chunks(values, 1, kind), found, kind)
+    return found
 
 
 def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:

@@ -240,10 +240,3 @@ def _fused(device: torch.device, kind: Quantization) -> ModuleType | None:
         log.warning(_NOT_FUSED, device, type(error).__name__, error)
         return None
     return triton_blocks
-
-
-def round_trip(values: torch.Tensor, kind: Quantization) -> torch.Tensor:
-    """Return what a member that receives ``values`` decodes, as float32 of the same shape."""
-    found = torch.empty(values.shape, dtype=torch.float32, device=values.device)
-    decode_chunks(encode_chunks(values, 1, kind), found, kind)
-    return found
