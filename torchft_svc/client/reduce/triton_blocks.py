@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from triton.errors import TritonError as TritonError
 
-from torchft_svc.client.reduce.quantized import BLOCK, Quantization
+from torchft_svc.client.reduce.quantized import BLOCK, Quantization, encoded_bytes
 
+_BLOCK_BYTES = encoded_bytes(BLOCK)
 # Blocks of one program: large enough to fill its threads, small enough for their registers.
 _BLOCKS_OF_A_PROGRAM = 8
 _WARPS = 4
@@ -31,7 +32,7 @@ def encode(
 
     ``errors``: gets what ``rows`` leave out; may be ``values``.
     """
-    num_blocks = rows.numel() // _block_bytes()
+    num_blocks = rows.numel() // _BLOCK_BYTES
     with _on_device(rows):
         _encode[_grid(num_blocks)](
             values,
@@ -52,7 +53,7 @@ def add(
 
     ``errors``: gets what ``encoded`` leaves out.
     """
-    num_blocks = encoded.numel() // _block_bytes()
+    num_blocks = encoded.numel() // _BLOCK_BYTES
     with _on_device(rows):
         _add[_grid(num_blocks)](
             rows.view(torch.int8),
@@ -69,7 +70,7 @@ def add(
 
 def decode(rows: torch.Tensor, out: torch.Tensor, kind: Quantization) -> None:
     """Decode ``rows`` into ``out``, float32 of shape (numel,)."""
-    num_blocks = rows.numel() // _block_bytes()
+    num_blocks = rows.numel() // _BLOCK_BYTES
     with _on_device(rows):
         _decode[_grid(num_blocks)](
             rows.view(torch.int8),
@@ -90,14 +91,10 @@ def check(device: torch.device, kind: Quantization) -> None:
             for example without a C compiler.
     """
     values = torch.ones(BLOCK, device=device)
-    rows = torch.empty(1, _block_bytes(), dtype=torch.uint8, device=device)
+    rows = torch.empty(1, _BLOCK_BYTES, dtype=torch.uint8, device=device)
     encode(values, rows, kind, None)
     add(rows, rows[0].clone(), kind, None)
     decode(rows, values, kind)
-
-
-def _block_bytes() -> int:
-    return BLOCK + 4
 
 
 def _grid(num_blocks: int) -> tuple[int]:
@@ -115,7 +112,10 @@ def _options(kind: Quantization) -> dict[str, Any]:
 
 
 def _on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Triton launches on the current device. Its interpreter, for tests, has tensors on the CPU."""
+    """Make the tensor's device the current one, on which Triton launches.
+
+    In its interpreter, for tests, tensors are on the CPU.
+    """
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()
 
 
