@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import platform
 import signal
@@ -21,8 +22,15 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 
 from torchft_svc.elastic.launcher import HardRestartPolicyStrategy  # noqa: F401  # imports torch
-from torchft_svc.elastic.workers import LocalWorkers, TiedFunction, WorkerEnd, tied
+from torchft_svc.elastic.workers import (
+    LocalWorkers,
+    TiedFunction,
+    WorkerEnd,
+    _WholeLines,
+    tied,
+)
 from torchft_svc.errors import ConfigError
+from torchft_svc.host.line_writer import MAX_PART
 
 pytestmark = pytest.mark.processes
 
@@ -113,6 +121,17 @@ def test_a_line_is_copied_when_all_of_it_is_there(
     assert capfd.readouterr().out == "[role0]:an apple\n[role0]:the end\n"
     (chosen,) = tmp_path.glob("run_*/attempt_0/filtered_stdout.log")
     assert chosen.read_text() == "[role0]:an apple\n"
+
+
+def test_a_line_that_does_not_end_is_copied_in_parts() -> None:
+    console, half = io.StringIO(), "x" * (MAX_PART // 2 + 1)
+    lines = _WholeLines(console, "[role0]:")
+    lines.write(half)
+    assert not console.getvalue()
+    lines.write(half)
+    lines.write("the end\n")
+    lines.write("\n")
+    assert console.getvalue() == f"[role0]:{half}{half}\n[role0]:the end\n[role0]:\n"
 
 
 @pytest.mark.parametrize("redirects", [Std.NONE, Std.ALL])

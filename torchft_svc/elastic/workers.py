@@ -37,7 +37,7 @@ from torchft_svc import env
 from torchft_svc.elastic.warm_start import WarmStart
 from torchft_svc.errors import ConfigError
 from torchft_svc.host import process_end
-from torchft_svc.host.line_writer import READER_PATIENCE_S, LineStream, LineWriter
+from torchft_svc.host.line_writer import MAX_PART, READER_PATIENCE_S, LineStream, LineWriter
 from torchft_svc.host.process_end import POLL_S
 from torchft_svc.host.worker_process import KILL_S, SpawnedProcess, WorkerProcess
 
@@ -403,7 +403,8 @@ class _Tails:
 class _WholeLines:
     """What `TailLog` writes to: each line gets its header when all of it is there.
 
-    `TailLog` reads what the worker has written so far, which may end inside of a line.
+    `TailLog` reads what the worker has written so far, which may end inside of a line. A line that
+    is too long is copied in parts.
 
     Args:
         words: only lines with one of them are copied (default: all).
@@ -415,7 +416,9 @@ class _WholeLines:
 
     def write(self, text: str) -> None:
         self._part += text
-        if text.endswith("\n"):
+        if len(self._part) > MAX_PART and not text.endswith("\n"):
+            self._part += "\n"
+        if self._part.endswith("\n"):
             line, self._part = self._part, ""
             if any(word in line for word in self._words):
                 self._stream.write(self._header + line)
