@@ -395,8 +395,10 @@ def check_support(name: str, instead: str) -> None:
 
 
 def refuse_capture(name: str) -> None:
-    """Raise `ConfigError` if a CUDA graph is being captured: a graph that is replayed would use the
-    members of the capture."""
+    """Raise `ConfigError` if a CUDA graph is being captured.
+
+    Its replays would sum among the members of the capture.
+    """
     if torch.cuda.is_current_stream_capturing():
         reason = (
             "the members may change between two replays of a CUDA graph: capture the forward and "

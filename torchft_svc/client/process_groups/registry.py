@@ -27,7 +27,7 @@ _devices = ["cpu", "cuda"]
 def register_process_group(
     backend: str, factory: Factory, *, device_type: str | None = None
 ) -> None:
-    """Let ``Manager(pg=backend)`` make its process group with ``factory``.
+    """Register ``factory`` under a name, by which ``Manager(pg=backend)`` makes its process group.
 
     Args:
         backend: a name, such as ``"xccl"``.

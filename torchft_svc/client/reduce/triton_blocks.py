@@ -192,7 +192,7 @@ def _decode(
 
 @triton.jit
 def _places(block, per_row, size: tl.constexpr):
-    """The places of the blocks' first numbers, and of their scales, in 4 bytes each."""
+    """Return where the blocks' first numbers are, in bytes, and their scales, in 4 bytes each."""
     row, within = block // per_row, block % per_row
     row_scales = row * per_row * (size // 4 + 1)
     return row_scales * 4 + within * size, row_scales + per_row * (size // 4) + within

@@ -63,7 +63,7 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class ShareDevice:
-    """Segment ``segment`` on a CUDA device, and the event that its inputs are copied.
+    """Segment ``segment`` on a CUDA device, and the event behind the copies of its inputs.
 
     ``memory`` is the result of ``UntypedStorage._share_cuda_``, for ``_new_shared_cuda``; the event
     is a handle for another process.
