@@ -97,6 +97,8 @@ class Measurement:
             learner.child.wait_for_output(START_TIMEOUT_S)
         self.run(_WARM_UP_S)
         for learner in self.learners.values():
+            if learner.began is None and learner.child is not None:
+                raise learner.child.error("has not begun to train")
             learner.began = None
 
     def start(self, name: str) -> None:
