@@ -106,6 +106,12 @@ def for_child(changes: Mapping[str, str | None]) -> dict[str, str]:
     return {name: value for name, value in changed.items() if value is not None}
 
 
+def without_window_size() -> dict[str, str]:
+    """This process' environment without the size of a window, which some shells and libraries
+    export at their start: a screen would keep it when the window changes."""
+    return for_child({"COLUMNS": None, "LINES": None})
+
+
 def set_worker_variables(worker: TorchrunWorker, round_: int) -> None:
     """Set torchrun's variables, and ours, to the place in a new world, for those that read them."""
     for name, value in asdict(worker).items():

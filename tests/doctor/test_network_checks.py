@@ -163,11 +163,15 @@ def test_the_name_of_the_machine_that_gloo_looks_up(
 
 
 def test_the_managers_of_the_other_groups() -> None:
-    with LighthouseServer("127.0.0.1:0", 1) as server, line_to(server.address()) as line:
+    with (
+        LighthouseServer("127.0.0.1:0", 1) as server,
+        LighthouseServer("127.0.0.1:0", 1) as of_manager,  # where it does not take the name `b`
+        line_to(server.address()) as line,
+    ):
         address = server.address().removeprefix("http://")
         where = {"TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": "a"}
         assert only(examine(**where), "other groups").level is Level.UNCHECKED
-        with start_manager(address, replica_id="b") as manager:
+        with start_manager(of_manager.address(), replica_id="b") as manager:
             line.quorum("b:1", address=manager.address().removeprefix("http://")).result()
             reached = only(examine(**where), "other groups")
             assert reached.level is Level.OK

@@ -21,6 +21,8 @@ from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
+import psutil
+
 from tools.demo.orphans import MARK
 from torchft_svc.host.fork_server import ForkServer
 
@@ -32,6 +34,10 @@ TORCH = "torch"
 SERVICES = "services"
 # So long waits one thread for the end of a process while others do.
 _TURN_S = 0.1
+# A process is gone so long before its end is reported, at most.
+_REPORT_S = 5.0
+# Of a process that has ended long ago, so that another one has had its id since.
+LOST_STATUS = 255
 
 
 @dataclass(frozen=True)
@@ -85,6 +91,14 @@ def server(loaded: str) -> ForkServer:
     )
 
 
+def _begin_of(pid: int) -> float | None:
+    """The instant at which the process with this id began (None: there is none)."""
+    try:
+        return psutil.Process(pid).create_time()
+    except psutil.NoSuchProcess:
+        return None
+
+
 class Forked:
     """A forked process, with the part of `subprocess.Popen` that tests need."""
 
@@ -93,6 +107,7 @@ class Forked:
         self.pid = self._server.fork(pickle.dumps(what), *descriptors)
         self.returncode: int | None = None
         self._ending = threading.Lock()
+        self._began_at = _begin_of(self.pid)
 
     def poll(self) -> int | None:
         return self._end(0.0)
@@ -107,16 +122,22 @@ class Forked:
         # The server reports an end once, to one of the threads that wait for it.
         until = math.inf if timeout_s is None else time.monotonic() + timeout_s
         while self.returncode is None:
-            asked_at = time.monotonic()
-            wait_s = max(0.0, min(until - asked_at, _TURN_S))
+            left_s = max(0.0, until - time.monotonic())
             with self._ending:
                 if self.returncode is None:
-                    ended = self._server.end_of(self.pid, wait_s)
-                    self.returncode = None if ended is None else ended[0]
-            now = time.monotonic()
-            if now >= until or now - asked_at < wait_s:  # in time; the server is lost
+                    self.returncode = self._find_status(min(left_s, _TURN_S))
+            if left_s <= _TURN_S:
                 break
         return self.returncode
+
+    def _find_status(self, wait_s: float) -> int | None:
+        begin = _begin_of(self.pid)
+        if None not in (begin, self._began_at) and begin != self._began_at:
+            return LOST_STATUS  # another process has its id now, and the server the status of that
+        ended = self._server.end_of(self.pid, wait_s)
+        if ended is None and _begin_of(self.pid) is None:
+            ended = self._server.end_of(self.pid, _REPORT_S) or (LOST_STATUS, 0.0)
+        return None if ended is None else ended[0]
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.ray, pytest.mark.timeout(300)]
 STEPS = NUM_SAMPLES // (2 * BATCH_SIZE)
 LONG_S = 120.0
 # A busy machine may be late with signs of life; a test that freezes a worker waits for less.
-HEARTBEAT_S, SHORT_S = 60.0, 4.0
+HEARTBEAT_S, SHORT_S = 60.0, 10.0
 
 
 @pytest.fixture(autouse=True)
@@ -130,7 +130,7 @@ def test_lost_and_frozen_workers_and_all_of_them(
     assert (rung, source) == ("restart", "checkpoint")
     assert lost_steps <= 2  # as many as may not have been written
     assert "its process has ended" in found["incidents"][0].reason
-    assert "was silent for 4 s" in found["incidents"][1].reason
+    assert "was silent for 10 s" in found["incidents"][1].reason
     assert len(workers()) == 2
     undisturbed = running(epochs=2, backend="local")
     undisturbed.train(max_retries=0)

@@ -33,6 +33,8 @@ MAX_BYTES = 4 << 30
 CONNECT_S = 2.0
 # All of one measurement, on the serving side.
 MAX_SERVED_S = 4 * CONNECT_S + 2 * MEASURE_S
+# A measurement may need so long to end when whoever asked for it has its result.
+_ENDING_S = 1.0
 # Others are refused meanwhile: they would measure each other.
 MAX_AT_A_TIME = 1
 MAX_CONNECTIONS = 16
@@ -182,7 +184,7 @@ class LinkServer:
             _write_line(connection, {"error": refusal})
             self._report(f"{peer}: refused: {refusal}")
             return
-        if not self._free.acquire(blocking=False):
+        if not self._free.acquire(timeout=_ENDING_S):
             _write_line(connection, {"error": "another measurement is under way: try it again"})
             return
         try:

@@ -10,11 +10,12 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 from rich.console import Console
 from rich.live import Live
 
+from torchft_svc import env
 from torchft_svc.lighthouse_server.top.feed import Answer, StatusFeed, View
 from torchft_svc.lighthouse_server.top.screen import Selection, draw_screen
 
@@ -63,7 +64,7 @@ def show_live(make_feed: Callable[[Callable[[], None]], StatusFeed], where: str)
 
     ``make_feed`` receives what wakes the screen.
     """
-    console, selection = Console(_environ=_without_size(os.environ)), Selection()
+    console, selection = Console(_environ=env.without_window_size()), Selection()
     awake, wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, awake)
@@ -91,12 +92,6 @@ def show_live(make_feed: Callable[[Callable[[], None]], StatusFeed], where: str)
                     if not keys:
                         return  # the terminal is gone
                     handle_keys(keys, selection)
-
-
-def _without_size(variables: Mapping[str, str]) -> dict[str, str]:
-    """The environment without the size that some shells and libraries export at their start, which
-    would keep the screen from following the terminal's."""
-    return {name: value for name, value in variables.items() if name not in ("COLUMNS", "LINES")}
 
 
 def show_once(answer: Answer, where: str) -> None:
