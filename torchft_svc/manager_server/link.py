@@ -20,7 +20,7 @@ from torchft_svc.core.quorum.manager.lighthouse_link import (
 from torchft_svc.core.quorum.session_messages import Beat, Leave
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import GroupRequest, Quorum
-from torchft_svc.errors import DeadlineExceeded, TorchFTError
+from torchft_svc.errors import DeadlineExceeded, TorchFTError, Unreachable
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.manager_server.job_members import members_of_job
@@ -32,6 +32,7 @@ from torchft_svc.rpc.link_driver import LinkDriver
 
 # Python's own random numbers belong to the program in whose process a manager may be.
 _DICE = random.SystemRandom()
+_CONNECTION_ENDED = "the connection has ended"
 
 
 class LighthouseLink(LinkDriver[ManagerLink]):
@@ -108,7 +109,14 @@ class LighthouseLink(LinkDriver[ManagerLink]):
             while (channel := self._channel) is None:  # it may be over again when this wakes up
                 await asyncio.wait_for(self._has_channel.wait(), deadline - time.monotonic())
             left_s = max(deadline - time.monotonic(), 0.001)
-            return await members_of_job(channel, self._config, left_s)
+            asking = asyncio.ensure_future(members_of_job(channel, self._config, left_s))
+            try:
+                await asyncio.wait({asking})
+            finally:
+                asking.cancel()
+            if asking.cancelled():  # by the end of the connection, and not by our caller
+                raise Unreachable("lighthouse", self._config.lighthouses[0], _CONNECTION_ENDED)
+            return asking.result()
         except asyncio.TimeoutError:  # before Python 3.11, this is not the built-in one
             raise DeadlineExceeded("connecting with the lighthouse", timeout_s) from None
 

@@ -128,6 +128,7 @@ class Group:
             name,
             pg=self.pg,
             use_async_quorum=False,
+            timeout=min(TIMEOUT, quorum_timeout),
             quorum_timeout=quorum_timeout,
             state_dict=lambda: {"model": self.parts.state_dict(), "inner": self.inner.state_dict()},
             load_state_dict=self.load,
