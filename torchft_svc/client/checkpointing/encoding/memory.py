@@ -200,7 +200,7 @@ class AtHand:
 
 
 class Staging:
-    """At most one `Filling` for an expected state, of which chunks may be at hand; thread-safe."""
+    """Memory for at most one expected state, of which chunks may be at hand; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
