@@ -73,5 +73,5 @@ $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dashboard,demo,dev,docs,metrics,otel,ray]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dashboard,demo,dev,docs,metrics,otel,ray,torchx]'
 	touch $(READY)
