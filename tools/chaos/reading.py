@@ -75,11 +75,13 @@ class CountedReader:
             with self.loader.accumulate(model):
                 loss = model(features.to(device)).square().mean()
                 pause()
+                used += indices.tolist() if self.loader.weight else ()
+                # Before it is summed: from then on the others can commit it, whatever happens here.
+                self._write_down(used)
                 torch.autograd.backward(loss * self.loader.weight)
             is_whole = self.loader.ends_step
-            used += indices.tolist() if self.loader.weight else ()
             total += loss.item() * len(indices)
-        self._write_down(used)
+        self._write_down(used)  # once more, as the quorum can be another one within a step
         return total / max(1, len(used))
 
     def _read(self) -> Any:
@@ -90,14 +92,15 @@ class CountedReader:
         return batch
 
     def _write_down(self, used: list[int]) -> None:
-        rank, size = self._manager.participating_rank(), self._manager.num_participants()
+        # A step that has shown the program its members is not summed again without one of them.
+        members = self._manager._sums.wait_for_members()
         quorum = self._manager.last_quorum()
         self._log.write(
             SamplesRead,
             step=self._manager.committed_step(),
             quorum_id=0 if quorum is None else quorum.quorum_id,
-            rank=rank,
-            num_participants=size,
+            rank=members.participating_rank,
+            num_participants=members.num_participants,
             epoch=self.loader.position.epoch,
             indices=" ".join(map(str, used)),
         )

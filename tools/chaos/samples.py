@@ -1,8 +1,8 @@
 """Decides whether each sample of an epoch was in exactly one committed step: pure arithmetic.
 
-The ledger of a job: what each group had read in a step, written down before its vote, and which
-steps were committed in which quorum. A group that died after its vote has written both, or what it
-read at least; what another group has committed with it shows that it counted.
+The ledger of a job: what each group had read in a step, written down before it is summed, and which
+steps were committed in which quorum. A group that died in a step has written what it read if the
+others can have summed it; what another group has committed with it shows that it counted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ PROGRAM = {"samples": 400, "batch": 12}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPart:
-    """What one group, of ``size`` that contribute, had read when it voted on the step after
-    ``step``: the indices in the data set. ``rank`` is None if it does not contribute."""
+    """The indices in the data set that one of ``size`` contributing groups read for a step.
+
+    The step is the one after ``step``. ``rank`` is None if the group does not contribute.
+    """
 
     step: int
     quorum_id: int
@@ -44,7 +46,7 @@ class SampleLedger:
     _quorums: dict[int, int] = field(default_factory=dict)  # by the step before it
 
     def add_read(self, part: ReadPart) -> None:
-        """Record what a group has read; in one quorum a step is voted on once."""
+        """Record what a group has read until now; the last record of a quorum's step holds."""
         if part.rank is not None:
             key = part.step, part.quorum_id
             self._parts.setdefault(key, {})[part.rank] = part
