@@ -1,10 +1,11 @@
-"""Tests what a source shows of its state, and what a receiver makes of it (rules K1 to K5)."""
+"""Tests what a source shows of its state, and what a receiver makes of it (rules K1 to K6)."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
@@ -17,7 +18,7 @@ from support.running import eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.encoding.memory import Staging
-from torchft_svc.client.checkpointing.http import preview
+from torchft_svc.client.checkpointing.http import connections, preview
 from torchft_svc.client.checkpointing.http.requests import PREVIEW_SEED
 from torchft_svc.client.checkpointing.http.wire import Wire, seal
 from torchft_svc.client.step.state import ReadGate
@@ -266,6 +267,47 @@ def test_k5_nothing_is_fetched_of_a_state_that_changes_as_a_whole(
     receiver.heal(worker)
 
 
+def test_k6_previews_leave_heals_their_connections(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connections of a preview stay open, and would take the places of a heal."""
+    monkeypatch.setattr(connections, "MAX_CONNECTIONS", 2)
+    monkeypatch.setattr(connections, "MAX_APART", 2)  # for all but one of the three of a preview
+    worker, receiver = Worker(stack), Heal(stack)
+    heals = threading.Event()
+
+    def wait_for_heal() -> None:
+        assert heals.wait(DEADLINE_S)
+
+    def num_apart() -> int:
+        return len(worker.transport._server._connections._apart)
+
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(Heal(stack).catch_up, worker, wait_for_heal)
+        try:
+            eventually(lambda: num_apart() == 2)
+            second = pool.submit(Heal(stack).catch_up, worker)
+            receiver.heal(worker)
+            assert not second.done()
+        finally:
+            heals.set()
+        first.result(DEADLINE_S)
+        second.result(DEADLINE_S)
+    eventually(lambda: num_apart() == 0)
+
+
+def test_k6_a_preview_without_a_second_connection_gives_the_first_one_up(
+    stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "MAX_APART", 1)
+    worker, receiver = Worker(stack), Heal(stack)
+    began_at = time.monotonic()
+    with pytest.raises(CheckpointError, match="as many groups as possible"):
+        receiver.catch_up(worker)
+    assert time.monotonic() - began_at < DEADLINE_S / 2
+    receiver.heal(worker)
+
+
 def test_a_worker_without_the_setting_shows_nothing(stack: contextlib.ExitStack) -> None:
     silent: Transport = stack.enter_context(HTTPTransport(LONG, hostname="127.0.0.1"))
     with pytest.raises(CheckpointError, match="shows its state to no group"):
@@ -379,9 +421,10 @@ def test_a_malformed_preview_is_refused(body: bytes, stack: contextlib.ExitStack
 def test_a_copy_of_a_device_is_released_when_nobody_reads_it(
     stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preview, "IDLE_S", 0.1)
     worker, receiver = Worker(stack), Heal(stack)
     receiver.catch_up(worker)
+    monkeypatch.setattr(preview, "IDLE_S", 0.1)
+    worker.transport._server._connections.wake()
     released = threading.Event()
     while worker.transport._preview._shown:
         assert not released.wait(0.01)

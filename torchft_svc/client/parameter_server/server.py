@@ -7,7 +7,6 @@ import json
 import logging
 import threading
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
 from typing import ClassVar
 
@@ -18,6 +17,7 @@ from torchft_svc.client.checkpointing.http.requests import (
     HEAD_TIMEOUT_S,
     NOT_FOUND,
     UNAUTHORIZED,
+    Admission,
     parse_request,
     refuse,
 )
@@ -168,7 +168,7 @@ class ParameterServer(abc.ABC):
     def __exit__(self, *_: object) -> None:
         self.shutdown()
 
-    def _converse(self, wire: Wire, on_known: Callable[[], None]) -> None:
+    def _converse(self, wire: Wire, admission: Admission) -> None:
         wire.timeout_s = HEAD_TIMEOUT_S
         try:
             head = wire.read_head()
@@ -183,7 +183,7 @@ class ParameterServer(abc.ABC):
         except BadHead as error:
             refuse(wire, error.status, str(error), close=True)
             return
-        on_known()
+        admission.verify_peer()
         session_id = uuid.uuid4().hex
         store_addr = f"{HostPort(self._host, self._store.port)}/session/{session_id}"
         body = json.dumps({"session_id": session_id, "store_addr": store_addr}).encode()

@@ -98,6 +98,22 @@ def test_a_chunk_that_changes_while_it_is_sent_is_left_to_the_heal() -> None:
     assert machine.outcome().changing == 10
 
 
+def test_k6_a_chunk_that_was_put_back_is_fetched_by_another_connection() -> None:
+    machine = begun([0, 0])
+    assert machine.next_chunk() == 0
+    machine.put_back(0)
+    assert fetch_all(machine, [0, 0]) == [0, 1]
+    assert machine.outcome().at_hand == 20
+
+
+def test_k6_a_chunk_that_changes_with_each_step_is_not_put_back() -> None:
+    machine = begun([0, 0])
+    assert machine.next_chunk() == 0
+    machine.record_digests(6, digests_of([1, 0]))
+    machine.put_back(0)
+    assert fetch_all(machine, [1, 0]) == [1]
+
+
 def test_k2_another_form_of_the_state_makes_what_is_at_hand_useless() -> None:
     machine = begun([0, 0])
     fetch_all(machine, [0, 0])

@@ -10,8 +10,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
-from torchft_svc.client.checkpointing.http.requests import BUSY, HEAD_TIMEOUT_S, refuse
+from torchft_svc.client.checkpointing.http.requests import (
+    BUSY,
+    HEAD_TIMEOUT_S,
+    Admission,
+    refuse,
+)
 from torchft_svc.client.checkpointing.http.wire import Wire, wrap
 from torchft_svc.client.process.forks import drop_after_fork
 from torchft_svc.host.address import HostPort, listen
@@ -22,6 +28,8 @@ log = logging.getLogger(__name__)
 # Sixteen groups that heal at once from one worker, with four connections each; more have to wait.
 # A connection that has not shown the secret is cut for a new one.
 MAX_CONNECTIONS = 64
+# Beside these, connections for what nobody waits for: previews (rule K6).
+MAX_APART = 32
 # The process has too many open descriptors: accepting again at once would fail again.
 _NO_DESCRIPTOR_PAUSE_S = 1.0
 # On the same host a large buffer only evicts the bytes from the cache.
@@ -34,15 +42,14 @@ _BACKLOG = 4096
 _JOIN_TIMEOUT_S = 5.0
 
 
-# Serves one connection, and returns when it is over. The second argument is called once the peer
-# has shown that it may use the connection.
-Converse = Callable[[Wire, Callable[[], None]], None]
+# Serves one connection, and returns when it is over.
+Converse = Callable[[Wire, Admission], None]
 
 
 class ConnectionServer:
     """Listens at one port, and serves each connection by ``converse`` on a thread of its own.
 
-    At most `MAX_CONNECTIONS` at once.
+    At most `MAX_CONNECTIONS` at once, and `MAX_APART` that are counted apart.
 
     Args:
         converse: what a thread does with a connection, after the TLS handshake.
@@ -77,6 +84,7 @@ class ConnectionServer:
         self._lock = threading.Lock()
         self._connections: dict[Wire, threading.Thread] = {}
         self._unverified: dict[Wire, None] = {}  # without the secret so far; oldest first
+        self._apart: set[Wire] = set()
         self._closing = False
         self._acceptor = threading.Thread(
             target=self._accept_all, name=f"torchft-{kind}-accept", daemon=True
@@ -177,24 +185,33 @@ class ConnectionServer:
 
     def _make_room(self) -> bool:
         """Whether there is room for another connection; cuts an unverified one if necessary."""
-        if len(self._connections) < MAX_CONNECTIONS:
+        num_connections = len(self._connections) - len(self._apart)
+        if num_connections < MAX_CONNECTIONS:
             return True
         oldest = next(iter(self._unverified), None)
         # Connections that were cut for a new one and have not ended yet count, too.
-        if oldest is None or len(self._connections) >= 2 * MAX_CONNECTIONS:
+        if oldest is None or num_connections >= 2 * MAX_CONNECTIONS:
             return False
         del self._unverified[oldest]
         oldest.interrupt()
         return True
 
-    def _serve(self, wire: Wire) -> None:
-        def know() -> None:
-            with self._lock:
-                self._unverified.pop(wire, None)
+    def _verify(self, wire: Wire) -> None:
+        with self._lock:
+            self._unverified.pop(wire, None)
 
+    def _count_apart(self, wire: Wire) -> bool:
+        with self._lock:
+            if wire not in self._apart and len(self._apart) >= MAX_APART:
+                return False
+            self._apart.add(wire)
+            return True
+
+    def _serve(self, wire: Wire) -> None:
         try:
             wire.shake_hands(HEAD_TIMEOUT_S)
-            self._converse(wire, know)
+            admission = Admission(partial(self._verify, wire), partial(self._count_apart, wire))
+            self._converse(wire, admission)
         except OSError as error:
             log.info("a %s connection broke: %s", self._kind, error)
         except Exception:
@@ -203,6 +220,7 @@ class ConnectionServer:
             with self._lock:
                 self._connections.pop(wire, None)
                 self._unverified.pop(wire, None)
+                self._apart.discard(wire)
             wire.close()
 
     def _turn_away(self, wire: Wire) -> None:

@@ -17,6 +17,7 @@ from torchft_svc.client.checkpointing.http.feed import (
     MAX_CHUNK_BYTES,
     MIN_CHUNK_BYTES,
     FetchRequest,
+    Superfluous,
 )
 from torchft_svc.client.checkpointing.http.requests import (
     BUSY,
@@ -70,6 +71,7 @@ class PreviewFetch:
         self._machine = CatchUp(())
         self._parts: list[_Part] = []
         self._error: PeerError | None = None
+        self._num_workers = request.num_connections  # that fetch chunks
 
     def cancel(self, why: str) -> None:
         """Make `run` raise soon."""
@@ -162,12 +164,29 @@ class PreviewFetch:
                     chunk = None if self._error else self._machine.next_chunk()
                 if chunk is None:
                     return
-                self._fetch(connection, chunk)
+                try:
+                    self._fetch(connection, chunk)
+                except Superfluous as error:
+                    self._leave_to_others(chunk, str(error))
+                    return
         except PeerError as error:
             self._fail(error)
         except Exception as error:
             log.exception("a fetching thread failed")
             self._fail(CheckpointError(self._source.address, f"receiving failed: {error!r}"))
+
+    def _leave_to_others(self, chunk: int, why: str) -> None:
+        """End a connection for which the source has no room; the last one ends the fetch.
+
+        Who keeps one for the digests, and waits for another one, would keep others from it.
+        """
+        with self._changed:
+            self._num_workers -= 1
+            self._machine.put_back(chunk)
+            self._changed.notify_all()
+            is_last = not self._num_workers
+        if is_last:
+            self._fail(CheckpointError(self._source.address, why))
 
     def _fetch(self, connection: int, number: int) -> None:
         part = next(each for each in reversed(self._parts) if each.first <= number)
@@ -210,6 +229,7 @@ class PreviewFetch:
         """Ask for ``path``, again after a failure that may be one of the line.
 
         Raises:
+            Superfluous: it has no room for this connection beside the first one.
             PeerError: it does not answer, or refuses.
         """
         busy_until = time.monotonic() + self._request.timeout_s
@@ -219,6 +239,8 @@ class PreviewFetch:
                 return receive(self._source.ask(path, connection))
             except Refused as refusal:
                 self._source.drop_connection(connection)
+                if refusal.status == BUSY and connection > 0:
+                    raise Superfluous(str(refusal)) from refusal
                 if refusal.status != BUSY or time.monotonic() > busy_until:
                     raise CheckpointError(self._source.address, str(refusal)) from refusal
                 time.sleep(BUSY_PAUSE_S)

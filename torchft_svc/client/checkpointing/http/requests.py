@@ -146,8 +146,20 @@ def parse_request(head: Head) -> Request:
     return Request(secret, tuple(parts), query)
 
 
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Callables by which a conversation reports what its connection is for.
+
+    ``verify_peer``: the peer has shown that it may use the connection. ``count_apart``: it is for
+    what nobody waits for, and counts apart from the others; returns whether there is room.
+    """
+
+    verify_peer: Callable[[], None]
+    count_apart: Callable[[], bool]
+
+
 class Conversation:
-    """Answers the requests of one connection; ``on_known`` is called once the secret matched."""
+    """Answers the requests of one connection; ``admission`` records what it is for."""
 
     def __init__(
         self,
@@ -156,9 +168,9 @@ class Conversation:
         preview: Preview,
         secret: str,
         security: Security,
-        on_known: Callable[[], None],
+        admission: Admission,
     ) -> None:
-        self._on_known = on_known
+        self._admission = admission
         self._preview = preview
         self._security = security
         self._wire = wire
@@ -189,7 +201,7 @@ class Conversation:
     def _answer(self, request: Request) -> None:
         if not hmac.compare_digest(request.secret.encode(), self._secret.encode()):
             raise BadHead("nothing is here", 404)
-        self._on_known()
+        self._admission.verify_peer()
         try:
             match request.parts:
                 case ("state" | "deferred" as name, step):
@@ -266,6 +278,8 @@ class Conversation:
 
     def _answer_ahead(self, request: Request) -> None:
         """Answer a request of a receiver that heals later, or waits for the state."""
+        if request.parts[0] == "preview" and not self._admission.count_apart():
+            raise BadHead("as many groups as possible are fetching in advance", BUSY)
         match request.parts:
             case ("claim", "state" | "deferred" as name, step, size, chunk_bytes):
                 form = StateForm(_number(step), _number(size), _number(chunk_bytes))

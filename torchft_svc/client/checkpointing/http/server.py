@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
 
 from torchft_svc.client.checkpointing.http.connections import ConnectionServer
 from torchft_svc.client.checkpointing.http.preview import Preview
-from torchft_svc.client.checkpointing.http.requests import Conversation
+from torchft_svc.client.checkpointing.http.requests import Admission, Conversation
 from torchft_svc.client.checkpointing.http.served import OfferSlot, ServedState
 from torchft_svc.client.checkpointing.http.wire import Wire
 from torchft_svc.rpc.security import PLAIN, Security
@@ -55,8 +54,8 @@ class CheckpointServer:
         self._preview.show(None)
         self._connections.close(wait)
 
-    def _converse(self, wire: Wire, on_known: Callable[[], None]) -> None:
-        Conversation(wire, self._slots, self._preview, self.secret, self._security, on_known).run()
+    def _converse(self, wire: Wire, admission: Admission) -> None:
+        Conversation(wire, self._slots, self._preview, self.secret, self._security, admission).run()
 
     def _expire(self) -> float | None:
         """Drop what nobody fetches any more; when to look again."""

@@ -148,6 +148,12 @@ class CatchUp:
         self.at_hand.pop(chunk, None)  # its bytes are being overwritten
         return chunk
 
+    def put_back(self, chunk: int) -> None:
+        """Record that ``chunk`` was not fetched, and is left to another connection."""
+        self._underway.discard(chunk)
+        if not self._is_over and chunk not in self._changing:
+            self._left.append(chunk)
+
     def record_chunk(self, chunk: int, digest: bytes | None) -> None:
         """Record that ``chunk`` was fetched with ``digest``; None: it changed while it was sent."""
         self._underway.discard(chunk)
