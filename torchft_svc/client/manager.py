@@ -448,6 +448,7 @@ class Manager:
 
         For the loader ``name``: ``part`` is the group's part of the samples of the step; those of
         all groups add up to 1. Returns the part that counts: that of the first loader in this step.
+        A group that was dealt a larger part than others is not slow because it works longer.
         """
         return self._sums.set_part(name, part)
 

@@ -264,20 +264,22 @@ class Tally(_message.Message):
     def __init__(self, committed_s: _Optional[float] = ..., discarded_s: _Optional[float] = ..., waiting_s: _Optional[float] = ..., reconfiguring_s: _Optional[float] = ..., healing_s: _Optional[float] = ..., away_s: _Optional[float] = ..., num_committed: _Optional[int] = ..., num_discarded: _Optional[int] = ..., ago_s: _Optional[float] = ..., step_times: _Optional[_Union[StepTimes, _Mapping]] = ...) -> None: ...
 
 class StepTimes(_message.Message):
-    __slots__ = ("training_s", "updating_s", "between_s", "waiting_s", "num_steps", "group_rank")
+    __slots__ = ("training_s", "updating_s", "between_s", "waiting_s", "num_steps", "group_rank", "load")
     TRAINING_S_FIELD_NUMBER: _ClassVar[int]
     UPDATING_S_FIELD_NUMBER: _ClassVar[int]
     BETWEEN_S_FIELD_NUMBER: _ClassVar[int]
     WAITING_S_FIELD_NUMBER: _ClassVar[int]
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     training_s: float
     updating_s: float
     between_s: float
     waiting_s: float
     num_steps: int
     group_rank: int
-    def __init__(self, training_s: _Optional[float] = ..., updating_s: _Optional[float] = ..., between_s: _Optional[float] = ..., waiting_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., group_rank: _Optional[int] = ...) -> None: ...
+    load: float
+    def __init__(self, training_s: _Optional[float] = ..., updating_s: _Optional[float] = ..., between_s: _Optional[float] = ..., waiting_s: _Optional[float] = ..., num_steps: _Optional[int] = ..., group_rank: _Optional[int] = ..., load: _Optional[float] = ...) -> None: ...
 
 class GroupEvent(_message.Message):
     __slots__ = ("kind", "source", "number", "ago_s", "quorum_id", "step", "cause", "is_own", "lost", "lasts_s", "paused_s", "reconfigured_s", "healed_s", "healed_bytes")

@@ -209,6 +209,9 @@ class StepSums:
         """See `Manager.set_part`."""
         if self._part is None or self._part[0] == name:
             self._part = name, part
+            load = part * self._state.participation.num_participants
+            if load:  # without a sample a group makes a pass of some, too
+                self._worker.time_use.record_load(load)
         return self._part[1]
 
     def is_alone(self) -> bool:

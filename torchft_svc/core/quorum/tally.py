@@ -7,7 +7,7 @@ last ones when a stream is opened again, and numbers them, so that the lighthous
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torchft_svc.core.limits import MAX_NAME_LENGTH, MAX_REASON_LENGTH, check_name, check_text
 from torchft_svc.core.quorum.types import check_count, check_quorum_id, check_step
@@ -19,6 +19,8 @@ MAX_EVENTS_KEPT, MAX_EVENTS_SENT = 8, 32
 MAX_LOST_NAMED = 16
 # A hundred years: their sums are still numbers, which JSON can hold.
 MAX_SECONDS = 3e9
+# Of a group among a million, of which one may be dealt nearly all.
+LEAST_LOAD, MOST_LOAD = 1e-6, 1e6
 
 
 def _check_seconds(field: str, value: float) -> None:
@@ -37,7 +39,8 @@ class StepTimes:
     ``training_s``: from the beginning of a step to its vote; ``updating_s``: from there to the end
     of the update; ``between_s``: until the next step begins. None of them contains ``waiting_s``,
     in which the worker waits for others: for the quorum, for sums and for votes. ``num_steps``: how
-    many steps of its process have gone into this. ``group_rank``: of the worker.
+    many steps of its process have gone into this. ``group_rank``: of the worker. ``load``: samples
+    of a step that its group was dealt, relative to an even share (0: not known).
     """
 
     training_s: float
@@ -46,11 +49,19 @@ class StepTimes:
     waiting_s: float
     num_steps: int
     group_rank: int = 0
+    load: float = 0.0
 
     @property
     def own_s(self) -> float:
         """The worker's own work in a step."""
         return self.training_s + self.updating_s + self.between_s
+
+    def at_load(self, load: float) -> StepTimes:
+        """These times if the group had been dealt ``load``, of which training is a multiple; the
+        same ones if one of both loads is not known."""
+        if not (self.load and load) or load == self.load:
+            return self
+        return replace(self, training_s=self.training_s * (load / self.load), load=load)
 
     @property
     def step_s(self) -> float:
@@ -68,6 +79,10 @@ class StepTimes:
             _check_seconds(field, getattr(self, field))
         check_count("num_steps", self.num_steps)
         check_count("group_rank", self.group_rank)
+        if self.load and not LEAST_LOAD <= self.load <= MOST_LOAD:
+            raise RequestRefused(
+                f"load is {self.load}, must be 0 or from {LEAST_LOAD:g} to {MOST_LOAD:g}"
+            )
 
 
 @dataclass(frozen=True, slots=True)

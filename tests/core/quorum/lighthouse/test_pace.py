@@ -34,12 +34,26 @@ def watch(**training_s: float) -> PaceWatch:
     return made
 
 
+def dealt(**times_and_load: tuple[float, ...]) -> PaceWatch:
+    """Groups with their training time, load, and time of the update."""
+    made = PaceWatch(FACTOR, AFTER_S)
+    for name, (training_s, load, *updating_s) in times_and_load.items():
+        made.record_times(f"{name}:1", times(training_s, load=load, updating_s=sum(updating_s)))
+    return made
+
+
 def run(made: PaceWatch, until: float, **training_s: float) -> list[PaceChange]:
     """Report these times each second, with two steps more each; returns what was found."""
+    return run_dealt(made, until, **{name: (each, 1.0) for name, each in training_s.items()})
+
+
+def run_dealt(
+    made: PaceWatch, until: float, **times_and_load: tuple[float, float]
+) -> list[PaceChange]:
     found = []
     for second in range(int(until) + 1):
-        for name, seconds in training_s.items():
-            made.record_times(f"{name}:1", times(seconds, MIN_STEPS + 2 * second))
+        for name, (seconds, load) in times_and_load.items():
+            made.record_times(f"{name}:1", times(seconds, MIN_STEPS + 2 * second, load=load))
         found += made.find_changes(ALL, float(second))
     return found
 
@@ -72,6 +86,30 @@ def test_n9_the_best_is_a_member_of_the_quorum_in_force() -> None:
     assert made.paces(set())["b:1"][0].to_best == 1.0, "there is nothing to compare with"
 
 
+def test_n9_who_is_dealt_more_is_compared_for_as_many_samples() -> None:
+    """Four microbatches for three groups."""
+    made = dealt(a=(0.25, 0.75), b=(0.25, 0.75), c=(0.5, 1.5))
+    paces = made.paces(ALL)
+    assert [paces[each][0].to_best for each in sorted(ALL)] == [1.0, 1.0, 1.0]
+    assert (paces["c:1"][0].seconds, paces["c:1"][1].seconds) == (0.5, 0.5)
+    made.record_times("c:1", times(1.0, load=1.5))
+    (step, training, *_) = made.paces(ALL)["c:1"]
+    assert (step.to_best, training.to_best, step.to_own_best) == (2.0, 2.0, 2.0)
+
+
+def test_n9_who_is_dealt_less_and_takes_as_long_is_not_behind() -> None:
+    """A group whose time hardly grows with its samples costs nobody anything."""
+    made = dealt(a=(0.25, 0.75), b=(0.25, 0.75), c=(0.25, 1.5))
+    assert [each[0].to_best for each in made.paces(ALL).values()] == [1.0, 1.0, 1.0]
+
+
+def test_n9_an_update_does_not_grow_with_the_samples() -> None:
+    made = dealt(a=(0.25, 1.0, 0.25), b=(0.75, 2.0, 0.5))
+    step, training, updating, _ = made.paces({"a:1", "b:1"})["b:1"]
+    assert (training.to_best, updating.to_best) == (1.5, 2.0)
+    assert step.to_best == (0.375 + 0.5) / 0.5
+
+
 def test_n9_a_mean_of_a_few_steps_says_nothing() -> None:
     made = PaceWatch(FACTOR, AFTER_S)
     made.record_times("a:1", times(0.25, MIN_STEPS - 1))
@@ -97,6 +135,24 @@ def test_n10_the_groups_are_compared_once_a_second() -> None:
     made.find_changes(ALL, 0.0)
     assert not made.is_due(0.75)
     assert made.is_due(1.0)
+
+
+def test_n10_who_is_dealt_more_is_not_slow() -> None:
+    few = {"a": (0.25, 0.75), "b": (0.25, 0.75)}
+    assert run_dealt(watch(), 30, **few, c=(0.5, 1.5)) == []
+    assert run_dealt(watch(), 30, **few, c=(0.5, 0.75)) != []
+    assert run_dealt(watch(), 30, **few, c=(0.5, 0.0)) != [], "it does not know its load"
+    (change,) = run_dealt(watch(), 30, **few, c=(0.75, 1.5))
+    assert change.cause == (
+        "its own work takes 0.750 s a step, 1.5 times that of group a (0.500 s for as many "
+        "samples); the most of it in phase training, by group rank 0: 0.750 s, there 0.500 s"
+    )
+
+
+def test_n10_who_is_dealt_less_and_takes_as_long_is_not_slow() -> None:
+    most = {"a": (0.25, 1.2), "b": (0.25, 1.2)}
+    assert run_dealt(watch(), 30, **most, c=(0.25, 0.6)) == []
+    assert run_dealt(watch(), 30, **most, c=(0.5, 0.6)) != []
 
 
 def test_n10_what_is_below_the_factor_is_not_slow() -> None:
@@ -154,6 +210,12 @@ def test_times_that_cannot_be_are_refused(field: str, seconds: float) -> None:
         dataclasses.replace(times(0.5), **{field: seconds}).check()
 
 
+@pytest.mark.parametrize("load", [float("nan"), float("inf"), -1.0, 1e-9, 1e300])
+def test_a_load_that_cannot_be_is_refused(load: float) -> None:
+    with pytest.raises(RequestRefused, match="load"):
+        times(0.5, load=load).check()
+
+
 def test_a_tally_whose_sum_is_no_number_is_refused() -> None:
     with pytest.raises(RequestRefused, match="committed_s"):
         Tally(committed_s=1.7e308, waiting_s=1.7e308).check()
@@ -182,16 +244,17 @@ class Job:
         assert scene.pop_quorums() == [(1, ids)]
         self.num_steps = MIN_STEPS
 
-    def run(self, seconds: int, **training_s: float) -> list[tuple[str, bool, bool]]:
+    def run(
+        self, seconds: int, load: dict[str, float] | None = None, **training_s: float
+    ) -> list[tuple[str, bool, bool]]:
         """Returns what was reported: the group, whether it is slow, whether it is drained."""
         scene = self.scene
         for _ in range(seconds):
             scene.until(scene.now + 1.0)
             self.num_steps += 2
             for name, own_s in training_s.items():
-                tally = Tally(
-                    committed_s=1.0, num_committed=1, step_times=times(own_s, self.num_steps)
-                )
+                reported = times(own_s, self.num_steps, load=(load or {}).get(name, 1.0))
+                tally = Tally(committed_s=1.0, num_committed=1, step_times=reported)
                 scene.beat(f"{name}:1")
                 scene._record(scene.jobs.record_report(JOB, f"{name}:1", tally, (), scene.now))
         reports = [each for each in scene.pop_orders() if isinstance(each, ReportPace)]
@@ -280,6 +343,17 @@ def test_q26_where_most_are_slow_the_best_is_the_exception() -> None:
     assert job.run(30, a=0.25, b=0.75, c=0.75) == [("b", True, False), ("c", True, False)]
 
 
+def test_q26_who_was_dealt_more_stays_and_counts_for_as_many_samples() -> None:
+    load = {"a": 0.8, "b": 0.8, "c": 1.6, "d": 0.8, "e": 0.8}
+    fast = {"a": 0.25, "b": 0.25, "c": 0.5}
+    assert Job(*"abcde").run(20, load, **fast, d=0.25, e=0.25) == []
+    assert Job(*"abcde").run(20, load, **fast, d=0.25, e=0.5)[-1] == ("e", True, True)
+    # Beside half of them it is not: for as many samples, the others take nearly as long.
+    assert Job(*"abcde").run(20, load, a=0.25, b=0.35, c=0.8, d=0.35, e=0.35) == [
+        ("c", True, False)
+    ]
+
+
 @pytest.mark.parametrize("factor", [1.0, 0.5, float("nan"), float("inf")])
 def test_a_factor_that_every_group_exceeds_is_refused(factor: float) -> None:
     with pytest.raises(ConfigError, match="slow_factor"):
@@ -301,6 +375,20 @@ def compares_whole_steps(made: StepTimes) -> float:
     return made.training_s + made.updating_s + made.between_s + made.waiting_s
 
 
+def as_if_even(made: StepTimes, _: float) -> StepTimes:
+    return made
+
+
+_best_of = PaceWatch._best_of
+
+
+def compares_each_sample(made: PaceWatch, members: Any) -> Any:
+    best = _best_of(made, members)
+    for each in made._groups.values():
+        each.times = each.times.at_load(1.0)
+    return best._replace(as_it_is=best.when_even)
+
+
 def forgets_nothing(_: PaceWatch, __: str) -> None:
     pass
 
@@ -316,6 +404,19 @@ PLANTED: list[tuple[Any, str, Any, Callable[[], None]]] = [
         "own_s",
         property(compares_whole_steps),
         test_n9_the_own_work_is_compared_and_not_the_step,
+    ),
+    (StepTimes, "at_load", as_if_even, test_n10_who_is_dealt_more_is_not_slow),
+    (
+        StepTimes,
+        "at_load",
+        as_if_even,
+        test_q26_who_was_dealt_more_stays_and_counts_for_as_many_samples,
+    ),
+    (
+        PaceWatch,
+        "_best_of",
+        compares_each_sample,
+        test_n10_who_is_dealt_less_and_takes_as_long_is_not_slow,
     ),
     (PaceWatch, "forget_group", forgets_nothing, test_n10_a_group_that_is_gone_is_forgotten),
     (PaceWatch, "_is_above", _no, test_n10_a_group_is_slow_after_the_time_and_once),

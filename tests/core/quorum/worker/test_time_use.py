@@ -176,7 +176,7 @@ def test_n9_the_phases_of_a_step_do_not_contain_waits() -> None:
     now = steps(use, 0.0, 1 + NUM_WARM_UP_STEPS, train_s=8.0)
     assert tally(use, now).step_times is None, "the first steps compile"
     now = steps(use, now, 2)
-    expected = StepTimes(0.5, 0.125, 0.0625, 0.25, num_steps=2)
+    expected = StepTimes(0.5, 0.125, 0.0625, 0.25, num_steps=2, load=1.0)
     assert tally(use, now).step_times == expected
     assert (expected.own_s, expected.step_s) == (0.6875, 0.9375)
 
@@ -193,6 +193,24 @@ def test_n9_waits_between_steps_and_for_the_quorum_are_not_own_work() -> None:
     assert times is not None
     assert (times.training_s, times.updating_s, times.between_s) == (0.5, 0.125, 0.0625)
     assert times.waiting_s > 0.25
+
+
+def test_n9_the_load_is_a_mean_over_the_same_steps_as_the_times() -> None:
+    use = TimeUse()
+    now = steps(use, 0.0, 1 + NUM_WARM_UP_STEPS)
+    for train_s, load in ((1.0, 2.0), (0.5, 1.0), (1.5, 3.0)):
+        use.begin_step(now)
+        use.record_load(load)
+        now += train_s
+        use.end_committed(now, 7)
+    times = tally(use, now).step_times
+    assert times is not None
+    assert (times.num_steps, times.load) == (3, pytest.approx(2.0, rel=0.2))
+    assert times.training_s / times.load == pytest.approx(0.5)
+    now = steps(use, now, 40)
+    times = tally(use, now).step_times
+    assert times is not None
+    assert times.load == pytest.approx(1.0, rel=0.01), "a step without a loader is an even share"
 
 
 def test_n9_a_step_in_another_quorum_says_nothing_of_the_group() -> None:

@@ -2,12 +2,18 @@
 
 Training is synchronous, so a step takes every group as long as the slowest one. What differs is how
 much of it a group works, and how much it waits for others: see `StepTimes`.
+
+Groups may be dealt unequal numbers of samples. A group that was dealt more works longer, and one
+whose time hardly grows with its samples works longer for each of them; neither is slow. So a group
+counts as slower than another by the smaller of two ratios: that of their times, and that of their
+times at an even share of the samples.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.tally import STEP_PHASES, StepTimes
@@ -29,7 +35,7 @@ class Pace:
 
     ``phase``: ``step`` for all of them, or ``training``, ``updating``, ``between``. ``to_best``:
     relative to the best group of the quorum in force; ``to_own_best``: relative to the best that
-    this group has reached.
+    this group has reached; both at most as at an even share of the samples.
     """
 
     phase: str
@@ -50,8 +56,7 @@ class PaceChange:
 
 @dataclass(slots=True)
 class _Group:
-    """The last times of a group; ``row``: their own work, and ``best``: the least of each so far,
-    both in the order of `_PHASES`.
+    """The last times of a group; ``row``: see `_row`, and ``best``: the least of each so far.
 
     ``turned``: since when, and since how many steps, it is on the other side of the limit than
     ``is_slow`` says (None: it is not).
@@ -62,6 +67,19 @@ class _Group:
     best: tuple[float, ...]
     is_slow: bool = False
     turned: tuple[float, int] | None = None
+
+    @property
+    def even_s(self) -> float:
+        """Return its own work in a step with an even share of the samples."""
+        return self.row[len(_PHASES)]
+
+
+class _Best(NamedTuple):
+    """Ids of the members whose own work is the shortest: as it is, and at an even share of the
+    samples (None: nothing is known of any)."""
+
+    as_it_is: str | None
+    when_even: str | None
 
 
 class PaceWatch:
@@ -82,7 +100,7 @@ class PaceWatch:
         """Record what a group reports."""
         if times.num_steps < MIN_STEPS:
             return
-        row = (times.own_s, times.training_s, times.updating_s, times.between_s)
+        row = _row(times)
         group = self._groups.get(replica_id)
         if group is None:
             self._groups[replica_id] = _Group(times, row, row)
@@ -103,10 +121,10 @@ class PaceWatch:
         call; compares all groups."""
         self._look_at = now + LOOK_EACH_S
         found = []
-        best_id = self._best_of(members)
+        bests = self._best_of(members)
         for replica_id in sorted(members & self._groups.keys()):
             group = self._groups[replica_id]
-            best = self._groups[best_id].times if best_id else group.times
+            best_id, best = self._best_for(group, bests)
             if self._is_above(group.times, best) is group.is_slow:
                 group.turned = None
                 continue
@@ -129,19 +147,21 @@ class PaceWatch:
     def slowest(self, members: Set[str]) -> str | None:
         """The slowest of the slow ``members``, if it is slow beside more than half of the others,
         too: where most are slow, the best one is the exception (None: there is none)."""
-        own_s = {each: self._groups[each].times.own_s for each in members & self._groups.keys()}
-        slow = [each for each in own_s if self._groups[each].is_slow]
-        slowest = max(slow, key=lambda each: (own_s[each], each), default=None)
+        known = {each: self._groups[each].times for each in members & self._groups.keys()}
+        slow = [each for each in known if self._groups[each].is_slow]
+        slowest = max(slow, key=lambda each: (known[each].own_s, each), default=None)
         if slowest is None:
             return None
-        limit_s = own_s[slowest] / self._factor
-        num_better = sum(seconds <= limit_s for seconds in own_s.values())
+        limit_s, load = known[slowest].own_s / self._factor, known[slowest].load
+        num_better = sum(
+            each.own_s <= limit_s and each.at_load(load).own_s <= limit_s for each in known.values()
+        )
         return slowest if num_better > (len(members) - 1) / 2 else None
 
     def why(self, replica_id: str, members: Set[str]) -> str:
         """How a group compares with the best of ``members``, for people."""
-        best_id, times = self._best_of(members), self._groups[replica_id].times
-        return _describe(times, best_id, self._groups[best_id].times if best_id else times)
+        group = self._groups[replica_id]
+        return _describe(group.times, *self._best_for(group, self._best_of(members)))
 
     def slowest_rank(self, replica_id: str) -> int:
         """The group rank of the worker that a group's paces are of."""
@@ -154,14 +174,27 @@ class PaceWatch:
         compared = [self._groups[each].row for each in members & self._groups.keys()]
         best = tuple(min(column) for column in zip(*compared, strict=True))  # empty: of nobody
         return {
-            each: tuple(map(_compare, _PHASES, group.row, best or group.row, group.best))
+            each: _compare(group.row, best or group.row, group.best)
             for each, group in self._groups.items()
         }
 
-    def _best_of(self, members: Iterable[str]) -> str | None:
-        """The member whose own work is the shortest (None: nothing is known of any)."""
+    def _best_of(self, members: Iterable[str]) -> _Best:
         known = [each for each in members if each in self._groups]
-        return min(known, key=lambda each: (self._groups[each].times.own_s, each), default=None)
+        return _Best(
+            min(known, key=lambda each: (self._groups[each].row[0], each), default=None),
+            min(known, key=lambda each: (self._groups[each].even_s, each), default=None),
+        )
+
+    def _best_for(self, group: _Group, bests: _Best) -> tuple[str | None, StepTimes]:
+        """The one of the best groups that ``group`` is compared with, and what a step would take
+        that with the samples of ``group``; itself if nothing is known of any."""
+        if bests.as_it_is is None or bests.when_even is None:
+            return None, group.times
+        best = self._groups[bests.as_it_is].times
+        at_load = self._groups[bests.when_even].times.at_load(group.times.load)
+        if at_load.own_s > best.own_s:
+            return bests.when_even, at_load
+        return bests.as_it_is, best
 
     def _is_above(self, times: StepTimes, best: StepTimes) -> bool:
         """Whether a group is slower than the limit, and that costs the others something."""
@@ -170,13 +203,31 @@ class PaceWatch:
         return is_worth_it and times.own_s >= self._factor * best.own_s
 
 
-def _compare(phase: str, seconds: float, best_s: float, own_best_s: float) -> Pace:
-    return Pace(
-        phase=phase,
-        seconds=seconds,
-        to_best=_ratio(seconds, best_s),
-        to_own_best=_ratio(seconds, own_best_s),
+def _row(times: StepTimes) -> tuple[float, ...]:
+    """The own work of a step in all `_PHASES`, as it is; and then at an even share of the
+    samples."""
+    whole = times.own_s, times.training_s, times.updating_s, times.between_s
+    if times.load in (0.0, 1.0):
+        return whole + whole
+    even = times.at_load(1.0)
+    return (*whole, even.own_s, even.training_s, even.updating_s, even.between_s)
+
+
+def _compare(
+    row: tuple[float, ...], best: tuple[float, ...], own_best: tuple[float, ...]
+) -> tuple[Pace, ...]:
+    to_best = _ratios(row, best)
+    to_own_best = _ratios(row, own_best)
+    return tuple(
+        Pace(phase=phase, seconds=row[each], to_best=to_best[each], to_own_best=to_own_best[each])
+        for each, phase in enumerate(_PHASES)
     )
+
+
+def _ratios(row: tuple[float, ...], best: tuple[float, ...]) -> list[float]:
+    """The smaller ratio of each phase: that of the times, and that at an even share."""
+    ratios = list(map(_ratio, row, best))
+    return list(map(min, ratios, ratios[len(_PHASES) :]))
 
 
 def _ratio(seconds: float, best_s: float) -> float:
@@ -188,8 +239,9 @@ def _describe(times: StepTimes, best_id: str | None, best: StepTimes) -> str:
     phase = max(STEP_PHASES, key=lambda each: times.of_phase(each) - best.of_phase(each))
     named = f"group {stable_name(best_id)}" if best_id else "the best group"
     ratio = _ratio(times.own_s, best.own_s)
+    share = " for as many samples" if best.load == times.load not in (0.0, 1.0) else ""
     return (
         f"its own work takes {times.own_s:.3f} s a step, {ratio:.1f} times that of {named} "
-        f"({best.own_s:.3f} s); the most of it in phase {phase}, by group rank {times.group_rank}: "
-        f"{times.of_phase(phase):.3f} s, there {best.of_phase(phase):.3f} s"
+        f"({best.own_s:.3f} s{share}); the most of it in phase {phase}, by group rank "
+        f"{times.group_rank}: {times.of_phase(phase):.3f} s, there {best.of_phase(phase):.3f} s"
     )

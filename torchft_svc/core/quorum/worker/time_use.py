@@ -67,8 +67,10 @@ class TimeUse:
         self._updated_at: float | None = None
         self._waited_s = self._waited_before_s = 0.0
         self._num_warm_up_steps = 0
-        # Training, updating, between, waiting, and the number of steps; read by other threads.
-        self._means: tuple[float, float, float, float, int] | None = None
+        self._load = 1.0  # of the present step
+        # Training, updating, between, waiting, the load, and the number of steps; read by other
+        # threads.
+        self._means: tuple[float, float, float, float, float, int] | None = None
         # In the present step, of the training thread.
         self._still = dict.fromkeys(RoundWork, 0.0)
         self._still_s = 0.0
@@ -85,6 +87,12 @@ class TimeUse:
             self._since = now
         self._began_at = now
         self._waited_before_s, self._waited_s = self._waited_s, 0.0
+        self._load = 1.0
+
+    def record_load(self, load: float) -> None:
+        """Record how many samples of the present step this group was dealt, relative to an even
+        share of them."""
+        self._load = load
 
     def end_update(self, now: float) -> None:
         """Record that the update of the last committed step is in the weights."""
@@ -158,9 +166,9 @@ class TimeUse:
         between_s = max(0.0, self._began_at - updated_at - self._waited_before_s)
         waited_s += self._waited_before_s
         if self._means is None:
-            self._means = (trained_s, updated_s, between_s, waited_s, 1)
+            self._means = (trained_s, updated_s, between_s, waited_s, self._load, 1)
             return
-        train, update, between, wait, num = self._means
+        train, update, between, wait, load, num = self._means
         num += 1
         part = max(1 / num, min(MOST_OF_ONE_STEP, (now - ended_at) / MEAN_OVER_S))
         self._means = (
@@ -168,6 +176,7 @@ class TimeUse:
             update + (updated_s - update) * part,
             between + (between_s - between) * part,
             wait + (waited_s - wait) * part,
+            load + (self._load - load) * part,
             num,
         )
 
@@ -257,6 +266,10 @@ class TimeUse:
         commit_s, discard_s, wait_s, reconfigure_s, heal_s, commits, discards, until = self._tally
         if not commits and not discards:
             return None
+        step_times = None
+        if (means := self._means) is not None:
+            train, update, between, wait, load, num = means
+            step_times = StepTimes(train, update, between, wait, num, load=load)
         return Tally(
             committed_s=commit_s,
             discarded_s=discard_s,
@@ -266,5 +279,5 @@ class TimeUse:
             num_committed=commits,
             num_discarded=discards,
             ago_s=max(0.0, now - until),
-            step_times=None if self._means is None else StepTimes(*self._means),
+            step_times=step_times,
         )
