@@ -154,8 +154,8 @@ def run(options: WorkerOptions) -> None:
             else:
                 loss = data.backward(model, pause)
             _finish(manager, optimizer, state, log, loss)
-        log.write(Finished, step=manager.current_step())
         torch.save(state.model.cpu().state_dict(), options.weights)
+        log.write(Finished, step=manager.current_step())
 
 
 def _backward(model: nn.Module, inputs: torch.Tensor, pause: Callable[[], None]) -> float:
