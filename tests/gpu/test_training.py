@@ -110,6 +110,37 @@ def test_two_groups_learn_from_sums_in_8_bit_numbers(kind: str) -> None:
         assert_identical(a, b)
 
 
+def averages(group: Trainer, num: int) -> list[tuple[bool, str, str]]:
+    """Whether each of the next steps was committed, its average's digest, and its error."""
+    found = []
+    for _ in range(num):
+        _, committed, seen, error = group.child.read_line(STEP_S).split(maxsplit=3)
+        found.append((committed == "1", seen, error))
+    return found
+
+
+@pytest.mark.parametrize("backend", ["nccl", "isolated"])
+@pytest.mark.parametrize("others", [("int8", "float8"), ("int8", "float32"), ("float32", "float8")])
+def test_groups_that_average_in_other_formats_commit_nothing(
+    backend: str, others: tuple[str, str]
+) -> None:
+    """The rows of all 8-bit numbers have one size, so only a comparison finds it."""
+    same = ["int8"] * 3
+    flags = [f"--formats={','.join([*same, each, each])}" for each in others]
+    with (
+        lighthouse(2) as where,
+        trainer(where, 0, flags[0], f"--backend={backend}", steps=0) as a,
+        trainer(where, 1, flags[1], f"--backend={backend}", steps=0) as b,
+    ):
+        before = [averages(group, 3) for group in (a, b)]
+        after = [averages(group, 2) for group in (a, b)]
+    assert before[0] == before[1]
+    assert all(committed for committed, *_ in before[0])
+    assert not any(committed for steps in after for committed, *_ in steps)
+    errors = [steps[-1][-1] for steps in after]
+    assert all("at different operations of the step" in error for error in errors), errors
+
+
 @pytest.mark.parametrize("flags", [[], ["--side-stream"], [ISOLATED], [GRAPHED]], ids=str)
 def test_a_killed_group_costs_a_moment_and_heals(
     flags: list[str], capsys: pytest.CaptureFixture[str]

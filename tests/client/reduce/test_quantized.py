@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from support.training import bits, lighthouse, make_manager, together
+from support.training import TIMEOUT, bits, lighthouse, make_manager, together
 from torch.distributed import ReduceOp
 
-from torchft_svc.client import Manager
-from torchft_svc.client.reduce import collectives
+from torchft_svc.client import Manager, ProcessGroupGloo
+from torchft_svc.client.process_groups.operations import flat
+from torchft_svc.client.reduce import collectives, quantized
+from torchft_svc.client.reduce.operations import HEADER_LENGTH
 from torchft_svc.client.reduce.quantized import (
     BLOCK,
     Quantization,
+    chunk_length,
     decode_chunks,
     encode_chunks,
     encoded_bytes,
 )
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import ConfigError, TorchFTError
 
 BOTH = list(Quantization)
 
@@ -157,6 +161,115 @@ def test_groups_that_differ_in_the_setting_commit_nothing(address: str) -> None:
         )
         assert done == [False, False]
         assert "should_quantize='int8'" in str(a.errored())
+
+
+@pytest.fixture
+def like_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Treat the tensors of these tests, which are on the CPU, as those of a device."""
+    monkeypatch.setattr(collectives, "_CPU", torch.device("meta"))
+
+
+FORMATS: list[tuple[bool | str, bool | str]] = [
+    ("int8", "float8"),
+    ("float8", "int8"),
+    ("int8", False),
+    (False, "float8"),
+]
+
+
+@pytest.mark.usefixtures("like_a_device")
+@pytest.mark.parametrize("formats", FORMATS)
+def test_on_devices_groups_with_other_formats_commit_nothing(
+    address: str, formats: tuple[bool | str, bool | str]
+) -> None:
+    with managers(address, "ab") as made:
+        tensors = [torch.linspace(-1.0, 1.0, 1000), torch.linspace(0.5, 3.0, 1000)]
+        done = together(
+            *(
+                lambda m=m, t=t, f=f: reduce(m, [t], f, ReduceOp.AVG)
+                for m, t, f in zip(made, tensors, formats, strict=True)
+            )
+        )
+        assert done == [False, False]
+        for manager, number_format in zip(made, formats, strict=True):
+            if number_format:
+                assert f"Here: number 1, {_named(number_format)}" in str(manager.errored())
+
+
+@pytest.mark.usefixtures("like_a_device")
+def test_on_devices_a_group_that_changes_its_format_commits_nothing(address: str) -> None:
+    """The others wait for what they know of the step, and both sides end at the timeout."""
+    with managers(address, "ab", timeout=timedelta(seconds=2)) as (a, b):
+
+        def step(of_b: str) -> list[bool]:
+            return together(
+                lambda: reduce(a, [torch.linspace(-1.0, 1.0, 1000)], "int8", ReduceOp.AVG),
+                lambda: reduce(b, [torch.linspace(0.5, 3.0, 1000)], of_b, ReduceOp.AVG),
+            )
+
+        assert [step("int8") for _ in range(3)] == [[True, True]] * 3
+        assert step("float8") == [False, False]
+        assert step("float8") == [False, False]
+        for manager, number_format in ((a, "int8"), (b, "float8")):
+            assert f"Here: number 1, {_named(number_format)}" in str(manager.errored())
+
+
+def test_groups_with_another_block_size_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of two versions of this package may differ so."""
+    with lighthouse(min_replicas=1) as address, managers(address, "a") as (a,):
+        assert reduce(a, [torch.ones(10)], "int8", ReduceOp.AVG)
+        monkeypatch.setattr(quantized, "BLOCK", 2 * BLOCK)
+        with managers(address, "b") as (b,), pytest.raises(TorchFTError) as refused:
+            b.start_quorum()
+    assert f"8-bit blocks of {BLOCK} in" in str(refused.value)
+    assert f"8-bit blocks of {2 * BLOCK} in" in str(refused.value)
+
+
+class CountedGloo(ProcessGroupGloo):
+    """Gloo that keeps the names of its collectives, and how many bytes each sends."""
+
+    def __init__(self) -> None:
+        super().__init__(TIMEOUT)
+        self.sent: list[tuple[str, int]] = []
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        source = args[0] if name == "allreduce" else args[1]
+        self.sent.append((name, sum(each.nbytes for each in flat(source))))
+        return super()._launch(name, args, kwargs)
+
+
+@pytest.mark.usefixtures("like_a_device")
+def test_on_devices_only_the_first_step_of_a_quorum_compares(address: str) -> None:
+    pgs = CountedGloo(), CountedGloo()
+    made = together(
+        *(
+            lambda name=name, pg=pg: make_manager(
+                address,
+                name,
+                pg=pg,
+                use_async_quorum=False,
+                load_state_dict=lambda state: None,
+                state_dict=dict,
+            )
+            for name, pg in zip("ab", pgs, strict=True)
+        )
+    )
+    numel, each_s = 1000, []
+    for _ in range(3):
+        together(*(lambda m=m: reduce(m, [torch.ones(numel)], "int8", ReduceOp.AVG) for m in made))
+        each_s.append([pg.sent for pg in pgs])
+        for pg in pgs:
+            pg.sent = []
+    for manager in made:
+        manager.shutdown()
+    row = encoded_bytes(chunk_length(numel, 2))
+    steady = [("allreduce", 4), ("alltoall_base", 2 * row), ("allgather", row)]
+    header = ("allgather", 8 * HEADER_LENGTH)
+    assert each_s == [[[header, *steady, header]] * 2, [steady] * 2, [steady] * 2]
+
+
+def _named(number_format: bool | str) -> str:
+    return f"Manager.allreduce with should_quantize={number_format!r}"
 
 
 @pytest.mark.parametrize(

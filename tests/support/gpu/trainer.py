@@ -1,7 +1,8 @@
 """A replica group of one worker that trains on a GPU: Manager, DDP and optimizer; or DiLoCo.
 
 Writes ``commit STEP PARTICIPANTS LOSS DIGEST`` for every update, ends after ``--steps``. With
-``--quantize`` the updates are those of DiLoCo's outer optimizer.
+``--quantize`` the updates are those of DiLoCo's outer optimizer. With ``--formats`` it only
+averages a tensor in each step, and writes ``averaged COMMITTED DIGEST ERROR``.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=[*KINDS], default="nccl")
     parser.add_argument("--side-stream", action="store_true")
     parser.add_argument("--quantize", choices=["int8", "float8"])
+    parser.add_argument("--formats", help="of the steps' averages, such as float32,int8")
     parser.add_argument("--compile", metavar="MODE", help="torch.compile the wrapped model so")
     parser.add_argument("--quiet", action="store_true", help="write no line for an update")
     parser.add_argument("--ballast", type=int, default=0, help="bytes of more state")
@@ -95,12 +97,14 @@ def main() -> None:
         lighthouse_addr=options.lighthouse,
         replica_id=str(options.name),
         timeout=TIMEOUT,
-        use_async_quorum=options.quantize is None,
+        use_async_quorum=options.quantize is None and options.formats is None,
     )
     if options.side_stream:
         torch.cuda.set_stream(torch.cuda.Stream())
         adam.register_step_pre_hook(lambda *_: torch.cuda._sleep(LATE_CYCLES))
-    if options.quantize:
+    if options.formats:
+        average_by_hand(manager, options)
+    elif options.quantize:
         train_with_diloco(manager, model, adam, options)
     else:
         train_with_ddp(manager, model, adam, options)
@@ -112,6 +116,17 @@ def batch(step: int, options: argparse.Namespace) -> tuple[torch.Tensor, torch.T
     generator = torch.Generator().manual_seed(1000 * step + options.name)
     inputs = torch.randn(BATCH, WIDTH, generator=generator).to(DEVICE)
     return inputs, inputs.sum(1, keepdim=True) / 8
+
+
+def average_by_hand(manager: Manager, options: argparse.Namespace) -> None:
+    print("ready", flush=True)
+    for number_format in options.formats.split(","):
+        values = torch.linspace(-1.0, 1.0 + options.name, 1000, device=DEVICE)
+        manager.start_quorum()
+        manager.allreduce(values, False if number_format == "float32" else number_format).wait()
+        committed = manager.should_commit()
+        seen = hashlib.sha256(values.cpu().numpy().tobytes()).hexdigest()[:16]
+        print(f"averaged {int(committed)} {seen} {manager.errored()}", flush=True)
 
 
 def train_with_diloco(

@@ -18,7 +18,15 @@ from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import CompletedWork
-from torchft_svc.client.reduce.operations import Header, Kind, LaunchOrder, Mismatch, Operation
+from torchft_svc.client.reduce import quantized
+from torchft_svc.client.reduce.operations import (
+    OF_WRAPPERS,
+    Header,
+    Kind,
+    LaunchOrder,
+    Mismatch,
+    Operation,
+)
 from torchft_svc.client.reduce.quantized import (
     Quantization,
     check_quantizable,
@@ -455,7 +463,7 @@ class Collectives:
             return
         end = Operation.end(self._num_launched)
         if not self._is_compared(end, self._device):
-            self._record_launch(end, self._device)
+            self._record_launch(end)
             return
         broken = self._pg.errored()
         if broken is None:
@@ -478,22 +486,27 @@ class Collectives:
             if comparison is None:
                 return False
             self._unread.append(comparison)
-        self._record_launch(mine, device)
+        self._record_launch(mine)
         return True
 
     def _is_compared(self, mine: Operation, device: torch.device) -> bool:
-        """Whether ``mine`` is compared. Not on devices: a mismatch ends at its timeout there, and a
-        wait for the answer would block the device."""
+        """Whether ``mine`` is compared: if it is not known that all groups launch it.
+
+        On a device the wait for the answer holds up what the device could do meanwhile. So there it
+        is left out where the lighthouse has compared what is summed, and between two steps.
+        """
         if self._pg.size() == 1:
             return False
-        if self._checks_all or device != _CPU:
-            return self._checks_all
-        return self._between_steps or not self._order.expects(mine)
+        if self._checks_all:
+            return True
+        if self._between_steps:
+            return device == _CPU
+        is_known = self._order.expects(mine)  # asked for each operation: it follows the step
+        return not is_known and (device == _CPU or mine.kind not in OF_WRAPPERS)
 
-    def _record_launch(self, mine: Operation, device: torch.device) -> None:
+    def _record_launch(self, mine: Operation) -> None:
         self._num_agreed = mine.position
-        if device == _CPU:
-            self._order.record_launch(mine)
+        self._order.record_launch(mine)
 
     def _begin_comparison(self, mine: Operation, device: torch.device) -> _Comparison | None:
         """Start to compare; None if that failed, and the error was latched."""
@@ -518,7 +531,7 @@ class Collectives:
         if headers is None:
             return False
         self._order.record_agreement(mine, [header.pattern for header in headers])
-        self._record_launch(mine, comparison.rows.device)
+        self._record_launch(mine)
         return True
 
     def _read(self, comparison: _Comparison) -> list[Header] | None:
@@ -640,6 +653,11 @@ def _encode_segments(
             own.add_(left_out)
         sent = encode_chunks(own, num_members, quantization, left_out)
         yield _Segment(piece, left_out, sent, torch.empty_like(sent))
+
+
+def describe_encoding() -> str:
+    """What of 8-bit sums is in no argument, and has to be equal in all groups."""
+    return f"8-bit blocks of {quantized.BLOCK} in segments of {SEGMENT}"
 
 
 def _sent_op(op: ReduceOp.RedOpType) -> ReduceOp.RedOpType:

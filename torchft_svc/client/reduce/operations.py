@@ -65,6 +65,8 @@ class Kind(enum.IntEnum):
     SHARES = 9  # a loader: what the groups hold of the step's samples
 
 
+# What wrappers of models launch; what they sum is in the layout that groups compare when they meet.
+OF_WRAPPERS = frozenset({Kind.GRADIENTS, Kind.FIRST_BUCKET, Kind.BUCKET})
 _LAUNCHED_BY = {
     Kind.AVERAGE: "Manager.allreduce",
     Kind.NUMBERS: "Manager.mean or Manager.sum",

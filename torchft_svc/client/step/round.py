@@ -24,6 +24,7 @@ from torchft_svc.client.process.device_streams import TrainingStreams
 from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
+from torchft_svc.client.reduce.collectives import describe_encoding
 from torchft_svc.client.step.catch_up import LiveState, fetch_preview
 from torchft_svc.client.step.event_streams import EventStreams
 from torchft_svc.client.step.heal import fetch_state
@@ -147,8 +148,8 @@ class RoundRules:
                 raise ConfigError(name, value, reason)
 
     def common(self, pg: ProcessGroup) -> str:
-        """The settings that must be equal in all groups: they decide which groups contribute, and
-        which steps count."""
+        """The settings that must be equal in all groups: they decide which groups contribute, which
+        steps count, and what travels in a sum."""
         named = {
             "world_size_mode": self.mode.name,
             "min_replica_size": self.min_replica_size,
@@ -158,7 +159,8 @@ class RoundRules:
             **({"checks_collectives": True} if self.checks_collectives else {}),
             **({} if pg.sums_exactly else {"sums_exactly": False}),
         }
-        return ", ".join(f"{name}={value}" for name, value in named.items())
+        settings = [f"{name}={value}" for name, value in named.items()]
+        return ", ".join([*settings, describe_encoding()])
 
 
 @dataclass(frozen=True, slots=True)
