@@ -8,7 +8,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -451,6 +451,17 @@ class Manager:
         A group that was dealt a larger part than others is not slow because it works longer.
         """
         return self._sums.set_part(name, part)
+
+    def sum_kept(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Sum ``tensors``, gradients that a loader has kept apart until all were computed."""
+        self._stepper.sum_kept(tensors)
+
+    def holds_sums(self) -> bool:
+        """Whether something was reduced in the present step, also if this group is alone.
+
+        Numbers of `mean` and `sum` do not count.
+        """
+        return self._sums.holds_sums()
 
     def committed_step(self) -> int:
         """Return the number of committed steps, also while a state is healed; for any thread."""

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from torchft_svc.client.data.ordered import OrderedSums
+from torchft_svc.client.data.ordered import OrderedPass, OrderedSums
 from torchft_svc.client.data.plan import EpochPosition, Held, StepRules, Turn, WorkerShare
 from torchft_svc.client.data.position import JobPosition
-from torchft_svc.errors import ConfigError, QuorumFailed
+from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
@@ -30,6 +30,8 @@ _NOT_ORDERED = (
     "it is for groups of one worker, without recover_within_step: a step in which a group is lost "
     "is discarded, and its samples come again"
 )
+_NO_BATCH = "no batch was read: accumulate() is for the pass of the loader's last batch"
+_INTERRUPTED = "a pass was interrupted (%r)"
 _NOT_DIVIDED = "the samples of this step could not be divided anew among the groups that are left"
 
 
@@ -66,7 +68,7 @@ class _ReadStep:
     counts: bool
     scale: float = 1.0  # of the weights, for the second of several loaders
     num_read: int = 0
-    sums: OrderedSums | None = None
+    sums: OrderedSums | None = None  # of its passes, with `ordered_sums`
 
     @property
     def is_read(self) -> bool:
@@ -133,14 +135,23 @@ class DataLoop:
     @contextlib.contextmanager
     def accumulate(self, *models: Any) -> Iterator[None]:
         """Return a block for the pass of one microbatch: only the last one of a step is summed over
-        the groups. ``models``: all whose gradients it computes."""
-        with contextlib.ExitStack() as stack:
-            if self._is_ordered or not self.ends_step:
-                for model in models:
-                    stack.enter_context(model.no_sync())
-            yield
-        if self._is_ordered:
-            self._add_pass(models)
+        the groups. ``models``: all whose gradients it computes.
+
+        An exception in the block is an error of the step, which can only be discarded. So the
+        gradients of ``models`` are cleared, and the same samples come again.
+        """
+        ordered = self._begin_ordered_pass(models) if self._is_ordered else None
+        try:
+            with contextlib.ExitStack() as stack:
+                if self._is_ordered or not self.ends_step:
+                    for model in models:
+                        stack.enter_context(model.no_sync())
+                yield
+        except BaseException as error:
+            self._give_up_pass(models, error)
+            raise
+        if ordered is not None:
+            self._end_ordered_pass(ordered)
 
     # -- where it is -----------------------------------------------------------------------------
 
@@ -195,8 +206,9 @@ class DataLoop:
         step.num_read += 1
         self.ends_step = step.is_read
         self._position.use_step()
-        # Ordered sums are made in `accumulate` alone, after the last pass.
-        self._position.num_unread = len(step.share.pieces) - step.num_read + self._is_ordered
+        self._position.num_unread = len(step.share.pieces) - step.num_read
+        if self._is_ordered:  # until `accumulate` sums, after the last pass
+            self._position.num_unsummed = 1
         return batch
 
     def _weight_of(self, step: _ReadStep) -> float:
@@ -206,18 +218,38 @@ class DataLoop:
         rules = self._source.rules_at(step.position)
         return rules.row_of(step.position, step.share.pieces[step.num_read])[2]
 
-    def _add_pass(self, models: tuple[Any, ...]) -> None:
-        """Keep the gradients of the last microbatch apart; after the step's last one sum all."""
+    def _begin_ordered_pass(self, models: tuple[Any, ...]) -> OrderedPass:
+        """Begin to keep the gradients of the last microbatch apart."""
         step = self._step
-        assert step is not None
+        if step is None:
+            raise RequestRefused(_NO_BATCH)
+        number = step.num_read - 1
         rules = self._source.rules_at(step.position)
-        row, num_rows, _ = rules.row_of(step.position, step.share.pieces[step.num_read - 1])
+        row, num_rows, _ = rules.row_of(step.position, step.share.pieces[number])
         if step.sums is None:
             step.sums = OrderedSums(self._manager, num_rows)
-        step.sums.add_pass(models, row if step.share.part else None)
+        return step.sums.begin_pass(models, number, row if step.share.part else None)
+
+    def _end_ordered_pass(self, ordered: OrderedPass) -> None:
+        """Keep its gradients; after the step's last one sum all."""
+        ordered.end()
+        step = self._step
+        assert step is not None
+        assert step.sums is not None
         if step.is_read:
-            self._position.num_unread = 0
-            step.sums.sum_up(models)
+            step.sums.sum_up(ordered)
+            self._position.num_unsummed = step.sums.num_open
+
+    def _give_up_pass(self, models: tuple[Any, ...], error: BaseException) -> None:
+        """Discard the step, because an exception has ended a pass, and clear its gradients.
+
+        Those of the passes before it would be added to the same samples' ones when they come again.
+        """
+        cause = error if isinstance(error, Exception) else RequestRefused(_INTERRUPTED % error)
+        self._manager.report_error(cause)
+        for model in models:
+            for parameter in model.parameters():
+                parameter.grad = None
 
     def _check_epoch(self, of: _Pass) -> None:
         """Raise `StopIteration` if another epoch has begun.
@@ -293,7 +325,7 @@ class DataLoop:
 
     def _weigh(self, step: _ReadStep) -> None:
         part = self._manager.set_part(self._name, step.share.part)
-        if part == 0.0 and step.share.part:
+        if part == 0.0 and step.share.part and not self._is_ordered:
             raise ConfigError("name", self._name, _NO_PART)
         step.scale = step.share.part / part if part else 1.0
 

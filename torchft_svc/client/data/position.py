@@ -11,8 +11,11 @@ from torchft_svc.errors import ConfigError
 
 _UNREAD = (
     "the step was voted on before all of its samples were read: read the loader, for which "
-    "microbatch_size is set, until loader.ends_step is true, and vote then; with ordered_sums make "
-    "each pass inside of loader.accumulate(model)"
+    "microbatch_size is set, until loader.ends_step is true, and vote then"
+)
+_UNSUMMED = (
+    "the gradients of a loader with ordered_sums are not summed: make each pass inside of "
+    "loader.accumulate(model), of the same models for each batch, before anything else is summed"
 )
 
 
@@ -78,7 +81,8 @@ class JobPosition:
         self._place = _Place(committed_step(), EpochPosition(), False)
         self.num_moves = 0  # how many times it was moved to where another group, or a file, is
         self.moved_to = 0  # the epoch of the last one
-        self.num_unread = 0  # pieces of the present step that the program has not read
+        # Of the present step: pieces that the program has not read, and gradients kept apart.
+        self.num_unread = self.num_unsummed = 0
 
     @property
     def layout(self) -> str:
@@ -102,10 +106,13 @@ class JobPosition:
 
     def begin_step(self, step: int) -> None:
         self._place = _Place(step, self.now(), False)
-        self.num_unread = 0
+        self.num_unread = self.num_unsummed = 0
 
     def unread(self) -> str:
         return _UNREAD if self.num_unread else ""
+
+    def unsummed(self) -> str:
+        return _UNSUMMED if self.num_unsummed else ""
 
     def save(self) -> dict[str, Any]:
         position = self.now()

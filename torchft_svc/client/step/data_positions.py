@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from torchft_svc.client.step.state import StateRegistry
@@ -40,6 +41,9 @@ class DataPosition(Protocol):
 
     def unread(self) -> str:
         """Why the present step must not be summed; empty: all of its samples were read."""
+
+    def unsummed(self) -> str:
+        """Why it must not be voted on; empty: no gradients are kept apart, see `summing_kept`."""
 
     def save(self) -> Any:
         """The position at the beginning of the present step; for any thread."""
@@ -80,6 +84,7 @@ class DataPositions:
         self._registry = registry
         self._positions: dict[str, DataPosition] = {}
         self._is_guessed = False  # whether this step's samples were read as by the only group
+        self._sums_kept = False
         self.divisible: Divisible | None = None
 
     def add(self, name: str, position: DataPosition, divisible: Divisible | None = None) -> None:
@@ -110,11 +115,22 @@ class DataPositions:
         """Record that a loader reads before the quorum is known, as for the only group."""
         self._is_guessed = True
 
+    @contextlib.contextmanager
+    def summing_kept(self) -> Iterator[None]:
+        """Return a block that sums what a loader has kept apart: others still keep theirs."""
+        self._sums_kept = True
+        try:
+            yield
+        finally:
+            self._sums_kept = False
+
     def why_not_summed(self, participation: Participation) -> RequestRefused | None:
         """The error of a step whose samples were not all read, or not those of this group."""
         if self._is_guessed and participation != ALONE:
             return RequestRefused(_JOINED)
         reasons = [each.unread() for each in self._positions.values()]
+        if not self._sums_kept:
+            reasons += [each.unsummed() for each in self._positions.values()]
         return next((RequestRefused(reason) for reason in reasons if reason), None)
 
 

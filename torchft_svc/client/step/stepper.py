@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 import torch
+from torch.distributed import ReduceOp
 
 from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.process.profiling import profiled
@@ -223,6 +224,13 @@ class Stepper:
         return EnteredStep(
             self.state.epoch, participation.participating_rank, participation.num_participants
         )
+
+    def sum_kept(self, tensors: Iterable[torch.Tensor]) -> None:
+        """See `Manager.sum_kept`."""
+        with self.data.summing_kept():
+            works = [self.sums.allreduce(each, False, ReduceOp.SUM) for each in tensors]
+        for work in works:
+            work.wait()
 
     def _may_divide(self) -> bool:
         """Whether no loader stands against summing this step again (rules E9, D11)."""

@@ -91,6 +91,7 @@ class StepSums:
         self.has_begun = False  # whether no exception has ended the beginning of the step
         self._sum_error: Exception | None = None  # of a sum, or of the way to the members
         self._has_shown_members = False  # in this step, to the program
+        self._has_reduced = False  # in this step, by a call of the program, also if it is alone
         # This group's part of the samples of this step, and which loader has set it.
         self._part: tuple[str, float] | None = None
         # Why the step is not to be summed: its samples were not all read (rule D8).
@@ -213,6 +214,10 @@ class StepSums:
             if load:  # without a sample a group makes a pass of some, too
                 self._worker.time_use.record_load(load)
         return self._part[1]
+
+    def holds_sums(self) -> bool:
+        """See `Manager.holds_sums`."""
+        return self._has_reduced or any(each.has_averaged for each in self.reducers())
 
     def is_alone(self) -> bool:
         """Whether this group is the only member of the quorum: then a sum changes nothing."""
@@ -345,6 +350,7 @@ class StepSums:
         quantization: Quantization | None = None,
         errors: torch.Tensor | None = None,
     ) -> dist.Work:
+        self._has_reduced |= kind is not Kind.NUMBERS
         if not self.can_reduce() or not self._has_read_data():
             return CompletedWork(tensor)
         participation = self._state.participation
@@ -414,7 +420,7 @@ class StepSums:
 
     def begin_step(self) -> None:
         """Begin the sums of a step that has just begun, or asks for its quorum."""
-        self._has_shown_members, self._part = False, None
+        self._has_shown_members, self._has_reduced, self._part = False, False, None
         self._begin_sums()
         self._reports.begin_step(self._state.epoch)
 

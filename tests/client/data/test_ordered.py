@@ -1,0 +1,153 @@
+"""Tests that sums in the order of the microbatches have the same bits, whatever else is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from support.reading import SIZE, Numbers, ReadingGroup, reading_groups
+from support.training import lighthouse, make_manager, together
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tools.chaos.samples import SampleLedger
+from torchft_svc.client import DistributedDataParallel, Manager
+from torchft_svc.client.data import ElasticDataLoader, ElasticSampler, EpochPosition
+from torchft_svc.errors import ConfigError, RequestRefused
+
+ORDERED: dict[str, Any] = {"microbatch_size": 3, "ordered_sums": True}
+NUM_STEPS = 4
+
+
+def test_the_bits_are_the_same_whichever_groups_train() -> None:
+    """Fewer microbatches than groups, and short steps, change nothing."""
+    options = {**ORDERED, "global_batch_size": 9}
+    until = 2 * -(-SIZE // 9)
+    with lighthouse() as address, ReadingGroup(address, "a", **options) as alone:
+        expected = alone.until(until).weights()
+    ledger = SampleLedger(SIZE, 9)
+    with lighthouse(1) as address, reading_groups(address, "abcd", ledger, **options) as groups:
+        *others, lost = groups
+        together(*(lambda group=group: group.meets(4) for group in groups))
+
+        def leave() -> None:
+            lost.next_batch()
+            lost.manager.shutdown()
+
+        together(leave, *(lambda group=group: group.until(until) for group in others))
+        assert ledger.faults() == []
+        for each in others:
+            assert torch.equal(each.weights(), expected)
+
+
+# -- several loaders, models and passes in a step --------------------------------------------------
+
+
+class Other:
+    """A second loader of a group, and a second model, which its optimizer updates, too."""
+
+    def __init__(self, group: ReadingGroup, **options: Any) -> None:
+        data = Numbers()
+        torchs = DataLoader(data, sampler=ElasticSampler(data, seed=9))
+        self.loader = ElasticDataLoader(
+            group.manager, torchs, global_batch_size=8, name="other", **options
+        )
+        torch.manual_seed(1)
+        module = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double()
+        group.inner.add_param_group({"params": list(module.parameters())})
+        self.model = DistributedDataParallel(group.manager, module)
+
+
+def read_step(loader: Any) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+    """The batches of one step of a loader."""
+    while True:
+        features, targets, _ = next(iter(loader))
+        yield features, targets
+        if loader.ends_step:
+            return
+
+
+def passes(loader: Any, model: nn.Module, accumulated: Iterable[nn.Module] = ()) -> None:
+    """The passes of one step of ``loader``."""
+    for features, targets in read_step(loader):
+        with loader.accumulate(*(accumulated or (model,))):
+            torch.autograd.backward((model(features) - targets).square().mean() * loader.weight)
+
+
+def one_after_the_other(group: ReadingGroup, other: Other) -> None:
+    passes(group.loader, group.parallel)
+    passes(other.loader, group.parallel)
+
+
+def in_turns(group: ReadingGroup, other: Other) -> None:
+    """Both have four microbatches."""
+    loaders = group.loader, other.loader
+    for batches in zip(*map(read_step, loaders), strict=True):
+        for loader, (features, targets) in zip(loaders, batches, strict=True):
+            with loader.accumulate(group.parallel):
+                loss = (group.parallel(features) - targets).square().mean()
+                torch.autograd.backward(loss * loader.weight)
+
+
+def two_models_in_a_pass(group: ReadingGroup, other: Other) -> None:
+    for features, targets in read_step(group.loader):
+        with group.loader.accumulate(group.parallel, other.model):
+            error = group.parallel(features) - targets
+            error = error.square() + (other.model(features) - targets).square()
+            torch.autograd.backward(error.mean() * group.loader.weight)
+
+
+def a_pass_for_each_model(group: ReadingGroup, other: Other) -> None:
+    for features, targets in read_step(group.loader):
+        for model in (group.parallel, other.model):
+            with group.loader.accumulate(model):
+                loss = (model(features) - targets).square().mean() * group.loader.weight
+                torch.autograd.backward(loss)
+
+
+def a_model_that_is_named_twice(group: ReadingGroup, other: Other) -> None:
+    passes(group.loader, group.parallel, (group.parallel, group.parallel))
+
+
+KINDS = [
+    one_after_the_other,
+    in_turns,
+    two_models_in_a_pass,
+    a_pass_for_each_model,
+    a_model_that_is_named_twice,
+]
+
+
+def trained(
+    names: str, make_passes: Callable[[ReadingGroup, Other], None], **options: Any
+) -> list[torch.Tensor]:
+    """The weights of both models of each group after some steps."""
+
+    def train(group: ReadingGroup, other: Other) -> torch.Tensor:
+        for _ in range(NUM_STEPS):
+            group.optimizer.zero_grad()
+            make_passes(group, other)
+            assert group.optimizer.step()
+        return torch.cat([group.weights(), *(each.flatten() for each in other.model.parameters())])
+
+    with lighthouse(len(names)) as address, reading_groups(address, names, **options) as groups:
+        others = [Other(group, **(options and {**options, "microbatch_size": 2})) for group in groups]
+        return together(
+            *(
+                lambda group=group, other=other: train(group, other)
+                for group, other in zip(groups, others, strict=True)
+            )
+        )
+
+
+@pytest.mark.parametrize("make_passes", KINDS)
+def test_other_loaders_and_models_change_no_bit(
+    make_passes: Callable[[ReadingGroup, Other], None],
+) -> None:
+    [expected] = trained("a", make_passes)
+    [alone] = trained("a", make_passes, **ORDERED)
+    torch.testing.assert_close(alone, expected, rtol=1e-12, atol=1e-14)
+    for each in trained("abc", make_passes, **ORDERED):
+        assert torch.equal(each, alone)
