@@ -128,7 +128,7 @@ def assert_as_without_failures(fleet: Fleet) -> None:
     losses = committed_losses(fleet)
     assert len(losses) > counted_now.num_steps // 2
     for step, loss in losses.items():
-        assert loss == pytest.approx(expected[step], rel=1e-10)
+        assert loss == pytest.approx(expected[step], rel=1e-10), f"of step {step}"
 
 
 @pytest.mark.timeout(120 + 10 * NUM_RECOVERED_KILLS)

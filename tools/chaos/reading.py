@@ -75,12 +75,14 @@ class CountedReader:
             with self.loader.accumulate(model):
                 loss = model(features.to(device)).square().mean()
                 pause()
-                used += indices.tolist() if self.loader.weight else ()
+                # A group without a sample may get some of those of one that is lost in the step.
+                counts = self.loader.weight > 0
+                used += indices.tolist() if counts else ()
                 # Before it is summed: from then on the others can commit it, whatever happens here.
                 self._write_down(used)
                 torch.autograd.backward(loss * self.loader.weight)
             is_whole = self.loader.ends_step
-            total += loss.item() * len(indices)
+            total += loss.item() * len(indices) if counts else 0.0
         self._write_down(used)  # once more, as the quorum can be another one within a step
         return total / max(1, len(used))
 
