@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -109,6 +110,13 @@ def test_a_loader_of_the_user_is_taken_over() -> None:
     found = flat(one_pass(batch_source(shuffled, None, 0), [2]))
     assert sorted(found) == list(range(20))
     assert found != list(range(20))
+
+
+def test_a_batch_sampler_of_the_user_decides_on_its_batches() -> None:
+    batches = BatchSampler(WeightedRandomSampler([0.0, 1.0, 2.0], 9), 4, drop_last=False)
+    source = batch_source(DataLoader(Counted(3), batch_sampler=batches), None, seed=1)
+    sizes = [len(batch) for step in one_pass(source, [1]) for batch in step]
+    assert sizes == [4, 4, 1]
 
 
 def test_samplers_of_the_user_draw_the_same_for_all() -> None:

@@ -59,6 +59,7 @@ def batch_source(
         if (
             isinstance(data.dataset, IterableDataset)
             or type(data.batch_sampler) is not BatchSampler
+            or data.batch_size is None  # it was given
         ):
             return IteratedData(data, seed, trains)
         return IndexedData(data, _order_of(data, seed), seed, trains)
