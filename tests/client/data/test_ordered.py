@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from tools.chaos.samples import SampleLedger
-from torchft_svc.client import DistributedDataParallel, Manager
+from torchft_svc.client import DistributedDataParallel
 from torchft_svc.client.data import ElasticDataLoader, ElasticSampler, EpochPosition
 from torchft_svc.errors import ConfigError, RequestRefused
 
@@ -133,7 +133,9 @@ def trained(
         return torch.cat([group.weights(), *(each.flatten() for each in other.model.parameters())])
 
     with lighthouse(len(names)) as address, reading_groups(address, names, **options) as groups:
-        others = [Other(group, **(options and {**options, "microbatch_size": 2})) for group in groups]
+        others = [
+            Other(group, **(options and {**options, "microbatch_size": 2})) for group in groups
+        ]
         return together(
             *(
                 lambda group=group, other=other: train(group, other)
@@ -151,3 +153,63 @@ def test_other_loaders_and_models_change_no_bit(
     torch.testing.assert_close(alone, expected, rtol=1e-12, atol=1e-14)
     for each in trained("abc", make_passes, **ORDERED):
         assert torch.equal(each, alone)
+
+
+# -- wrong uses ------------------------------------------------------------------------------------
+
+
+def test_sums_are_made_in_accumulate_only() -> None:
+    options = {"microbatch_size": 6, "ordered_sums": True}
+    with lighthouse() as address, ReadingGroup(address, "a", **options) as group:
+        for features, targets in read_step(group.loader):
+            (group.parallel(features) - targets).square().mean().backward()
+        assert not group.optimizer.step()
+        assert "inside of loader.accumulate(model)" in str(group.manager.errored())
+        assert group.step()
+
+
+def test_passes_that_have_no_place_in_the_order_are_refused() -> None:
+    with lighthouse() as address, ReadingGroup(address, "a", **ORDERED) as group:
+        loader, model = group.loader, group.parallel
+        other = DistributedDataParallel(group.manager, nn.Linear(1, 1))
+
+        def backward(features: torch.Tensor, targets: torch.Tensor) -> None:
+            (model(features) - targets).square().mean().backward()
+
+        with pytest.raises(RequestRefused, match="no batch was read"), loader.accumulate(model):
+            pass
+        batch = next(iter(read_step(loader)))
+        with model.no_sync():
+            backward(*batch)
+        with pytest.raises(RequestRefused, match="no sums of this step"), loader.accumulate(model):
+            pass
+        group.optimizer.zero_grad(set_to_none=False)
+        with loader.accumulate(model):
+            backward(*batch)
+        with pytest.raises(RequestRefused, match="make one pass"), loader.accumulate(model):
+            pass
+        for batch in read_step(loader):
+            with loader.accumulate(group.parallel, other):
+                backward(*batch)
+        assert not group.optimizer.step()
+        assert "of the same models for each batch" in str(group.manager.errored())
+        assert loader.position == EpochPosition(0, 0)
+        assert group.step()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({}, "microbatch_size=None"),
+        ({"microbatch_size": 2, "recover_within_step": True}, "without recover_within_step"),
+    ],
+)
+def test_ordered_sums_that_cannot_be(options: dict[str, Any], sentence: str) -> None:
+    with (
+        lighthouse() as address,
+        make_manager(address, "a") as manager,
+        pytest.raises(ConfigError, match=sentence),
+    ):
+        ElasticDataLoader(
+            manager, DataLoader(Numbers()), global_batch_size=8, ordered_sums=True, **options
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
@@ -15,6 +16,8 @@ from torchft_svc.errors import ConfigError, QuorumFailed, RequestRefused
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
     from torchft_svc.client.step.data_positions import EnteredStep
+
+log = logging.getLogger(__name__)
 
 _NO_PART = (
     "this step has no sample of the loader that was read first for this group, so what another one "
@@ -29,6 +32,15 @@ _NOTHING_ORDERED = "set it: what ordered_sums adds up in a fixed order are the m
 _NOT_ORDERED = (
     "it is for groups of one worker, without recover_within_step: a step in which a group is lost "
     "is discarded, and its samples come again"
+)
+_WEIGHT_NOT_USED = (
+    "the loss of a batch of loader %r was not multiplied by loader.weight, which is %.4g: if its "
+    "gradients are used, they do not count by its number of samples. A validation loop reads a "
+    "DataLoader of its own"
+)
+_NOT_WRAPPED = (
+    "it is no wrapped model, so nothing holds its sums back: give DistributedDataParallel(manager, "
+    "model), or the model that fully_shard has sharded"
 )
 _NO_BATCH = "no batch was read: accumulate() is for the pass of the loader's last batch"
 _INTERRUPTED = "a pass was interrupted (%r)"
@@ -84,9 +96,7 @@ class _ReadStep:
 class DataLoop:
     """Yields this worker's batches of one committed step after the other.
 
-    ``ends_step``: the last batch is the last one of its step for this worker. ``weight``: the
-    factor for its mean loss; 1 unless a step has several batches here, or the workers of the group
-    or several loaders have unequal numbers of samples.
+    ``ends_step``: the last batch is the last one of its step for this worker.
     """
 
     def __init__(
@@ -105,7 +115,7 @@ class DataLoop:
         self._turn: Turn | None = None  # the last one in which this group contributed
         self._is_exhausted = False
         self.ends_step = False
-        self.weight = 1.0
+        self._weight, self._has_shown_weight, self._has_warned = 1.0, True, False
         self._recovers, self._is_ordered = recovers, is_ordered
         manager.register_data(name, position, _TakeOver(self) if recovers else None)
 
@@ -145,13 +155,29 @@ class DataLoop:
             with contextlib.ExitStack() as stack:
                 if self._is_ordered or not self.ends_step:
                     for model in models:
-                        stack.enter_context(model.no_sync())
+                        stack.enter_context(_not_summed(model))
                 yield
         except BaseException as error:
             self._give_up_pass(models, error)
             raise
         if ordered is not None:
             self._end_ordered_pass(ordered)
+
+    @property
+    def weight(self) -> float:
+        """The factor for the mean loss of the last batch.
+
+        1 unless a step has several batches here, or the workers of the group or several loaders
+        have unequal numbers of samples.
+        """
+        self._has_shown_weight = True
+        return self._weight
+
+    def _check_weight(self) -> None:
+        """Warn, once, if the program has not asked for the weight of a batch that has one."""
+        if not (self._has_shown_weight or self._has_warned or self._weight in (0.0, 1.0)):
+            self._has_warned = True
+            log.warning(_WEIGHT_NOT_USED, self._name, self._weight)
 
     # -- where it is -----------------------------------------------------------------------------
 
@@ -202,7 +228,8 @@ class DataLoop:
             step = self._begin_step(entered)
         batch = self._source.read(step.num_read, step.position, step.turn, step.share)
         self._step = step
-        self.weight = self._weight_of(step)
+        self._check_weight()
+        self._weight, self._has_shown_weight = self._weight_of(step), False
         step.num_read += 1
         self.ends_step = step.is_read
         self._position.use_step()
@@ -351,6 +378,19 @@ def check_microbatches(rules: StepRules, *, recovers: bool, is_ordered: bool) ->
         raise ConfigError("microbatch_size", None, _NOTHING_ORDERED)
     if is_ordered and (recovers or rules.num_shards > 1):
         raise ConfigError("ordered_sums", True, _NOT_ORDERED)
+
+
+def _not_summed(model: Any) -> contextlib.AbstractContextManager[Any]:
+    """Return a block whose passes only accumulate the gradients of a wrapped model."""
+    if hasattr(model, "no_sync"):
+        block: contextlib.AbstractContextManager[Any] = model.no_sync()
+        return block
+    if not hasattr(model, "set_requires_gradient_sync"):
+        raise ConfigError("models", type(model).__name__, _NOT_WRAPPED)
+    model.set_requires_gradient_sync(False)  # FSDP2
+    block = contextlib.ExitStack()
+    block.callback(model.set_requires_gradient_sync, True)
+    return block
 
 
 class _Pass:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 _Kind = tuple[torch.device, torch.dtype]
 
 _LEFT_OVER = (
-    "the parameters have gradients that are no sums of this step, so their order is not known: call "
-    "optimizer.zero_grad() after each step, also after a discarded one, and make each pass inside "
-    "of loader.accumulate(model)"
+    "the parameters have gradients that are no sums of this step, so their order is not known: "
+    "call optimizer.zero_grad() after each step, also after a discarded one, and make each pass "
+    "inside of loader.accumulate(model)"
 )
 _PASSED_TWICE = (
     "a second pass of the same model for one batch cannot be put in order: add the losses up, and "

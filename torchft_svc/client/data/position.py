@@ -14,8 +14,9 @@ _UNREAD = (
     "microbatch_size is set, until loader.ends_step is true, and vote then"
 )
 _UNSUMMED = (
-    "the gradients of a loader with ordered_sums are not summed: make each pass inside of "
-    "loader.accumulate(model), of the same models for each batch, before anything else is summed"
+    "the gradients of a loader with ordered_sums are not summed: read it until loader.ends_step is "
+    "true, and make each pass inside of loader.accumulate(model), of the same models for each "
+    "batch, before anything else is summed"
 )
 
 

@@ -25,7 +25,8 @@ _READ_TWICE = (
     "the samples of this step were read, and it was not voted on: call optimizer.step() before the "
     "next batch. To accumulate gradients give the loader a microbatch_size and vote where "
     "loader.ends_step; to skip a batch make its loss zero; after an exception in the pass call "
-    "manager.report_error(error), and the same samples come again"
+    "manager.report_error(error), and the same samples come again. To evaluate, or to read without "
+    "steps, use a DataLoader of its own"
 )
 
 
@@ -128,9 +129,9 @@ class DataPositions:
         """The error of a step whose samples were not all read, or not those of this group."""
         if self._is_guessed and participation != ALONE:
             return RequestRefused(_JOINED)
-        reasons = [each.unread() for each in self._positions.values()]
-        if not self._sums_kept:
-            reasons += [each.unsummed() for each in self._positions.values()]
+        positions = self._positions.values()
+        reasons = [] if self._sums_kept else [each.unsummed() for each in positions]
+        reasons += [each.unread() for each in positions]
         return next((RequestRefused(reason) for reason in reasons if reason), None)
 
 
