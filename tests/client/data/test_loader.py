@@ -19,10 +19,12 @@ from support.bounds import again_if_late
 from support.reading import BATCH, SIZE, Numbers, ReadingGroup, reading_groups
 from support.training import DEADLINE_S, lighthouse, make_manager, together
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
 )
 
@@ -162,53 +164,6 @@ def test_discards_change_no_bit_where_the_same_groups_train() -> None:
     assert torch.equal(run(set()), run({2, 3}))
 
 
-def test_ordered_sums_have_the_same_bits_whichever_groups_train() -> None:
-    """Fewer microbatches than groups, and short steps, change nothing."""
-    options = {"microbatch_size": 3, "ordered_sums": True, "global_batch_size": 9}
-    until = 2 * -(-SIZE // 9)
-    expected = run_alone(until, **options)
-    ledger = SampleLedger(SIZE, 9)
-    with lighthouse(1) as address, reading_groups(address, "abcd", ledger, **options) as groups:
-        *others, lost = groups
-        together(*(lambda group=group: group.meets(4) for group in groups))
-
-        def leave() -> None:
-            lost.next_batch()
-            lost.manager.shutdown()
-
-        together(leave, *(lambda group=group: group.until(until) for group in others))
-        assert ledger.faults() == []
-        for each in others:
-            assert torch.equal(each.weights(), expected)
-
-
-def test_ordered_sums_are_made_in_accumulate_only() -> None:
-    options = {"microbatch_size": 6, "ordered_sums": True}
-    with lighthouse() as address, ReadingGroup(address, "a", **options) as group:
-        for _ in range(2):
-            features, targets, _ = group.next_batch()
-            (group.parallel(features) - targets).square().mean().backward()
-        assert not group.optimizer.step()
-        assert "inside of loader.accumulate(model)" in str(group.manager.errored())
-        assert group.step()
-
-
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({}, "microbatch_size=None"),
-        ({"microbatch_size": 2, "recover_within_step": True}, "without recover_within_step"),
-    ],
-)
-def test_ordered_sums_that_cannot_be(
-    manager: Manager, options: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        ElasticDataLoader(
-            manager, DataLoader(Numbers()), global_batch_size=8, ordered_sums=True, **options
-        )
-
-
 def test_a_joiner_goes_on_in_the_epoch_of_the_others() -> None:
     """A joiner has no end of an epoch that the others have not."""
     ends: dict[str, list[EpochPosition]] = {"a": [], "b": []}
@@ -249,6 +204,38 @@ def test_an_epoch_that_is_left_early_is_over() -> None:
         assert group.manager.current_step() == 6
 
 
+@pytest.mark.parametrize("options", [{}, {"ordered_sums": True}], ids=str)
+def test_a_pass_that_raises_costs_its_step_only(options: dict[str, Any]) -> None:
+    """The loop of the page on data, which clears the gradients after a step: none are left over."""
+    options = {"microbatch_size": 3, **options}
+
+    def train(group: ReadingGroup, fails: set[int]) -> tuple[torch.Tensor, int]:
+        num_passes = num_discarded = 0
+        while group.manager.current_step() < 6:
+            for features, targets, _ in group.loader:
+                num_passes += 1
+                with (
+                    contextlib.suppress(FloatingPointError),
+                    group.loader.accumulate(group.parallel),
+                ):
+                    loss = (group.parallel(features) - targets).square().mean()
+                    torch.autograd.backward(loss * group.loader.weight)
+                    if num_passes in fails:
+                        raise FloatingPointError
+                if group.loader.ends_step and num_passes not in fails:
+                    num_discarded += not group.optimizer.step()
+                    group.optimizer.zero_grad()
+        return group.weights(), num_discarded
+
+    with lighthouse() as address, ReadingGroup(address, "a", **options) as alone:
+        expected, _ = train(alone, set())
+    first_of_its_step, last_of_its_step = 5, 12
+    with lighthouse() as address, ReadingGroup(address, "a", **options) as group:
+        found, num_discarded = train(group, {first_of_its_step, last_of_its_step})
+    assert num_discarded == 1  # the other one was given up, because it was not voted on
+    assert torch.equal(found, expected)
+
+
 # -- wrong uses ------------------------------------------------------------------------------------
 
 
@@ -264,13 +251,16 @@ def test_a_step_reads_once() -> None:
         assert len(again[0]) == BATCH
 
 
-def test_a_vote_before_all_is_read_fails() -> None:
+def test_a_vote_before_all_is_read_fails(caplog: pytest.LogCaptureFixture) -> None:
     with lighthouse() as address, ReadingGroup(address, "a", microbatch_size=3) as group:
         features, targets, _ = group.next_batch()
         assert not group.loader.ends_step
         (group.parallel(features) - targets).square().mean().backward()
         assert not group.optimizer.step()
         assert "until loader.ends_step" in str(group.manager.errored())
+        assert "was not multiplied by loader.weight" not in caplog.text
+        group.next_batch()
+        assert "batch of loader 'data' was not multiplied by loader.weight" in caplog.text
         assert group.loader.position == EpochPosition(0, 0)
         assert group.step()
         assert group.loader.position == EpochPosition(0, BATCH)
@@ -380,6 +370,48 @@ def manager() -> Any:
         yield manager
 
 
+class PartOfAnotherLibrary(Sampler[int]):
+    """A sampler that reads what falls to one of several workers."""
+
+    rank, num_replicas = 0, 2
+
+    def __init__(self, data: Numbers) -> None:
+        self._size = len(data)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank, self._size, self.num_replicas))
+
+
+class ShuffledByEpoch(Sampler[int]):
+    """A sampler whose order follows from its own seed, and from the epoch that it is given."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self._seed, self._epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(20))
+        random.Random(self._seed + self._epoch).shuffle(order)
+        return iter(order)
+
+
+def test_a_sampler_with_a_seed_of_its_own(manager: Manager) -> None:
+    def order(epoch: int, seed: int = 0) -> tuple[list[int], str]:
+        torchs = DataLoader(Numbers(), sampler=ShuffledByEpoch(seed))
+        made = ElasticDataLoader(
+            manager, torchs, global_batch_size=20, name=f"epoch {epoch} of {seed}"
+        )
+        share = made.share_of(EpochPosition(epoch), _ALONE)
+        return made.indices_of(share.pieces[0]), made._position.layout
+
+    first, layout = order(0)
+    assert sorted(first) == list(range(20))
+    assert order(1)[0] != first
+    assert order(0, seed=1)[1] != layout, "groups with other orders would not be refused"
+
+
 def test_loaders_that_cannot_be_read(manager: Manager) -> None:
     data = Numbers()
     shared = ElasticSampler(data)
@@ -388,6 +420,14 @@ def test_loaders_that_cannot_be_read(manager: Manager) -> None:
         (DataLoader(Stream()), "no indices: use ElasticStream"),
         (DataLoader(data, sampler=DistributedSampler(data, 2, 0)), "a part of the data only"),
         (DataLoader(data, sampler=ElasticSampler(40)), "of 40 samples.*has 50 samples"),
+        (DataLoader(data, sampler=PartOfAnotherLibrary(data)), "a part of the data only"),
+        (DataLoader(data, sampler=BatchSampler(range(50), 5, False)), "it draws lists"),
+        (DataLoader(data, batch_sampler=[[0, 1], [2, 3]]), "batch_sampler='list'.*for the order"),
+        (
+            DataLoader(data, batch_sampler=BatchSampler(DistributedSampler(data, 2, 0), 5, False)),
+            "a part of the data only",
+        ),
+        (DataLoader(data, batch_size=None), "would not be collated"),
     ):
         with pytest.raises(ConfigError, match=sentence):
             ElasticDataLoader(manager, loader, global_batch_size=8)  # type: ignore[arg-type]
@@ -416,6 +456,10 @@ def test_loaders_that_cannot_be_read(manager: Manager) -> None:
             "9 samples drawn by WeightedRandomSampler with seed 3",
         ),
         (lambda data: DataLoader(data, drop_last=True), "last step drop"),
+        (
+            lambda data: DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 5, True)),
+            "50 samples shuffled with seed 3, 8 in a step, last step drop",
+        ),
     ],
 )
 def test_the_order_of_the_loader_is_kept(
@@ -430,6 +474,7 @@ def test_the_order_of_the_loader_is_kept(
     assert words in made._position.layout
     share = made.share_of(EpochPosition(), _ALONE)
     assert made.indices_of(share.pieces[0]) == again.indices_of(share.pieces[0])
+    assert len(made.dataset) == SIZE  # type: ignore[arg-type]
     assert len(made) == (made._rules.num_samples // 8 + (made._rules.last != "drop"))
 
 

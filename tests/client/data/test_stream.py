@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.reading import BATCH, SIZE, Numbers, ReadingGroup
 from support.training import lighthouse, make_manager, together
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from tools.chaos.samples import SampleLedger
 from torchft_svc.client.data import ElasticStream, EpochPosition
@@ -137,6 +137,16 @@ def test_streams_that_cannot_be_read() -> None:
         for stream, sentence in ((iter([1]), "only once"), (3, "an iterable is needed")):
             with pytest.raises(ConfigError, match=sentence):
                 ElasticStream(manager, stream, global_batch_size=2)  # type: ignore[arg-type]
+        for torchs, sentence in (
+            (DataLoader(Stream(), batch_size=5), "batch_size=5.*its items are batches"),
+            (DataLoader(Numbers(), None, shuffle=True), "with RandomSampler.*ElasticDataLoader"),
+            (
+                DataLoader(Numbers(), None, sampler=DistributedSampler(Numbers(), 2, 0)),
+                "with DistributedSampler.*other items in each group",
+            ),
+        ):
+            with pytest.raises(ConfigError, match=sentence):
+                ElasticStream(manager, torchs, global_batch_size=2)
         empty = ElasticStream(manager, [], global_batch_size=2)
         with pytest.raises(ConfigError, match="yields no step"):
             next(iter(empty))

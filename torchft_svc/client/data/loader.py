@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from torchft_svc.client.data.loop import DataLoop, check_microbatches
 from torchft_svc.client.data.order import Order
@@ -31,6 +31,14 @@ if TYPE_CHECKING:
 _TWICE = (
     "another ElasticDataLoader reads by it: two loaders have two positions, so make a sampler for "
     "each"
+)
+_NO_BATCHES = (
+    "its samples would not be collated: leave batch_size out, and let the data set return one "
+    "sample for an index; data that come in batches are read by ElasticStream"
+)
+_OWN_BATCHES = (
+    "which samples make a batch follows from global_batch_size and the number of groups, so it "
+    "would not be used: give the DataLoader a sampler for the order instead"
 )
 
 
@@ -106,7 +114,7 @@ class ElasticDataLoader(DataLoop):
             num_samples=sampler.size,
             global_batch_size=global_batch_size,
             microbatch_size=microbatch_size,
-            last=("drop" if loader.drop_last else "short") if last is None else last,
+            last=last or ("drop" if _drops_last(loader) else "short"),
             **shard_of(manager.place_in_group(), in_group),
         )
         check_microbatches(rules, recovers=recover_within_step, is_ordered=ordered_sums)
@@ -128,6 +136,11 @@ class ElasticDataLoader(DataLoop):
         rules = self._rules
         whole, rest = divmod(rules.num_samples, rules.global_batch_size)
         return whole + (rest > 0 and rules.last != "drop")
+
+    @property
+    def dataset(self) -> Dataset[Any]:
+        """The data set that is read."""
+        return self._map.reader.dataset
 
     @property
     def num_dropped(self) -> int:
@@ -192,3 +205,13 @@ def _check_loader(loader: Any) -> None:
     if isinstance(loader.dataset, IterableDataset):
         reason = "its data set has no indices: use ElasticStream"
         raise ConfigError("loader", type(loader.dataset).__name__, reason)
+    if loader.batch_sampler is None:
+        raise ConfigError("loader", "batch_size=None", _NO_BATCHES)
+    if type(loader.batch_sampler) is not BatchSampler:
+        raise ConfigError("batch_sampler", type(loader.batch_sampler).__name__, _OWN_BATCHES)
+
+
+def _drops_last(loader: DataLoader[Any]) -> bool:
+    """Whether ``loader`` leaves out a last batch that is not whole."""
+    assert isinstance(loader.batch_sampler, BatchSampler)
+    return loader.batch_sampler.drop_last

@@ -38,6 +38,7 @@ class PieceReader:
         self._has_workers = loader.num_workers > 0
         self._plan = _Plan(order_of)
         self._loader = _planned(loader, self._plan, seed)
+        self.dataset = loader.dataset
         self._batches: Iterator[Any] | None = None
         self.num_dropped = 0  # batches that were read in vain
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Iterator, Sized
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     RandomSampler,
@@ -73,7 +75,8 @@ class ElasticSampler(Sampler[int]):
 class DrawnSampler:
     """The order that a sampler of the program draws, from random numbers of the epoch.
 
-    All of it is drawn when the epoch begins.
+    All of it is drawn when the epoch begins. That of the first epoch shows whether all groups draw
+    the same.
     """
 
     shuffle = True
@@ -85,16 +88,32 @@ class DrawnSampler:
     @functools.cached_property
     def size(self) -> int:
         """How many samples it draws in an epoch."""
-        has_length = hasattr(self._sampler, "__len__")
-        return len(self._sampler) if has_length else len(self.order(0))
+        return self._first[0]
+
+    @functools.cached_property
+    def _first(self) -> tuple[int, str]:
+        """The length and a digest of the first epoch's order."""
+        drawn = self._draw(0)
+        text = ",".join(map(str, drawn)).encode()
+        return len(drawn), hashlib.blake2b(text, digest_size=4).hexdigest()
+
+    def _draw(self, epoch: int) -> list[int]:
+        if hasattr(self._sampler, "set_epoch"):
+            self._sampler.set_epoch(epoch)
+        drawn = draw_order(self._sampler, mix(self.seed, ORDER, epoch))
+        if drawn and isinstance(drawn[0], (list, tuple)):
+            reason = "it draws lists: give the DataLoader a sampler that draws one index at a time"
+            raise ConfigError("sampler", type(self._sampler).__name__, reason)
+        return drawn
 
     def order(self, epoch: int) -> Order:
         """The order of all samples in ``epoch``."""
-        return ListedOrder(draw_order(self._sampler, mix(self.seed, ORDER, epoch)))
+        return ListedOrder(self._draw(epoch))
 
     def describe(self) -> str:
-        """The order, in words."""
-        return f"{self.size} samples drawn by {type(self._sampler).__name__} with seed {self.seed}"
+        """The order, in words, with a digest of the first epoch's."""
+        how = f"drawn by {type(self._sampler).__name__} with seed {self.seed}"
+        return f"{self.size} samples {how} ({self._first[1]})"
 
 
 def draw_order(sampler: Any, seed: int) -> list[int]:
@@ -126,7 +145,7 @@ def sampler_of(loader: DataLoader[Any], seed: int) -> ElasticSampler | DrawnSamp
     Raises:
         ConfigError: it has none that all groups could share.
     """
-    sampler = loader.sampler
+    sampler = given_sampler(loader)
     if isinstance(sampler, ElasticSampler):
         size = _length(loader.dataset)
         if sampler.size != size:
@@ -139,10 +158,27 @@ def sampler_of(loader: DataLoader[Any], seed: int) -> ElasticSampler | DrawnSamp
         size = _length(loader.dataset)
         if sampler.num_samples == size:
             return ElasticSampler(size, seed=seed)
-    if isinstance(sampler, distributed.DistributedSampler):
+    if reads_part(sampler):
         reason = "it reads a part of the data only: use ElasticSampler(dataset, seed=...)"
         raise ConfigError("sampler", type(sampler).__name__, reason)
     return DrawnSampler(sampler, seed)
+
+
+def given_sampler(loader: DataLoader[Any]) -> Any:
+    """The sampler of ``loader``, also if the program gave it in a `BatchSampler`."""
+    batches = loader.batch_sampler
+    return batches.sampler if type(batches) is BatchSampler else loader.sampler
+
+
+def reads_part(sampler: Any) -> bool:
+    """Whether ``sampler`` leaves some of the samples to the samplers of other workers.
+
+    Those that are not torch's own follow its names.
+    """
+    if isinstance(sampler, distributed.DistributedSampler):
+        return True
+    num = getattr(sampler, "num_replicas", 1)
+    return isinstance(num, int) and num > 1 and hasattr(sampler, "rank")
 
 
 def _length(data: Any) -> int:

@@ -8,17 +8,26 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from torch.utils.data import default_collate
+from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from torchft_svc.client.data.loop import DataLoop, check_microbatches
 from torchft_svc.client.data.plan import EpochPosition, StepRules, Turn, WorkerShare, shard_of
 from torchft_svc.client.data.position import DataDescription, JobPosition
+from torchft_svc.client.data.sampler import given_sampler, reads_part
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
 _NEVER_ENDS = 2**62
+_BATCHES = (
+    "its items are batches, of which a step would use global_batch_size: give it batch_size=None, "
+    "or ElasticStream microbatch_size=1 and collate_fn=lambda items: items[0], to count batches"
+)
+_OTHER_ITEMS = (
+    "it yields other items in each group: read data with indices by ElasticDataLoader, which "
+    "divides them among the groups"
+)
 _ONCE = (
     "it can be gone through only once: give an object whose iter() begins anew, such as a data "
     "set, a DataLoader or a StatefulDataLoader"
@@ -66,9 +75,9 @@ class ElasticStream(DataLoop):
         name: str = "data",
         description: str = "",
     ) -> None:
-        if isinstance(stream, Iterator) or not isinstance(stream, Iterable):
-            reason = _ONCE if isinstance(stream, Iterator) else "an iterable is needed"
-            raise ConfigError("stream", type(stream).__name__, reason)
+        _check_stream(stream)
+        if isinstance(stream, DataLoader):
+            _check_loader(stream, collates=collate_fn is default_collate)
         rules = StepRules(
             num_samples=_NEVER_ENDS,
             global_batch_size=global_batch_size,
@@ -87,6 +96,22 @@ class ElasticStream(DataLoop):
         super().__init__(
             manager, name, source, position, recovers=recover_within_step, is_ordered=ordered_sums
         )
+
+
+def _check_stream(stream: Any) -> None:
+    if isinstance(stream, Iterator) or not isinstance(stream, Iterable):
+        reason = _ONCE if isinstance(stream, Iterator) else "an iterable is needed"
+        raise ConfigError("stream", type(stream).__name__, reason)
+
+
+def _check_loader(loader: DataLoader[Any], *, collates: bool) -> None:
+    """Raise `ConfigError` if a group would read other items than the others, or batches of them."""
+    if collates and loader.batch_sampler is not None:
+        raise ConfigError("stream", f"a DataLoader with batch_size={loader.batch_size}", _BATCHES)
+    sampler = given_sampler(loader)
+    is_random = isinstance(sampler, RandomSampler) and not hasattr(loader, "state_dict")
+    if is_random or reads_part(sampler):
+        raise ConfigError("stream", f"a DataLoader with {type(sampler).__name__}", _OTHER_ITEMS)
 
 
 class _Anchor(NamedTuple):
