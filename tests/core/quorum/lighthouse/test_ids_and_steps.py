@@ -12,6 +12,7 @@ from torchft_svc.core.quorum.assignment import assign
 from torchft_svc.core.quorum.lighthouse.jobs import MAX_AHEAD_OF_NEW_JOB_S, MAX_AHEAD_S
 from torchft_svc.core.quorum.lighthouse.membership import GATHER_S
 from torchft_svc.core.quorum.lighthouse.quorum import joining
+from torchft_svc.core.quorum.session_messages import Kill
 from torchft_svc.core.quorum.tally import Tally
 from torchft_svc.core.quorum.types import Member, Quorum
 from torchft_svc.errors import RequestRefused
@@ -475,7 +476,7 @@ def test_q7_a_job_is_finished_only_if_all_its_groups_ended_on_purpose() -> None:
 
 def test_who_is_killed_by_an_operator_ends_on_purpose_however_it_goes() -> None:
     scene = formed("a", step=7)
-    scene.jobs.killed(JOB, "a", "killed: wanted")
+    scene.jobs.commanded(JOB, "a", Kill("wanted"), scene.now)
     scene.leave("a", "its session ended")
     assert scene.pop_orders() == [replace(loss("a", "killed: wanted"), is_orderly=True)]
     assert scene.jobs.status(JOB, scene.now)[0].finished

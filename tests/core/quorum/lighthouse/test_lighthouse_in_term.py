@@ -18,7 +18,7 @@ from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportStraggler,
 )
 from torchft_svc.core.quorum.lighthouse.membership import GATHER_S
-from torchft_svc.core.quorum.session_messages import Leave, Lost, NewcomerWaits
+from torchft_svc.core.quorum.session_messages import Kill, Leave, Lost, NewcomerWaits
 from torchft_svc.core.quorum.term import LOOK_S, TermEnds
 from torchft_svc.core.quorum.types import LastQuorum, QuorumConfig
 
@@ -687,7 +687,7 @@ def test_outside_of_a_term_a_session_that_ends_is_a_loss(why: str) -> None:
     if why == "it has asked":
         term.asks("b", 8)
     if why == "killed":
-        term.jobs.killed(JOB, "b", "an operator kills it")
+        term.jobs.commanded(JOB, "b", Kill("by an operator"), term.now)
     term.pop_orders()
     term.session_ends("b")
     assert [who for who, _ in lost(term)] == ["b"]

@@ -12,8 +12,10 @@ from support.core.scenes import JOB, Scene, config
 from torchft_svc.core.quorum.lighthouse import jobs as jobs_module
 from torchft_svc.core.quorum.lighthouse.incidents import Incident, IncidentKind, JobLedger
 from torchft_svc.core.quorum.lighthouse.jobs import ReportPace
+from torchft_svc.core.quorum.lighthouse.membership import Membership
 from torchft_svc.core.quorum.lighthouse.pace import MIN_STEPS, Pace, PaceChange, PaceWatch
-from torchft_svc.core.quorum.session_messages import Departure, Leave
+from torchft_svc.core.quorum.lighthouse.quorum import can_lose_a_group
+from torchft_svc.core.quorum.session_messages import Departure, Drain, Kill, Leave
 from torchft_svc.core.quorum.tally import StepTimes, Tally
 from torchft_svc.errors import ConfigError, RequestRefused
 
@@ -300,6 +302,44 @@ def test_q26_never_below_min_replicas() -> None:
     assert job.run(30, a=0.25, b=0.25, c=0.75) == [("c", True, False)]
 
 
+@pytest.mark.parametrize("what", ["drained", "killed", "silent"])
+def test_q26_never_below_min_replicas_if_another_one_may_end_too(what: str) -> None:
+    job = Job("a", "b", "c", "d", min_replicas=3, steady=True, heartbeat_timeout_s=100.0)
+    if what == "silent":
+        job.scene.session_ends("a:1")
+    else:
+        command = Drain("by an operator") if what == "drained" else Kill("by an operator")
+        job.scene.jobs.commanded(JOB, "a:1", command, job.scene.now)
+    fast = {"b": 0.25, "c": 0.25} if what == "silent" else {"a": 0.25, "b": 0.25, "c": 0.25}
+    reports = job.run(30, **fast, d=0.75)
+    assert ("d", True, True) not in reports
+    assert job.scene.group("d:1").slow
+
+
+def test_q26_who_hangs_does_not_count_for_min_replicas() -> None:
+    job = Job("a", "b", "c", "d", min_replicas=3, steady=True)
+    job.scene.jobs._jobs[JOB].members.evicted(["a:1"])
+    assert job.run(30, b=0.25, c=0.25, d=0.75) == [("d", True, False)]
+
+
+def test_q26_an_order_that_was_lost_with_its_session_is_repeated() -> None:
+    """The order is repeated until the group is gone; no other one is drained meanwhile."""
+    job = Job("a", "b", "c", "d", "e", steady=True)
+    fast = {"a": 0.25, "b": 0.25, "c": 0.25}
+    assert job.run(int(AFTER_S) + 2, **fast, d=0.5, e=0.75)[-1] == ("e", True, True)
+    jobs = job.scene.jobs
+    for _ in range(2):
+        job.scene.session_ends("e:1")
+        assert job.run(1, **fast, d=0.5) == []
+        order = jobs.missed_command(JOB, "e:1", job.scene.now)
+        assert isinstance(order, Drain)
+        assert order.reason.startswith("it is evicted because it is slow")
+        assert job.run(20, **fast, d=0.5, e=0.75) == []
+    job.leaves("e")
+    job.ask_all("a", "b", "c", "d")
+    assert job.run(20, **fast, d=0.5) == [("d", True, True)]
+
+
 def test_q26_never_the_last_group() -> None:
     job = Job("a", "b")
     job.leaves("a")
@@ -375,6 +415,10 @@ def compares_whole_steps(made: StepTimes) -> float:
     return made.training_s + made.updating_s + made.between_s + made.waiting_s
 
 
+def counts_all(members: Membership, _: Any) -> bool:
+    return can_lose_a_group(members, frozenset())
+
+
 def as_if_even(made: StepTimes, _: float) -> StepTimes:
     return made
 
@@ -427,6 +471,18 @@ PLANTED: list[tuple[Any, str, Any, Callable[[], None]]] = [
         test_q26_where_most_are_slow_the_best_is_the_exception,
     ),
     (jobs_module, "can_lose_a_group", _yes, test_q26_never_below_min_replicas),
+    (
+        jobs_module,
+        "can_lose_a_group",
+        counts_all,
+        lambda: test_q26_never_below_min_replicas_if_another_one_may_end_too("drained"),
+    ),
+    (
+        jobs_module,
+        "can_lose_a_group",
+        counts_all,
+        lambda: test_q26_never_below_min_replicas_if_another_one_may_end_too("silent"),
+    ),
     (jobs_module, "can_lose_a_group", _no, test_q26_never_more_than_one_at_once),
     (
         JobLedger,

@@ -443,6 +443,41 @@ def test_an_operator_reaches_a_group_by_its_name() -> None:
     assert (loss.reason, loss.is_orderly) == ("killed: enough", True)
 
 
+@pytest.mark.parametrize("command", [Drain("enough"), Kill("enough")])
+def test_a_session_begins_with_the_command_that_the_one_before_may_have_lost(
+    command: Drain | Kill,
+) -> None:
+    """The old stream seems to be open, but nothing arrives there."""
+    machine = Machine()
+    machine.pair()
+    machine.core.commanded(JOB, "a", command, machine.now)
+    for stream in (3, 4):
+        welcome, repeated = machine.open(stream, "a:1")
+        assert isinstance(welcome, Send)
+        assert repeated == Send((stream,), command)
+    assert len(machine.open(5, "b:1")) == 1, "nobody drains it"
+    machine.say(4, Leave("drained", between_steps=True, ends=True))
+    assert len(machine.open(6, "a:1")) == 1, "it has left: this is its next life"
+
+
+def test_a_command_that_is_repeated_has_the_time_that_is_left() -> None:
+    machine = Machine(heartbeat_timeout_s=100.0)
+    machine.pair()
+    machine.core.commanded(JOB, "a", Drain("enough", within_s=30.0), machine.now)
+    for passed_s, left_s in ((10.0, 20.0), (50.0, 0.0)):
+        machine.after(passed_s)
+        assert machine.open(3, "a:1")[-1] == Send((3,), Drain("enough", within_s=left_s))
+        machine.close(3)
+
+
+def test_who_is_killed_is_not_drained_instead() -> None:
+    machine = Machine()
+    machine.pair()
+    for command in (Drain("later"), Kill("now"), Drain("later")):
+        machine.core.commanded(JOB, "a", command, machine.now)
+    assert machine.open(3, "a:1")[-1] == Send((3,), Kill("now"))
+
+
 @pytest.mark.parametrize(
     ("name", "reason"), [("x", "no living group 'x'"), ("c:1", "has no session")]
 )

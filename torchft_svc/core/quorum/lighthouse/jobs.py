@@ -318,8 +318,9 @@ class Job:
     reported_id: int = 0
     #: The last quorum whose members were informed that they have to leave it.
     spent_id: int = 0
-    #: Living groups that an operator has ended, and the reasons.
-    killed: dict[str, str] = field(default_factory=dict)
+    #: Living groups that were ordered to end, by an operator or because they are slow, and when: an
+    #: order may be lost with its session, so the next one begins with it (rule Q27).
+    commands: dict[str, tuple[Kill | Drain, float]] = field(default_factory=dict)
     #: Requests of groups whose name an earlier incarnation, which lives, still holds.
     held: dict[str, tuple[Member, int]] = field(default_factory=dict)
     announcements: Announcements = field(default_factory=Announcements)
@@ -425,7 +426,7 @@ class Job:
             self.term.may_go_on
             and self.term.over_from is None
             and replica_id in members.previous_ids
-            and replica_id not in self.killed
+            and not self.is_killed(replica_id)
             and members.state(replica_id) is GroupState.AWAITED
             and not members.groups[GroupState.ASKING]
             and len(members.quorum_left()) > 1
@@ -524,14 +525,20 @@ class Job:
 
     def how_it_ended(self, replica_id: str, how: Leave) -> Leave:
         """How a group has ended: ``how``, or on purpose if an operator has killed it."""
-        if replica_id not in self.killed:
+        if not self.is_killed(replica_id):
             return how
-        reason, killed = self.killed[replica_id], Departure.KILLED
+        command, _ = self.commands[replica_id]
+        reason, killed = f"killed: {command.reason}", Departure.KILLED
         return Leave(reason, how.between_steps, ends=True, departure=killed)
+
+    def is_killed(self, replica_id: str) -> bool:
+        """Whether an operator has killed a group, which is not gone yet."""
+        command, _ = self.commands.get(replica_id, (None, 0.0))
+        return isinstance(command, Kill)
 
     def forget_group(self, replica_id: str) -> int | None:
         """Forget a group that is gone; returns the caller that waited for it, if any."""
-        self.killed.pop(replica_id, None)
+        self.commands.pop(replica_id, None)
         self.hangs.forget_group(replica_id)
         self.paces.forget_group(replica_id)
         if replica_id == self.evicting:
@@ -780,9 +787,12 @@ class Jobs:
         else:
             job.silent[replica_id] = now
 
-    def killed(self, job_name: str, replica_id: str, reason: str) -> None:
-        """Record that an operator ends a living group: it ends on purpose, however it ends."""
-        self._jobs[job_name].killed[replica_id] = reason
+    def commanded(self, job_name: str, replica_id: str, command: Kill | Drain, now: float) -> None:
+        """Record that an operator ends a living group. One that is killed ends on purpose, however
+        it ends."""
+        job = self._jobs[job_name]
+        if isinstance(command, Kill) or not job.is_killed(replica_id):
+            job.commands[replica_id] = command, now
 
     def accept_loss(self, job_name: str, now: float) -> None:
         """Let the next quorum through although it loses committed steps, as an operator wants.
@@ -948,6 +958,14 @@ class Jobs:
         if job.term.over_from:
             news.append(TermEnds(quorum_id, job.term.over_from, "not all members take part"))
         return news
+
+    def missed_command(self, job_name: str, replica_id: str, now: float) -> Kill | Drain | None:
+        """What a group has to end by that begins a session: it may not have received it, or may
+        have lost the manager that has (rule Q27; None: nothing)."""
+        command, at = self._jobs[job_name].commands.get(replica_id, (None, now))
+        if isinstance(command, Drain) and command.within_s is not None:
+            return replace(command, within_s=max(0.0, command.within_s - (now - at)))
+        return command
 
     def is_past(self, job_name: str, replica_id: str, last: LastQuorum) -> bool:
         """Whether the others continued without a group that is back, and was in quorum ``last``."""
@@ -1190,15 +1208,17 @@ class Jobs:
             return
         slowest = job.paces.slowest(members)
         is_early = job.evicting is not None or now < job.next_eviction_at
-        if slowest is None or is_early or not can_lose_a_group(job.members):
+        if slowest is None or is_early or slowest in job.silent:
             return
-        if slowest in job.silent:  # the order would not arrive, and nobody would repeat it
+        if not can_lose_a_group(job.members, job.commands.keys() | job.silent.keys()):
             return
         why = f"it is evicted because it is slow: {job.paces.why(slowest, members)}"
         job.evicting, job.next_eviction_at = slowest, now + self._config.slow_after_s
         job.ledger.record_slow_eviction(slowest, why)
         self._outputs.report(ReportPace(job.name, slowest, True, why, evict=True))
-        self._outputs.send(job.name, (slowest,), Drain(why))
+        drain = Drain(why)
+        job.commands[slowest] = drain, now
+        self._outputs.send(job.name, (slowest,), drain)
 
     def _remove_silent(self, job: Job, now: float, *, agreed: bool = False) -> bool:
         """Remove the members without a session (rule E7); whether there are any. ``agreed``: all

@@ -428,6 +428,8 @@ class Lighthouse:
         else:
             for news in self.jobs.missed_news(job, replica_id, last, hello.num_groups):
                 self._sessions.send_over((stream,), news)
+        if command := self.jobs.missed_command(job, replica_id, at):
+            self._sessions.send_over((stream,), command)
         return self._end_input(Send((stream,), Welcome(session.beat_interval_s)))
 
     def _end_most_silent(self, session: Session, at: float) -> None:
@@ -544,7 +546,7 @@ class Lighthouse:
 
         Raises: RequestRefused: there is no such group, or it has no session.
         """
-        self._begin_input(now)
+        at = self._begin_input(now)
         replica_id = self.jobs.find_group(job, name)
         streams = self._sessions.streams_of(job, (replica_id,))
         if not streams:
@@ -552,8 +554,7 @@ class Lighthouse:
                 f"{replica_id!r} has no session with this lighthouse, it only sends heartbeats: "
                 "it cannot receive commands, so ask its manager instead"
             )
-        if isinstance(command, Kill):
-            self.jobs.killed(job, replica_id, f"killed: {command.reason}")
+        self.jobs.commanded(job, replica_id, command, at)
         self._sessions.send_over(streams, command)
         self._sessions.report(ReportCommand(job, replica_id, command))
         return self._end_input()

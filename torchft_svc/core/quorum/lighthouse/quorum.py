@@ -342,15 +342,18 @@ def to_evict(members: Membership, hangs: HangWatch, candidates: Iterable[str]) -
     return evicted
 
 
-def can_lose_a_group(members: Membership) -> bool:
-    """Whether the last quorum has enough living groups for one of them to be left out (rule Q26).
+def can_lose_a_group(members: Membership, may_end: Set[str]) -> bool:
+    """Whether the last quorum has enough living groups for one of them to be left out (rule Q26),
+    without those that ``may_end`` just now, or hang.
 
     Not before the first quorum here: until then it is not known how many the groups ask for.
     """
     if members.previous is None:
         return False
     asked_for = max(each.min_replicas for each in members.previous.participants)
-    return len(members.quorum_left()) > max(1, members.min_replicas, asked_for)
+    awaited = (GroupState.ASKING, *AWAITED_MEMBERS)
+    staying = [each for each in members.quorum_left() if members.state(each) in awaited]
+    return len(set(staying) - may_end) > max(1, members.min_replicas, asked_for)
 
 
 def waits_for_others(members: Membership, hangs: HangWatch, replica_id: str) -> bool:
