@@ -168,7 +168,7 @@ def test_under_failures(run: Run, tmp_path: Path) -> None:
     assert killed["kills"] >= 2
     assert killed["standstill_s"] > 0
     (each,) = killed["each"]
-    assert each["batches"] >= 120
+    assert each["batches"] > 30  # two groups read 120 where a restart takes less than a second
     assert each["curve"][-1] == [round(each["wall_s"], 2), each["batches"]]
     assert picture.stat().st_size > 10_000
 
