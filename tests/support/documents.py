@@ -68,7 +68,9 @@ def plain(line: str) -> str:
     line = re.sub(r":[0-9a-f]{8}-[0-9a-f-]{27}: .*$", ":...", line)  # a group, and how it was lost
     line = re.sub(r"\((its session ended|the process of .*|group rank 0 .*)\)$", "(...)", line)
     # What is noticed first of a process that was killed.
-    line = re.sub(r"(the process of group rank 0 is .*|group rank 0 is gone: .*)$", "...", line)
+    line = re.sub(
+        r"(the process of group rank 0 is [a-z ]+|group rank 0 is gone: [a-z, ]+)$", "...", line
+    )
     # Why a group is gone may be known a moment after the next quorum, on a busy machine.
     line = re.sub(r"(gone: \w+) \(.*\)", r"\1", line)
     line = re.sub(r"(?<!\S)-(?!\S)", "N", line)  # a time that is not known
