@@ -11,6 +11,8 @@ from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, Inci
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec_status import (
+    GROUPS_AT_ONCE,
+    add_status,
     incidents_from_wire,
     incidents_to_wire,
     runs_from_wire,
@@ -112,3 +114,12 @@ def test_the_goodput_is_a_part_of_the_status() -> None:
     encoded = status_to_wire([JobStatus(job="job", goodput=GOODPUT)]).SerializeToString()
     (read,) = status_from_wire(pb.LighthouseStatusResponse.FromString(encoded))
     assert read.goodput == GOODPUT
+
+
+def test_the_loop_is_free_between_some_groups() -> None:
+    groups = tuple(GroupStatus(replica_id=f"g{number:03}") for number in range(1000))
+    jobs = [JobStatus(job="a", groups=groups), JobStatus(job="b", groups=groups[:1])]
+    message = pb.LighthouseStatusResponse()
+    num_pauses = sum(1 for _ in add_status(message, jobs, ()))
+    assert num_pauses == 1000 / GROUPS_AT_ONCE + 1
+    assert status_from_wire(message) == jobs

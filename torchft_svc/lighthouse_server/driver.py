@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import grpc
@@ -25,6 +25,7 @@ from torchft_svc.core.quorum.lighthouse.lighthouse import (
     first_quorum_id,
 )
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.lighthouse.pace import Pace
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave
 from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.errors import TorchFTError
@@ -146,9 +147,13 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         """See `Jobs.members`."""
         return self._core.jobs.members(job)
 
-    def status(self, job: str) -> list[JobStatus]:
+    def status(self, job: str, *, with_paces: bool = True) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty)."""
-        return self._core.status(job, time.monotonic())
+        return self._core.status(job, time.monotonic(), with_paces=with_paces)
+
+    def paces(self, job: str, replica_ids: Iterable[str]) -> dict[str, tuple[Pace, ...]]:
+        """See `Jobs.paces`."""
+        return self._core.jobs.paces(job, replica_ids)
 
     def incidents(self, job: str, after: int = 0) -> list[Incident]:
         """The records of ``job`` with numbers above ``after``, the oldest first.

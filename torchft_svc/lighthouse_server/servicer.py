@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -19,7 +20,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.about import about_lighthouse, about_to_wire
 from torchft_svc.rpc.calls import remaining_s
 from torchft_svc.rpc.codec import JOB_KEY, drain_from_wire, member_from_wire
-from torchft_svc.rpc.codec_status import incidents_to_wire, status_to_wire
+from torchft_svc.rpc.codec_status import add_status, incidents_to_wire
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.status import Handler
@@ -97,7 +98,10 @@ def _operator_calls(driver: LighthouseDriver) -> dict[str, Handler]:
         return b""
 
     async def status(request: pb.LighthouseStatusRequest, context: Context) -> bytes:
-        return status_to_wire(*_status(driver, request.job)).SerializeToString()
+        message = pb.LighthouseStatusResponse()
+        for _ in add_status(message, *_status(driver, request.job)):
+            await asyncio.sleep(0)  # groups that train go first
+        return message.SerializeToString()
 
     async def accept_loss(request: pb.AcceptLossRequest, context: Context) -> bytes:
         committed_step = driver.accept_loss(_job(context))

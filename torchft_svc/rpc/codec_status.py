@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
@@ -17,6 +18,8 @@ from torchft_svc.rpc.records import Codec, Field, M, R, list_of, milliseconds
 
 # Each text is shown on a terminal, to which escape codes are orders.
 MAX_TEXT_LENGTH = 4000
+# The groups of a job that are copied in one go: some milliseconds.
+GROUPS_AT_ONCE = 100
 _text = partial(one_line, limit=MAX_TEXT_LENGTH)
 
 
@@ -71,7 +74,23 @@ _RUN = _codec(RunStatus, pb.RunStatus, nodes=list_of(_NODE))
 def status_to_wire(
     jobs: Iterable[JobStatus], runs: Iterable[RunStatus] = ()
 ) -> pb.LighthouseStatusResponse:
-    return pb.LighthouseStatusResponse(jobs=map(_JOB.to_wire, jobs), runs=map(_RUN.to_wire, runs))
+    message = pb.LighthouseStatusResponse()
+    for _ in add_status(message, jobs, runs):
+        pass
+    return message
+
+
+def add_status(
+    message: pb.LighthouseStatusResponse, jobs: Iterable[JobStatus], runs: Iterable[RunStatus]
+) -> Iterator[None]:
+    """Add the jobs and runs to ``message``, some groups at a time."""
+    for job in jobs:
+        part = _JOB.to_wire(replace(job, groups=()))
+        for begin in range(0, len(job.groups), GROUPS_AT_ONCE):
+            part.groups.extend(map(_GROUP.to_wire, job.groups[begin : begin + GROUPS_AT_ONCE]))
+            yield
+        message.jobs.append(part)
+    message.runs.extend(map(_RUN.to_wire, runs))
 
 
 def status_from_wire(message: pb.LighthouseStatusResponse) -> list[JobStatus]:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from random import Random
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,8 +17,14 @@ from torchft_svc.core.launch.world import AgentStatus
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.pace import Pace
 from torchft_svc.lighthouse_server.http.differences import Document, difference
-from torchft_svc.lighthouse_server.http.documents import job_document, overview
+from torchft_svc.lighthouse_server.http.documents import (
+    PACE_UPDATES,
+    ShownPaces,
+    job_document,
+    overview,
+)
 from torchft_svc.lighthouse_server.http.public_status import status_html
 
 NOW = 1_000_000.0
@@ -44,8 +53,13 @@ JOB = JobStatus(
 )
 
 
-def document(job: JobStatus = JOB, now: float = NOW, *incidents: Incident) -> Document:
-    return job_document(job, now, None, incidents)
+def document(
+    job: JobStatus = JOB,
+    now: float = NOW,
+    *incidents: Incident,
+    paces: Mapping[str, Sequence[Document]] | None = None,
+) -> Document:
+    return job_document(job, now, None, incidents, paces or {})
 
 
 def test_a_group_that_heals_shows_how_far_it_is() -> None:
@@ -89,7 +103,7 @@ def test_two_groups_with_one_name_have_two_rows() -> None:
 def test_time_alone_changes_nothing() -> None:
     def later(by_s: float) -> JobStatus:
         groups = (
-            GroupStatus(replica_id="a:1", phase=Phase.IDLE, phase_s=5 + by_s, silent_s=3 + by_s),
+            GroupStatus(replica_id="a:1", phase=Phase.IDLE, phase_s=5 + by_s, silent_s=8 + by_s),
         )
         gone = (GoneGroup(replica_id="b:1", gone_s=7 + by_s),)
         return JobStatus(job="j", groups=groups, gone=gone, stalled_s=2 + by_s)
@@ -97,6 +111,108 @@ def test_time_alone_changes_nothing() -> None:
     assert document(later(0.0)) == document(later(3.25), NOW + 3.25)
     ended = [JobStatus(job="j", stalled_s=6 + by_s, ended_s=5 + by_s) for by_s in (0.0, 9.5)]
     assert overview(ended[:1], (), NOW) == overview(ended[1:], (), NOW + 9.5)
+
+
+def training(number: int, **changes: Any) -> GroupStatus:
+    fields = {"in_quorum": True, "step": 7, "phase": Phase.TRAINING, **changes}
+    return GroupStatus(replica_id=f"g{number}:1", address=f"host-{number}:1", **fields)
+
+
+def test_groups_that_train_as_they_should_change_nothing() -> None:
+    """A thousand of them would otherwise be sent anew each second, to each reader."""
+    before = JobStatus(job="j", committed_step=7, groups=tuple(map(training, range(1000))))
+    random = Random(1)
+    groups = tuple(
+        training(
+            number,
+            step=random.randrange(17, 19),
+            phase=random.choice((Phase.TRAINING, Phase.QUORUM, Phase.VOTING)),
+            phase_s=random.uniform(0.0, 4.9),
+            silent_s=random.uniform(0.0, 4.9),
+            asking=random.random() < 0.5,
+        )
+        for number in range(1000)
+    )
+    after = replace(before, committed_step=17, groups=groups)
+    patch = difference(document(before), document(after, NOW + 1.0))
+    assert patch == {"summary": {"step": 17, "moved_at": NOW + 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"step": 5}, {"step": 5, "phase": "training", "phase_at": NOW}),
+        ({"phase_s": 6.0}, {"phase": "training", "phase_at": NOW - 6.0}),
+        ({"silent_s": 6.0}, {"seen_at": NOW - 6.0}),
+        ({"slow": True, "slowest_rank": 3}, {"slow": True, "slowest_rank": 3}),
+        (
+            {"phase": Phase.HEALING, "phase_s": 1.0},
+            {"state": "healing", "step": 7, "phase": "healing", "phase_at": NOW - 1.0},
+        ),
+        (
+            {"in_quorum": False, "asking": True, "phase": None},
+            {"state": "waiting", "step": 7, "asking": True},
+        ),
+    ],
+)
+def test_what_is_not_as_it_should_be_is_shown_at_once(
+    changes: dict[str, Any], shown: Document
+) -> None:
+    job = JobStatus(job="j", committed_step=7, groups=(training(0, **changes),))
+    usual = {"id": "g0:1", "state": "training", "address": "host-0:1"}
+    assert document(job)["groups"]["g0"] == usual | shown
+
+
+# -- paces -----------------------------------------------------------------------------------------
+
+
+def paces(seconds: float) -> tuple[Pace, ...]:
+    return (Pace("step", seconds, 2 * seconds, 1.0), Pace("training", seconds / 2))
+
+
+def test_the_paces_of_each_group_are_looked_at_in_turns() -> None:
+    ids = [f"g{number}:1" for number in range(2 * PACE_UPDATES)]
+    shown, looks = ShownPaces(), []
+
+    def look(due: Sequence[str]) -> dict[str, tuple[Pace, ...]]:
+        looks.append(list(due))
+        return {each: paces(0.25 * len(looks)) for each in due}
+
+    first = shown.update(ids, look)
+    assert looks == [ids], "a reader who comes sees all"
+    assert first["g1:1"][0] == {
+        "phase": "step",
+        "seconds": 0.25,
+        "to_best": 0.5,
+        "to_own_best": 1.0,
+    }
+    for _ in range(PACE_UPDATES):
+        found = shown.update(ids, look)
+    assert sorted(each for due in looks[1:] for each in due) == sorted(ids)
+    assert max(map(len, looks[1:])) == 2
+    assert all(each[0]["seconds"] > 0.25 for each in found.values())
+    assert shown.update([*ids[2:], "new:1"], look).keys() == {*ids[2:], "new:1"}
+
+
+def test_a_pace_that_differs_by_noise_is_not_sent_again() -> None:
+    shown = ShownPaces()
+
+    def later(seconds: float) -> float:
+        for _ in range(PACE_UPDATES):
+            found = shown.update(["a:1"], lambda due: {each: paces(seconds) for each in due})
+        seconds = found["a:1"][0]["seconds"]
+        return seconds
+
+    assert [later(each) for each in (0.25, 0.26, 0.24, 0.3, 0.31)] == [0.25, 0.25, 0.25, 0.3, 0.3]
+
+
+def test_a_group_whose_paces_are_not_known_has_none() -> None:
+    shown = ShownPaces().update(["a:1", "b:1"], lambda due: {"a:1": paces(0.25)})
+    found = document(paces=shown)["groups"]
+    assert (len(found["a"]["paces"]), "paces" in found["b"]) == (2, False)
+
+
+# -- the rest --------------------------------------------------------------------------------------
 
 
 def test_an_incident_is_in_it_without_what_is_not_known() -> None:

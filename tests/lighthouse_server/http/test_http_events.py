@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -68,7 +69,7 @@ def test_a_change_is_built_once_for_all_readers() -> None:
         readers = [Reader(Wire()) for _ in range(3)]
         for reader in readers:
             all_readers.subscribe(reader, "j", build)
-        all_readers.update_readers()
+        list(all_readers.update_readers())
         assert len(built) == 2
         for reader in readers:
             first, second = await taken(reader, 2)
@@ -79,13 +80,38 @@ def test_a_change_is_built_once_for_all_readers() -> None:
     asyncio.run(story())
 
 
+def test_the_loop_is_free_between_two_channels(quickly: None) -> None:
+    async def story() -> None:
+        order: list[str] = []
+        done = asyncio.Event()
+        busy, reader = hub(), Reader(Wire())
+
+        def beat() -> None:
+            order.append("a beat")
+            if len(order) == 8:  # two for the new reader's documents
+                done.set()
+
+        def build(name: str, now: float) -> dict[str, Any]:
+            order.append(name)
+            asyncio.get_running_loop().call_soon(beat)
+            return {}
+
+        for name in ("", "j"):
+            busy.subscribe(reader, name, partial(build, name))
+        await asyncio.wait_for(done.wait(), 10.0)
+        assert order[4:] == ["", "a beat", "j", "a beat"]
+        busy.close()
+
+    asyncio.run(story())
+
+
 def test_nothing_is_built_for_nobody() -> None:
     async def story() -> None:
         built = []
         empty, reader = hub(), Reader(Wire())
         empty.subscribe(reader, "", lambda now: {"n": len(built)} if built.append(now) else {})
         empty.remove(reader)
-        empty.update_readers()
+        list(empty.update_readers())
         assert len(built) == 1
         assert empty._timer is None
 
@@ -115,7 +141,7 @@ def test_a_reader_that_does_not_keep_up_is_disconnected_alone() -> None:
         for reader in (slow, quick):
             both.subscribe(reader, "", lambda now: {"step": next(steps)})
         for _ in range(MAX_UNREAD + 2):
-            both.update_readers()
+            list(both.update_readers())
             while quick.num_unread:
                 await taken(quick, 1)
         assert (slow_wire.is_aborted, quick_wire.is_aborted) == (True, False)

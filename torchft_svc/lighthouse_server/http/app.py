@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Iterable
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -20,7 +21,7 @@ from torchft_svc.lighthouse_server.http.answers import encoded
 from torchft_svc.lighthouse_server.http.commands import CommandRoutes, describe_commands
 from torchft_svc.lighthouse_server.http.connection import TRANSPORT
 from torchft_svc.lighthouse_server.http.differences import Document
-from torchft_svc.lighthouse_server.http.documents import Clock, job_document, overview
+from torchft_svc.lighthouse_server.http.documents import Clock, ShownPaces, job_document, overview
 from torchft_svc.lighthouse_server.http.events import EventStream, Hub, Reader
 from torchft_svc.lighthouse_server.http.public_status import status_html
 from torchft_svc.lighthouse_server.http.refusals import HANDLERS
@@ -98,7 +99,7 @@ class Dashboard:
         try:
             self.hub.subscribe(reader, "", self._overview)
             if job is not None:
-                self.hub.subscribe(reader, job, lambda now: self._job_document(job, now))
+                self.hub.subscribe(reader, job, partial(self._job_document, job, ShownPaces()))
         except BaseException:  # it would take up a place for ever
             self.hub.remove(reader)
             raise
@@ -108,17 +109,20 @@ class Dashboard:
         self._readiness.check()
         return overview(self._jobs_at(now).values(), self._driver.runs.status(""), now)
 
-    def _job_document(self, job: str, now: float) -> Document:
+    def _job_document(self, job: str, shown: ShownPaces, now: float) -> Document:
         self._readiness.check()
-        status = self._jobs_at(now).get(job) or self._driver.status(job)[0]
+        status = self._jobs_at(now).get(job) or self._driver.status(job, with_paces=False)[0]
+        ids = [group.replica_id for group in status.groups]
+        paces = shown.update(ids, partial(self._driver.paces, job))
         incidents = self._driver.incidents(job)[-MAX_INCIDENTS_SHOWN:]
-        return job_document(status, now, self._timelines.last_point(job), incidents)
+        return job_document(status, now, self._timelines.last_point(job), incidents, paces)
 
     def _jobs_at(self, now: float) -> dict[str, JobStatus]:
         """All jobs, looked at once for all channels that are updated ``now``."""
         if now != self._looked_at:
             self._looked_at = now
-            self._jobs = {status.job: status for status in self._driver.status("")}
+            jobs = self._driver.status("", with_paces=False)
+            self._jobs = {status.job: status for status in jobs}
         return self._jobs
 
     async def _show_metrics(self, request: Request) -> Response:
@@ -128,7 +132,7 @@ class Dashboard:
 
     async def _status(self, _: Request) -> Response:
         self._readiness.check()
-        return HTMLResponse(status_html(self._driver.status("")))
+        return HTMLResponse(status_html(self._driver.status("", with_paces=False)))
 
 
 def api_schema() -> dict[str, Any]:

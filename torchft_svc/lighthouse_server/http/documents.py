@@ -1,25 +1,35 @@
 """The documents behind the dashboard, of which readers receive the differences.
 
 They hold instants instead of durations, and leave out what is not known: what nobody has touched
-stays the same, and is not sent again. Instants are seconds of the clock of the `Clock`.
+stays the same, and is not sent again. Nor does a group change that trains as it should: it is at
+the job's step, in phases that are short, and was seen just now. Instants are seconds of the clock
+of the `Clock`.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
-from torchft_svc.core.quorum.lighthouse.pace import Pace
+from torchft_svc.core.quorum.lighthouse.pace import RESOLUTION_S, Pace
 from torchft_svc.core.quorum.lighthouse.timeline import TimelinePoint
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.lighthouse_server.http.answers import plain
 from torchft_svc.lighthouse_server.http.differences import Document
+
+# Phases and silences that are shorter are no news: groups beat each 2.5 s where a job has 1000.
+LASTING_S = 5.0
+# The paces of a group are looked at in one of so many updates: they are means over seconds.
+PACE_UPDATES = 10
+# A pace that differs by less from the one that readers have is noise.
+PACE_NOISE = 0.1
 
 # Where they differ from those of `GROUP_STATES`.
 _WORDS = {"left_out": "left out", "in_quorum": "training", "idle": "outside"}
@@ -74,8 +84,9 @@ def job_document(
     now: float,
     last_point: TimelinePoint | None,
     incidents: Iterable[Incident],
+    paces: Mapping[str, Sequence[Document]],
 ) -> Document:
-    """Return what the page of a job shows."""
+    """Return what the page of a job shows; ``paces``: of its groups, by replica id."""
     names = Counter(stable_name(group.replica_id) for group in job.groups)
 
     def row_name(replica_id: str) -> str:
@@ -83,7 +94,13 @@ def job_document(
         name = stable_name(replica_id)
         return name if names[name] < 2 else replica_id
 
-    groups = {row_name(group.replica_id): _group(group, now) for group in job.groups}
+    groups = {
+        row_name(group.replica_id): {
+            **_group(group, job.committed_step, now),
+            **_known(paces=paces.get(group.replica_id) or None),
+        }
+        for group in job.groups
+    }
     for gone in reversed(job.gone):  # the newest one of a name counts
         if not names[stable_name(gone.replica_id)]:
             groups[row_name(gone.replica_id)] = _gone(gone, now)
@@ -118,33 +135,79 @@ def run_document(run: RunStatus, now: float) -> Document:
     return {**known, "nodes": {node.node_id: _node(node, now) for node in run.nodes}}
 
 
-def _group(group: GroupStatus, now: float) -> Document:
+def _group(group: GroupStatus, committed_step: int, now: float) -> Document:
+    state = group.state
+    # What such a group last reported of its step is older than what the job has committed since.
+    trains = state == "in_quorum" and group.step >= committed_step
+    lasts = group.phase is not None and not (trains and group.phase_s < LASTING_S)
     return _known(
         id=group.replica_id,
-        state=group_state(group),
-        step=group.step,
-        phase=group.phase.value if group.phase else None,
-        phase_at=_instant(now, group.phase_s) if group.phase else None,
-        # To the second: a beat each second is no news.
-        seen_at=round(now - group.silent_s),
+        state=_WORDS.get(state, state),
+        step=None if trains else group.step,
+        phase=group.phase.value if group.phase and lasts else None,
+        phase_at=_instant(now, group.phase_s) if lasts else None,
+        seen_at=round(now - group.silent_s) if group.silent_s >= LASTING_S else None,
         address=group.address,
-        asking=group.asking,
+        asking=group.asking and not trains,
         received_bytes=group.received_bytes if group.state_bytes else None,
         state_bytes=group.state_bytes or None,
         slow=group.slow,
         slowest_rank=group.slowest_rank if group.slow else None,
-        paces=[_pace(pace) for pace in group.paces] or None,
     )
 
 
+class ShownPaces:
+    """The paces that the readers of a job have of its groups.
+
+    Those of each group are looked at in one of `PACE_UPDATES` updates, in turns, and replaced if
+    they are others for people.
+    """
+
+    def __init__(self) -> None:
+        self._shown: dict[str, list[Document]] = {}
+        self._turn = 0
+
+    def update(
+        self,
+        replica_ids: Sequence[str],
+        look: Callable[[Sequence[str]], Mapping[str, Iterable[Pace]]],
+    ) -> Mapping[str, Sequence[Document]]:
+        """Return the paces of these groups, of some of which ``look`` returns the present ones."""
+        self._turn = (self._turn + 1) % PACE_UPDATES
+        before = self._shown
+        due = [
+            each
+            for number, each in enumerate(replica_ids)
+            if number % PACE_UPDATES == self._turn or each not in before
+        ]
+        self._shown = {each: before[each] for each in replica_ids if each in before}
+        for replica_id, paces in look(due).items():
+            found = [_pace(pace) for pace in paces]
+            if not _are_close(found, before.get(replica_id, ())):
+                self._shown[replica_id] = found
+        return self._shown
+
+
 def _pace(pace: Pace) -> Document:
-    # Rounded to what people read: noise is no news.
+    # Rounded to what people read.
     return {
         "phase": pace.phase,
         "seconds": float(f"{pace.seconds:.2g}"),
         "to_best": round(pace.to_best, 1),
         "to_own_best": round(pace.to_own_best, 1),
     }
+
+
+def _are_close(paces: Sequence[Document], others: Sequence[Document]) -> bool:
+    return len(paces) == len(others) and all(
+        math.isclose(one[name], other[name], rel_tol=PACE_NOISE, abs_tol=abs_tol)
+        for one, other in zip(paces, others, strict=True)
+        for name, abs_tol in _PACE_RESOLUTION
+    )
+
+
+# Ratios are rounded to 0.1, so those that differ by that may be nearly the same.
+_PACE_RESOLUTION = (("seconds", RESOLUTION_S), ("to_best", 0.15), ("to_own_best", 0.15))
 
 
 def _gone(gone: GoneGroup, now: float) -> Document:

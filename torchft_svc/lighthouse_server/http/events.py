@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -179,22 +179,32 @@ class Hub:
             reader.end()
             self.remove(reader)
 
-    def update_readers(self) -> None:
-        """Send all readers what has changed."""
+    def update_readers(self) -> Iterator[None]:
+        """Send all readers what has changed, a channel at a time."""
         self._quiet_s += UPDATE_S
         now = self._clock.now()
         for channel in list(self._channels.values()):
-            self._update(channel, now)
+            if channel.readers:
+                self._update(channel, now)
+                yield
         if self._quiet_s >= QUIET_S:
             self._quiet_s = 0.0
             self._send(self._readers, _NOTHING_NEW)
 
     def _set_timer(self) -> None:
+        loop = asyncio.get_running_loop()
+
         def update_and_set() -> None:
             self._set_timer()  # first: the last reader may go now
-            self.update_readers()
+            update_next(self.update_readers())
 
-        self._timer = asyncio.get_running_loop().call_later(UPDATE_S, update_and_set)
+        def update_next(channels: Iterator[None]) -> None:
+            """Update one channel; what else waits for the loop goes before the next one."""
+            for _ in channels:
+                loop.call_soon(update_next, channels)
+                return
+
+        self._timer = loop.call_later(UPDATE_S, update_and_set)
 
     def _update(self, channel: _Channel, now: float) -> None:
         try:

@@ -132,7 +132,7 @@ class Resources:
 
     async def _jobs(self, _: Request) -> Response:
         self._readiness.check()
-        jobs = map(JobSummary.summarize, self._driver.status(""))
+        jobs = map(JobSummary.summarize, self._driver.status("", with_paces=False))
         return json_answer(JobList(jobs=tuple(jobs)))
 
     async def _one_job(self, request: Request) -> Response:

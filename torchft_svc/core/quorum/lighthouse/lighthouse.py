@@ -626,12 +626,12 @@ class Lighthouse:
         """The records of all jobs that are new or have changed since the last call."""
         return self._ledgers.pop_changed()
 
-    def status(self, job: str, now: float) -> list[JobStatus]:
+    def status(self, job: str, now: float, *, with_paces: bool = True) -> list[JobStatus]:
         """The status of ``job``, or of all jobs (empty).
 
         Raises: RequestRefused: there is no such job.
         """
-        return self.jobs.status(job, self._time(now))
+        return self.jobs.status(job, self._time(now), with_paces=with_paces)
 
     # -- the rules -------------------------------------------------------------------------------
 

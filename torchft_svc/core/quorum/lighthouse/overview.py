@@ -122,14 +122,15 @@ class GroupStatus:
     @property
     def state(self) -> str:
         """The one of `GROUP_STATES` that matters most to who looks after the group."""
-        states = {
-            "hung": self.hung,
-            "left_out": self.left_out,
-            "healing": self.phase is Phase.HEALING,
-            "in_quorum": self.in_quorum,
-            "waiting": self.asking,
-        }
-        return next((name for name, holds in states.items() if holds), "idle")
+        if self.hung:
+            return "hung"
+        if self.left_out:
+            return "left_out"
+        if self.phase is Phase.HEALING:
+            return "healing"
+        if self.in_quorum:
+            return "in_quorum"
+        return "waiting" if self.asking else "idle"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,6 +287,8 @@ def describe(
     held: Iterable[Member],
     why: str,
     now: float,
+    *,
+    with_paces: bool = True,
 ) -> JobStatus:
     """The status of a job with living groups, without its history.
 
@@ -296,9 +299,9 @@ def describe(
     askers = {each.replica_id: each for each in (*members.asking(), *held)}
     groups = []
     min_replicas = 0
-    paces = watch.paces(members.previous_ids)
+    paces = watch.paces(members.previous_ids) if with_paces else {}
     for replica_id, silent_s in members.silences(now):
-        known = askers.get(replica_id, peers.get(replica_id, Member(replica_id=replica_id)))
+        known = askers.get(replica_id) or peers.get(replica_id) or Member(replica_id=replica_id)
         doing = hangs.activity(replica_id)
         min_replicas = max(min_replicas, known.min_replicas)
         groups.append(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
+from operator import truediv
 from typing import NamedTuple
 
 from torchft_svc.core.quorum.names import stable_name
@@ -29,7 +30,7 @@ LOOK_EACH_S = 1.0
 LEAST_LOSS, RESOLUTION_S = 0.05, 0.001
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Pace:
     """How long a group's own work takes in one phase of a step.
 
@@ -106,7 +107,7 @@ class PaceWatch:
             self._groups[replica_id] = _Group(times, row, row)
         else:
             group.times, group.row = times, row
-            group.best = tuple(min(pair) for pair in zip(row, group.best, strict=True))
+            group.best = tuple(map(min, row, group.best))
 
     def forget_group(self, replica_id: str) -> None:
         """Forget a group that is gone."""
@@ -168,15 +169,16 @@ class PaceWatch:
         group = self._groups.get(replica_id)
         return group.times.group_rank if group else 0
 
-    def paces(self, members: Set[str]) -> dict[str, tuple[Pace, ...]]:
-        """How long the own work of each known group takes, compared with the best of
-        ``members``."""
-        compared = [self._groups[each].row for each in members & self._groups.keys()]
-        best = tuple(min(column) for column in zip(*compared, strict=True))  # empty: of nobody
-        return {
-            each: _compare(group.row, best or group.row, group.best)
-            for each, group in self._groups.items()
-        }
+    def paces(
+        self, members: Set[str], of: Iterable[str] | None = None
+    ) -> dict[str, tuple[Pace, ...]]:
+        """How long the own work of each known group takes, compared with the best of ``members``;
+        of these groups only (None: of all)."""
+        groups = self._groups
+        compared = [groups[each].row for each in members & groups.keys()]
+        best = tuple(map(min, zip(*compared, strict=True)))  # empty: of nobody
+        shown = groups if of is None else [each for each in of if each in groups]
+        return {each: _compare(groups[each], best or groups[each].row) for each in shown}
 
     def _best_of(self, members: Iterable[str]) -> _Best:
         known = [each for each in members if each in self._groups]
@@ -205,29 +207,30 @@ class PaceWatch:
 
 def _row(times: StepTimes) -> tuple[float, ...]:
     """The own work of a step in all `_PHASES`, as it is; and then at an even share of the
-    samples."""
-    whole = times.own_s, times.training_s, times.updating_s, times.between_s
-    if times.load in (0.0, 1.0):
-        return whole + whole
-    even = times.at_load(1.0)
-    return (*whole, even.own_s, even.training_s, even.updating_s, even.between_s)
+    samples. None is below the resolution."""
+    row = _seconds(times)
+    even = row if times.load in (0.0, 1.0) else _seconds(times.at_load(1.0))
+    return tuple([max(each, RESOLUTION_S) for each in row + even])
 
 
-def _compare(
-    row: tuple[float, ...], best: tuple[float, ...], own_best: tuple[float, ...]
-) -> tuple[Pace, ...]:
-    to_best = _ratios(row, best)
-    to_own_best = _ratios(row, own_best)
+def _seconds(times: StepTimes) -> tuple[float, ...]:
+    return times.own_s, times.training_s, times.updating_s, times.between_s
+
+
+def _compare(group: _Group, best: tuple[float, ...]) -> tuple[Pace, ...]:
+    to_best = list(map(truediv, group.row, best))
+    to_own_best = list(map(truediv, group.row, group.best))
+    num = len(_PHASES)
+    # The smaller ratio of each phase: that of the times, and that at an even share.
     return tuple(
-        Pace(phase=phase, seconds=row[each], to_best=to_best[each], to_own_best=to_own_best[each])
-        for each, phase in enumerate(_PHASES)
+        map(
+            Pace,
+            _PHASES,
+            _seconds(group.times),
+            map(min, to_best, to_best[num:]),
+            map(min, to_own_best, to_own_best[num:]),
+        )
     )
-
-
-def _ratios(row: tuple[float, ...], best: tuple[float, ...]) -> list[float]:
-    """The smaller ratio of each phase: that of the times, and that at an even share."""
-    ratios = list(map(_ratio, row, best))
-    return list(map(min, ratios, ratios[len(_PHASES) :]))
 
 
 def _ratio(seconds: float, best_s: float) -> float:

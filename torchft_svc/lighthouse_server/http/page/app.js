@@ -445,7 +445,7 @@ class JobPage {
       if (!row) this.rows.set(name, row = new GroupRow(this.name, name));
       if (row.node === place) place = place.nextElementSibling;
       else this.body.insertBefore(row.node, place);
-      row.update(job.groups[name], now);
+      row.update(job.groups[name], now, job.summary.step);
     }
   }
 
@@ -543,20 +543,22 @@ class GroupRow {
       this.step, make("td", { "data-label": "phase" }, this.phase, " ", this.bar), this.pace, this.seen, make("td", {}, this.acts));
   }
 
-  update(group, now) {
+  // What a group that trains as it should leaves out: it is at the job's step, and was seen just now.
+  update(group, now, jobStep) {
     const isGone = group.state === "lost" || group.state === "left";
     setAttr(this.node, "data-state", group.state);
     setText(this.id, group.id + (group.address ? ` at ${group.address}` : ""));
     if (this.shown !== group.state) this.chip.replaceChildren(stateIcon(this.shown = group.state), group.state);
     setText(this.reason, group.reason || (group.slow ? `slow, group rank ${group.slowest_rank || 0}` : ""));
     setPace(this.pace, group.paces);
-    setText(this.step, isGone ? "–" : whole.format(group.step));
+    setText(this.step, isGone ? "–" : whole.format(group.step === undefined ? jobStep : group.step));
     const size = group.state_bytes ? `${bytes(group.received_bytes)} of ${bytes(group.state_bytes)}` : "";
     const since = group.phase && age(now - group.phase_at) !== "now" ? age(now - group.phase_at) : "";
-    setText(this.phase, [group.phase || "–", since, size].filter(Boolean).join(" "));
+    const usual = group.state === "training" ? "short steps" : "–";
+    setText(this.phase, [group.phase || usual, since, size].filter(Boolean).join(" "));
     this.bar.hidden = !size;
     if (size) this.bar.value = group.received_bytes / group.state_bytes;
-    setText(this.seen, isGone ? `${age(now - group.gone_at)} ago`.replace("now ago", "just now") : age(now - group.seen_at));
+    setText(this.seen, isGone ? `${age(now - group.gone_at)} ago`.replace("now ago", "just now") : age(now - (group.seen_at || now)));
     const commands = state.acceptsCommands && !isGone;
     if (this.hasCommands !== commands) {
       this.hasCommands = commands;
