@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from support.running import environment
+from support.fork_server import LOCAL_PROCESS
+from support.programs import Program
 
 from torchft_svc.env import VERDICT_VARIABLE
 
@@ -36,13 +37,11 @@ if __name__ == "__main__":
     ],
 )
 def test_a_trainer_that_gives_up_says_whether_a_restart_would_help(
-    kind: str, max_retries: int, status: int, sentence: str
+    kind: str, max_retries: int, status: int, sentence: str, tmp_path: Path
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, kind, str(max_retries)],
-        env=environment(OMP_NUM_THREADS="1", **{VERDICT_VARIABLE: "93"}),
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert (done.returncode, sentence in done.stderr) == (status, True), done.stderr
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), kind, str(max_retries)]
+    with Program(command, {VERDICT_VARIABLE: "93"}, warm=True, serves=LOCAL_PROCESS) as trainer:
+        assert trainer.wait() == status, trainer.lines
+        assert any(sentence in line for line in trainer.lines), trainer.lines

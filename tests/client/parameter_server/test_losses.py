@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -22,8 +23,14 @@ AT_ONCE_S = 0.25
 SCRIPT = str(SCRIPTS / "parameter_server.py")
 
 
-def program(*arguments: str) -> Program:
-    return Program([sys.executable, SCRIPT, *arguments])
+@contextlib.contextmanager
+def program(*arguments: str) -> Iterator[Program]:
+    with Program([sys.executable, SCRIPT, *arguments], warm=True) as running:
+        try:
+            yield running
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)  # its child, which outlives it
 
 
 @pytest.fixture

@@ -193,7 +193,7 @@ draining.REPEAT_S = 0.0
 draining.TermSignal(lambda reason: print("drains", flush=True), lambda reason: None)
 print(os.getpid(), os.readlink("/proc/self"), flush=True)
 while True:
-    time.sleep(60)
+    time.sleep(0.5)  # one that a signal has just preceded is not interrupted by it
 """
 
 
