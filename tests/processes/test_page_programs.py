@@ -1,12 +1,15 @@
-"""Tests the Python blocks of the pages: each runs, as a part of a whole program."""
+"""Tests the Python blocks of the pages: each runs, as a part of a whole program.
+
+Its process has imported torch before it is started.
+"""
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 
 import pytest
+from support.fork_server import LOCAL_PROCESS
 from support.page_programs import PROGRAMS, PageProgram
 from support.programs import Program
 from support.running import lighthouse_process
@@ -27,7 +30,6 @@ def test_the_program_of_a_page_runs(program: PageProgram, tmp_path: Path) -> Non
         command = [sys.executable, "-m", "torchft_svc.elastic.run", *flags, str(file)]
     with lighthouse_process() as lighthouse:
         environment = {"TORCHFT_LIGHTHOUSE": lighthouse.address}
-        shell = ["bash", "-c", f"cd {tmp_path} && exec {shlex.join(command)}"]
-        with Program(shell, environment) as run:
+        with Program(command, environment, warm=True, serves=LOCAL_PROCESS, folder=tmp_path) as run:
             assert run.wait(END_S) == 0, run.lines
     assert any(line.endswith("done") for line in run.lines)

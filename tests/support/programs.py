@@ -11,6 +11,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from support.running import ROOT, end_tree
@@ -30,9 +31,11 @@ class Program:
         warm: bool = False,
         pace_s: float = 0.0,
         serves: str = "",
+        folder: Path = ROOT,
     ) -> None:
         """``warm``: it has imported torch before it is started. Such a program may be slowed down:
         it sleeps ``pace_s`` in each step of its optimizer, and so do all that train with it.
+        ``folder``: where it runs.
         """
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
@@ -46,7 +49,7 @@ class Program:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            cwd=ROOT,
+            cwd=folder,
             env=os.environ
             | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(ROOT)}
             | dict(environment or {}),
