@@ -243,10 +243,12 @@ def test_sums_that_fail_restore_the_fragment_which_comes_again(address: str) -> 
     check_refusals(address)
 
 
-def check_join(address: str) -> None:
+def check_join(address: str, timeout: timedelta = TIMEOUT) -> None:
     last_step = 40
-    with groups(address, "ab") as (a, b), groups(address, "c", extra_steps=0) as (c,):
-        has_begun = threading.Event()
+    # The third one comes when the others train: the first quorum would wait for it.
+    has_begun, has_come = threading.Event(), threading.Event()
+    with contextlib.ExitStack() as stack:
+        a, b = stack.enter_context(groups(address, "ab", quorum_timeout=timeout))
 
         def train(group: Group) -> None:
             with group.training():
@@ -254,12 +256,19 @@ def check_join(address: str) -> None:
                     group.inner_step()
                     if group.manager.current_step() == 6:
                         has_begun.set()
+                        assert has_come.wait(DEADLINE_S)
 
-        def join() -> None:
+        def join() -> Group:
             assert has_begun.wait(DEADLINE_S)
-            train(c)
+            (group,) = stack.enter_context(
+                groups(address, "c", extra_steps=0, quorum_timeout=timeout)
+            )
+            has_come.set()
+            train(group)
+            return group
 
-        together(lambda: train(a), lambda: train(b), join)
+        *_, c = together(lambda: train(a), lambda: train(b), join)
+        assert c is not None
         quorum = c.manager.last_quorum()
         assert quorum is not None
         assert quorum.replica_world_size == 3, "it was in before the others ended"
@@ -321,7 +330,7 @@ def heal_without_the_backup(patch: pytest.MonkeyPatch) -> None:
             lambda where: check_numbers(where, 0, 0.0, extra_steps=1),
         ),
         (restore_nothing, check_refusals),
-        (heal_without_the_backup, check_join),
+        (heal_without_the_backup, lambda where: check_join(where, timedelta(seconds=5))),
     ],
 )
 def test_planted_faults_are_found(

@@ -152,7 +152,7 @@ def test_what_is_summed_is_the_memory_of_the_averages(address: str) -> None:
 
 def test_groups_at_different_operations_apply_nothing(address: str) -> None:
     """One of them sums a number more than the other in each synchronization."""
-    with groups(address, init_sync=False) as (a, b):
+    with groups(address, init_sync=False, timeout=timedelta(seconds=5)) as (a, b):
         together(lambda: a.train(9), lambda: b.train(9))
         agreed = a.moved()
         begin = a.algorithm._begin_sync
