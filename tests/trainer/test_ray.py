@@ -183,7 +183,7 @@ def test_a_node_is_lost_and_others_come(
         min_workers=2,
         resources_per_worker={"pool": 1},
         backend="ray",
-        heartbeat_timeout_s=10.0,
+        heartbeat_timeout_s=HEARTBEAT_S,  # Ray itself reports the loss of a node
         first_pause_s=0.1,
         max_pause_s=0.5,
         grow_every_s=0.1,
@@ -191,9 +191,15 @@ def test_a_node_is_lost_and_others_come(
 
     with trainer, ThreadPoolExecutor(1) as pool:
         training = pool.submit(trainer.train, max_retries=1)
-        eventually(lambda: caplog.text.count("there are resources for 1 workers") > 2, LONG_S)
+
+        def meanwhile(holds: Callable[[], bool]) -> None:
+            eventually(lambda: holds() or training.done(), LONG_S)
+            if training.done():
+                pytest.fail(f"the training is over: {training.result()}")
+
+        meanwhile(lambda: caplog.text.count("there are resources for 1 workers") > 2)
         added = [cluster.add_node(num_cpus=1, resources={"pool": 1})]
-        eventually(lambda: trainer.num_workers == 2, LONG_S)
+        meanwhile(lambda: trainer.num_workers == 2)
         added.append(cluster.add_node(num_cpus=1, resources={"pool": 1}))
         found = training.result(LONG_S)
     assert (found["retries"], found["num_workers"]) == (1, 3)
