@@ -30,7 +30,10 @@ CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 @pytest.mark.timeout(600)
 def test_the_tutorial_runs_as_printed(tmp_path: Path) -> None:
     grpc, http = free_port(), free_port()
-    changes = {"29510": str(grpc), "29580": str(http)}
+    # A reader wants to watch; the steps must still last until a trainer has imported torch.
+    changes = {"29510": str(grpc), "29580": str(http), "sleep(0.05)": "sleep(0.02)"}
+    # On a busy machine one of two trainers is ready long before the other one.
+    changes["--min-replicas 1"] = "--min-replicas 1 --startup-wait-ms 5000"
     page = Page(ROOT / "docs" / "tutorial.md", tmp_path, changes)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     looks = {"7. See what it has cost": lambda: check_ledger(f"localhost:{grpc}", http)}
