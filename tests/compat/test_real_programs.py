@@ -11,12 +11,14 @@ import re
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.running import END_S, ROOT, environment, eventually, lighthouse_process
+from support.launched import TORCHS, agent, worker_variables
+from support.programs import Program
+from support.running import ROOT, environment, eventually, lighthouse_process
+from torch.distributed import TCPStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(300)]
 
@@ -27,48 +29,58 @@ LINE = re.compile(
 
 
 class Group:
-    """A replica group of two workers under torchrun, and what its workers have printed."""
+    """A replica group of two workers, and what these have printed.
 
-    def __init__(self, number: int, lighthouse: str) -> None:
-        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["--max-restarts", "3", "-m", "torchft_svc.compat"]
-        command += [str(ROOT / "examples" / "train_titan.py"), "--group", str(number)]
-        self.popen = subprocess.Popen(
-            [sys.executable, "-W", "ignore", *command, "--steps", "1000000", "--step-s", "0.05"],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment(TORCHFT_LIGHTHOUSE=f"http://{lighthouse}", OMP_NUM_THREADS="1"),
-        )
-        self.output: list[str] = []
+    All its ``programs`` have imported torch before they are started; workers of an agent have not.
+    """
+
+    def __init__(self, *programs: Program) -> None:
+        self.programs = programs
         self.steps: list[tuple[int, int, int, int, str]] = []  # step, groups, rank, pid, digest
         self.num_whole = 0  # lines with the tokens of all groups
-        self._reader = threading.Thread(target=self._read)
-        self._reader.start()
+        self._num_read = [0 for _ in programs]
 
-    def _read(self) -> None:
-        assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self.output.append(line)
-            for found in LINE.finditer(line):
+    def read(self) -> None:
+        for index, program in enumerate(self.programs):
+            lines = program.read_so_far()
+            for found in LINE.finditer("\n".join(lines[self._num_read[index] :])):
                 step, _, _, tokens, groups, _, rank, pid, digest = found.groups()
                 self.num_whole += int(tokens) == 8 * int(groups)
                 self.steps.append((int(step), int(groups), int(rank), int(pid), digest))
+            self._num_read[index] = len(lines)
 
     def has_met(self, num_groups: int, after: int = 0) -> bool:
-        assert self.popen.poll() in (None, 0), "".join(self.output[-50:])
+        self.read()
+        for program in self.programs:
+            assert program.poll() in (None, 0), "\n".join(program.lines[-50:])
         return any(step > after and groups == num_groups for step, groups, *_ in self.steps)
 
-    def close(self) -> None:
-        if self.popen.poll() is None:
-            self.popen.send_signal(signal.SIGTERM)
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.popen.wait(END_S)
-        self.popen.kill()
-        self.popen.wait(END_S)
-        self._reader.join(END_S)
-        assert self.popen.stdout is not None
-        self.popen.stdout.close()
+
+@contextlib.contextmanager
+def two_groups(lighthouse: str) -> Iterator[list[Group]]:
+    """One under torchrun, and the workers of another one."""
+    variables = {"TORCHFT_LIGHTHOUSE": f"http://{lighthouse}"}
+    titan = str(ROOT / "examples" / "train_titan.py")
+
+    def command(number: int) -> list[str]:
+        flags = ["--group", str(number), "--steps", "1000000", "--step-s", "0.05"]
+        return ["-m", "torchft_svc.compat", titan, *flags]
+
+    with contextlib.ExitStack() as stack:
+        options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
+        launched = agent(*options, *command(0), of=TORCHS, environment=variables)
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        workers = [
+            Program(
+                [sys.executable, *command(1)],
+                variables | worker_variables(rank, store.port),
+                warm=True,
+            )
+            for rank in range(2)
+        ]
+        for program in (launched, *workers):
+            stack.enter_context(program)
+        yield [Group(launched), Group(*workers)]
 
 
 @pytest.fixture
@@ -78,8 +90,7 @@ def lighthouse() -> Iterator[str]:
 
 
 def test_torchtitan_s_pattern_survives_the_kill_of_a_worker(lighthouse: str) -> None:
-    groups = [Group(number, lighthouse) for number in range(2)]
-    try:
+    with two_groups(lighthouse) as groups:
         eventually(lambda: all(each.has_met(2) for each in groups), within_s=90)
         at = groups[1].steps[-1][0]
         first_pids = {pid for *_, pid, _ in groups[0].steps}
@@ -89,9 +100,6 @@ def test_torchtitan_s_pattern_survives_the_kill_of_a_worker(lighthouse: str) -> 
         eventually(lambda: all(each.has_met(2, after=alone_at) for each in groups), within_s=90)
         healed_at = groups[0].steps[-1][0]
         eventually(lambda: all(each.has_met(2, after=healed_at + 20) for each in groups))
-    finally:
-        for each in groups:
-            each.close()
     assert {pid for *_, pid, _ in groups[0].steps} - first_pids, "the killed group was restarted"
     # What is summed after a step is left out only where a group comes or goes.
     assert all(each.num_whole > 0.8 * len(each.steps) for each in groups)

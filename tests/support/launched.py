@@ -25,6 +25,18 @@ def agent(*arguments: str, of: str = OURS, environment: Mapping[str, str] | None
     return Program([sys.executable, "-m", of, *arguments], environment, warm=True)
 
 
+def worker_variables(group_rank: int, port: int) -> dict[str, str]:
+    """What an agent sets for one of the two workers of a group, whose store is at ``port``."""
+    return {
+        "RANK": str(group_rank),
+        "LOCAL_RANK": str(group_rank),
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+
+
 @contextlib.contextmanager
 def agents(*command_lines: list[str], of: str = OURS) -> Iterator[list[Program]]:
     """One agent for each command line; they are killed with the block."""

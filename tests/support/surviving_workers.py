@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch.distributed import TCPStore
 
-from support.launched import agent
+from support.launched import agent, worker_variables
 from support.programs import Program
 from support.running import lighthouse_process
 
@@ -113,15 +113,7 @@ def worker_of_two(
     rank: int, port: int, example: Sequence[str], environment: Mapping[str, str]
 ) -> Program:
     """A worker of the other group, which has no launcher."""
-    settings = {
-        "REPLICA_GROUP_ID": "0",
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    settings = {"REPLICA_GROUP_ID": "0", **worker_variables(rank, port)}
     return Program(
         [sys.executable, *example], {**environment, **settings}, warm=True, pace_s=PACE_S
     )

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.documents import code_blocks
+from support.launched import worker_variables
 from support.papers import TOKEN, papers, variables
 from support.programs import Program
 from support.running import ROOT, lighthouse_process
@@ -106,7 +107,7 @@ def test_sharded_groups_heal_with_the_commands_of_their_page(environment: dict[s
             stack.enter_context(
                 Program(
                     [sys.executable, SHARDED, *steps],
-                    settings | names | worker_of_two(rank, store.port),
+                    settings | names | worker_variables(rank, store.port),
                     warm=True,
                     pace_s=PACE_S,
                 )
@@ -129,18 +130,6 @@ def test_sharded_groups_heal_with_the_commands_of_their_page(environment: dict[s
         survivors[0].signal(signal.SIGTERM)
         for worker in survivors:
             assert worker.wait(SHARDED_S) == 0, worker.lines
-
-
-def worker_of_two(rank: int, port: int) -> dict[str, str]:
-    """What a launcher sets for a worker, whose store is the launcher's: here, the test's."""
-    return {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
 
 
 def workers_of(launcher: Program) -> list[psutil.Process]:
