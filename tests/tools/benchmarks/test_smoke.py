@@ -59,8 +59,10 @@ def run_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run
 
 
-def test_dashboard(run: Run) -> None:
-    flags = ["--groups=70", "--readers=2", "--seconds=2", "--repeat=1", "--load-processes=1"]
+def test_dashboard(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard, "_PAUSE_S", 0.5)
+    monkeypatch.setattr(dashboard, "_NUM_REQUESTS", 3)
+    flags = ["--groups=70", "--readers=2", "--seconds=1", "--repeat=1", "--load-processes=1"]
     output, result = run(dashboard.main, *flags)
     assert "server ms an update" in output
     rows = {row["what"]: row for row in result["rows"]}
@@ -159,16 +161,20 @@ def test_recovery(run: Run) -> None:
 
 def test_under_failures(run: Run, tmp_path: Path) -> None:
     picture = tmp_path / "runs.png"
-    tiny = ("--groups=2", "--every=1", "--steps=60", "--calm-steps=10", "--seeds=1")
-    output, result = run(under_failures.main, *tiny, "--side=ours", f"--picture={picture}")
+    # A killed trainer is back before the next kill: when all are lost, their work begins anew. Both
+    # groups could not do more than 80 batches in two intervals.
+    tiny = ("--groups=2", "--every=3", "--step-s=0.15", "--steps=41", "--calm-steps=10")
+    output, result = run(
+        under_failures.main, *tiny, "--seeds=1", "--side=ours", f"--picture={picture}"
+    )
     assert "goodput" in output
     calm, killed = result["rows"]
     assert (calm["every"], calm["kills"], calm["goodput"]) == ("no kills", 0, 1)
-    assert (killed["side"], killed["every"], killed["crashes"]) == ("ours", "1 s", 0)
+    assert (killed["side"], killed["every"], killed["crashes"]) == ("ours", "3 s", 0)
     assert killed["kills"] >= 2
     assert killed["standstill_s"] > 0
     (each,) = killed["each"]
-    assert each["batches"] > 30  # two groups read 120 where a restart takes less than a second
+    assert each["batches"] >= 82
     assert each["curve"][-1] == [round(each["wall_s"], 2), each["batches"]]
     assert picture.stat().st_size > 10_000
 
