@@ -18,6 +18,7 @@ import torchft_svc.testing
 import torchft_svc.trainer
 from tools.docs.__main__ import generated
 from tools.docs.settings import variables
+from torchft_svc.buddy import cli as buddy_cli
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.elastic.run import get_args_parser
 from torchft_svc.env import Environment
@@ -234,7 +235,8 @@ def flags_of(*commands: click.Command) -> set[str]:
 
 
 def test_the_flags_are_those_of_the_commands() -> None:
-    ours = flags_of(lighthouse_cli.main, manager_cli.main, *LIGHTHOUSE_COMMANDS, *MANAGER_COMMANDS)
+    mains = (lighthouse_cli.main, manager_cli.main, buddy_cli.main)
+    ours = flags_of(*mains, *LIGHTHOUSE_COMMANDS, *MANAGER_COMMANDS)
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs/failures").glob("*")]
     for path in sorted({*pages} - {ROOT / "docs" / name for name in OTHER_FLAGS_PAGES}):
         text = path.read_text()

@@ -50,6 +50,7 @@ METHODS = {
         "About": ("LighthouseAboutRequest", "LighthouseAboutResponse", False, False),
         "HasRoom": ("LighthouseRoomRequest", "LighthouseRoomResponse", False, False),
         "JobMembers": ("JobMembersRequest", "JobMembersResponse", False, False),
+        "ReportCopies": ("ReportCopiesRequest", "JobMembersResponse", False, False),
         "Incidents": ("LighthouseIncidentsRequest", "LighthouseIncidentsResponse", False, False),
         "AcceptLoss": ("AcceptLossRequest", "AcceptLossResponse", False, False),
     },

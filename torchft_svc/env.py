@@ -315,6 +315,12 @@ class Environment:
         return bool(self._bool("TORCHFT_CATCH_UP"))
 
     @property
+    def buddy_every(self) -> int | None:
+        """``TORCHFT_BUDDY_EVERY``: after every so many steps, offer the state to processes that
+        hold copies of it, and begin from such a copy if no group lives; 0: never (default: 0)."""
+        return self._int("TORCHFT_BUDDY_EVERY", 0)
+
+    @property
     def steady_steps(self) -> bool:
         """``TORCHFT_STEADY_STEPS``: whether a step may begin in the quorum of the step before,
         without a question (default: yes)."""

@@ -236,6 +236,14 @@ def resolve_checks(
     )
 
 
+def resolve_copies(environment: Environment, buddy_every: int | None) -> int:
+    """Resolve the steps between two copies of the state (0: none): argument, else environment."""
+    every = environment.buddy_every if buddy_every is None else buddy_every
+    if every is not None and every < 0:
+        raise ConfigError("buddy_every", every, "use a number of steps, or 0 for no copies")
+    return every or 0
+
+
 def positive_s(field: str, timeout: timedelta) -> float:
     """The seconds of ``timeout``; raises `ConfigError` if it is not positive, or too long."""
     seconds = timeout.total_seconds()

@@ -20,6 +20,7 @@ from typing import Any
 import click
 from torch.distributed import run as torchrun
 
+from torchft_svc.buddy import cli as buddy_cli
 from torchft_svc.client import DistributedDataParallel, HTTPTransport, Manager
 from torchft_svc.elastic.run import get_args_parser
 from torchft_svc.env import Environment
@@ -43,6 +44,7 @@ counts as not set; for TLS files, tokens, users and passwords it is an error. No
 """
 # Who reads a variable, by the package that does.
 _PROGRAMS = {
+    "buddy": "`torchft-buddy`",
     "client": "trainers",
     "compat": "trainers",
     "trainer": "`Trainer`",
@@ -167,6 +169,7 @@ def _commands() -> Iterator[tuple[str, click.Command]]:
     yield from ((f"lighthouse {command.name}", command) for command in LIGHTHOUSE_COMMANDS)
     yield "torchft-manager", manager_cli.main
     yield from ((f"torchft-manager {command.name}", command) for command in MANAGER_COMMANDS)
+    yield "torchft-buddy", buddy_cli.main
 
 
 def _variables_of(parameter: click.Parameter) -> list[str]:

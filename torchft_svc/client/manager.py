@@ -41,6 +41,7 @@ from torchft_svc.settings import (
     DEFAULT_HEARTBEAT_INTERVAL,
     WorldSizeMode,
     resolve_checks,
+    resolve_copies,
     resolve_place,
     resolve_services,
     resolve_timeouts,
@@ -102,6 +103,9 @@ class Manager:
             the others train on, and show this group's state to others that start
             (``TORCHFT_CATCH_UP``; default: no). For states of which much is frozen, behind slow
             links. ``state_dict`` may be called at any time between updates, for each worker alone.
+        buddy_every: after every so many steps, offer the state to processes that hold copies of it
+            (`torchft-buddy`), and begin from such a copy if no group with a state lives
+            (``TORCHFT_BUDDY_EVERY``; default: 0, never). Equal in all groups.
         check_every: in every so many steps, and after each heal, the groups compare a fingerprint
             of their wrapped parameters and optimizers (``TORCHFT_CHECK_EVERY``; default: 500; 0:
             never). Equal in all groups.
@@ -156,6 +160,7 @@ class Manager:
         flight_recorder: str | None = None,
         steady_steps: bool | None = None,
         catch_up: bool | None = None,
+        buddy_every: int | None = None,
         check_every: int | None = None,
         on_difference: OnDifference | None = None,
         metrics_registry: CollectorRegistry | None = None,
@@ -179,6 +184,7 @@ class Manager:
             checks_collectives=environment.checks_collectives,
             is_steady=environment.steady_steps if steady_steps is None else steady_steps,
             catches_up=environment.catches_up if catch_up is None else catch_up,
+            copy_every=resolve_copies(environment, buddy_every),
             checks=resolve_checks(environment, check_every, on_difference),
         )
         services = resolve_services(

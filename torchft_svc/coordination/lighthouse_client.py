@@ -6,13 +6,14 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from datetime import timedelta
 from typing import Any
 
 from torchft_svc.coordination.client import Answer, Client
 from torchft_svc.coordination.types import Quorum, QuorumMember, Timestamp
 from torchft_svc.core.limits import limited_s, whole_milliseconds
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, MembersAndCopies
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.types import DEFAULT_JOB, Member
 from torchft_svc.core.route import LOOK_BACK_S, Route
@@ -21,7 +22,7 @@ from torchft_svc.host.address import split_addresses
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.channel import IMPATIENT_KEEPALIVE_MS, KEEPALIVE_MS
 from torchft_svc.rpc.codec import member_to_wire
-from torchft_svc.rpc.codec_status import status_from_wire
+from torchft_svc.rpc.codec_status import copy_to_wire, members_from_wire, status_from_wire
 from torchft_svc.rpc.probing import accepts_client_blocking
 from torchft_svc.rpc.security import Security
 
@@ -66,6 +67,7 @@ class LighthouseClient(Client):
         self._kill = self._method("Kill", pb.LighthouseKillResponse.FromString)
         self._drain = self._method("Drain", pb.LighthouseDrainResponse.FromString)
         self._accept_loss = self._method("AcceptLoss", pb.AcceptLossResponse.FromString)
+        self._report_copies = self._method("ReportCopies", pb.JobMembersResponse.FromString)
         self._status = self._method("Status", pb.LighthouseStatusResponse.FromString)
         self._connect()
 
@@ -155,6 +157,22 @@ class LighthouseClient(Client):
             RequestRefused: no group of that job is alive.
         """
         return status_from_wire(self._status(pb.LighthouseStatusRequest(job=job_id), timeout))
+
+    def report_copies(
+        self,
+        holder: str,
+        copies: Iterable[HeldCopy],
+        timeout: timedelta = timedelta(seconds=5),
+    ) -> MembersAndCopies:
+        """Report all copies of this job's states that the process ``holder`` holds (rule B2).
+
+        It is forgotten if it does not report for some seconds. Returns who trains, and all copies.
+
+        Raises:
+            RequestRefused: a copy, or their number, is out of bounds.
+        """
+        request = pb.ReportCopiesRequest(holder=holder, copies=map(copy_to_wire, copies))
+        return members_from_wire(self._report_copies(request, timeout))
 
     def accept_loss(self, timeout: timedelta = timedelta(seconds=5)) -> int:
         """Let the job's next quorum go back to what the groups that ask have; from which step.

@@ -19,6 +19,7 @@ from torchft_svc.coordination.types import ManagerLocator
 from torchft_svc.core.limits import limited_s, whole_milliseconds
 from torchft_svc.core.quorum.activity import Phase, PhaseReport
 from torchft_svc.core.quorum.assignment import QuorumResult
+from torchft_svc.core.quorum.lighthouse.copies import MembersAndCopies
 from torchft_svc.core.quorum.tally import GroupEvent, Tally
 from torchft_svc.core.quorum.term import Fate
 from torchft_svc.core.quorum.types import DEFAULT_JOB, DifferenceReport, Vote, WorkerRequest
@@ -31,6 +32,7 @@ from torchft_svc.rpc.codec import (
     vote_to_wire,
     worker_request_to_wire,
 )
+from torchft_svc.rpc.codec_status import members_from_wire
 from torchft_svc.rpc.security import Security
 from torchft_svc.rpc.status import error_from_wire
 
@@ -235,6 +237,15 @@ class ManagerClient(Client):
         """
         answer = self._members(pb.JobMembersRequest(), timeout)
         return list(answer.manager_addresses), answer.committed_step
+
+    def members_and_copies(self, timeout: timedelta) -> MembersAndCopies:
+        """The members of the job's last quorum that live, and the copies of its states.
+
+        Raises:
+            PeerError: the manager, or its lighthouse, does not answer.
+            RequestRefused: the lighthouse is one that does not know this request.
+        """
+        return members_from_wire(self._members(pb.JobMembersRequest(), timeout))
 
     def should_commit(
         self, group_rank: int, step: int, should_commit: bool, timeout: timedelta

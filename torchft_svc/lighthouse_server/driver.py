@@ -6,12 +6,14 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import grpc
 
 from torchft_svc.core.launch.rendezvous import SETTLE_IN_S, RendezvousRules
 from torchft_svc.core.launch.world import MAX_NODES
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopies, HeldCopy, newest_whole
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
 from torchft_svc.core.quorum.lighthouse.lighthouse import (
     ID_STRIDE,
@@ -41,6 +43,7 @@ from torchft_svc.rpc.codec_session import (
     session_message_from_wire,
     session_news_to_wire,
 )
+from torchft_svc.rpc.codec_status import copy_to_wire
 from torchft_svc.rpc.heavy_writes import HeavyWrites
 from torchft_svc.rpc.outbox import Unread, first_message
 from torchft_svc.telemetry.rpc_errors import RpcErrors
@@ -59,6 +62,7 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         core = Lighthouse(config, _first_id(), now, time.time() - now)
         super().__init__(core, check_leads, Unread(), HeavyWrites())
         self.config = config
+        self._copies = HeldCopies(config.max_jobs, now)
         self._reports = Reports(config.max_jobs)
         self.counts = Counts(config.max_jobs)
         self.rpc_errors = RpcErrors()
@@ -143,13 +147,41 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         """Raise `RequestRefused` if there is no room for another group of ``job``."""
         self._core.jobs.check_room(job)
 
-    def members(self, job: str) -> tuple[list[str], int]:
-        """See `Jobs.members`."""
-        return self._core.jobs.members(job)
+    def members(self, job: str) -> pb.JobMembersResponse:
+        """The members of ``job`` that live, and the copies of its states that are held."""
+        now = time.monotonic()
+        members, step = self._core.jobs.members(job)
+        return pb.JobMembersResponse(
+            manager_addresses=[each.address for each in members],
+            replica_ids=[each.replica_id for each in members],
+            committed_step=step,
+            copies=map(copy_to_wire, self._copies.held(job, now)),
+            knows_copies=self._copies.knows_all(now),
+            is_finished=self._core.jobs.is_finished(job),
+        )
+
+    def record_copies(self, job: str, holder: str, copies: tuple[HeldCopy, ...]) -> None:
+        """Record which copies of the states of ``job`` the process ``holder`` holds.
+
+        Raises:
+            RequestRefused: there are too many, or this lighthouse does not lead.
+        """
+        self._check_leads()
+        self._copies.record_report(job, holder, copies, time.monotonic())
 
     def status(self, job: str, *, with_paces: bool = True) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty)."""
-        return self._core.status(job, time.monotonic(), with_paces=with_paces)
+        now = time.monotonic()
+        jobs = self._core.status(job, now, with_paces=with_paces)
+        return [self._with_copies(each, now) for each in jobs]
+
+    def _with_copies(self, status: JobStatus, now: float) -> JobStatus:
+        whole = newest_whole(self._copies.held(status.job, now))
+        return replace(
+            status,
+            copy_step=whole[0].step if whole else 0,
+            num_holders=self._copies.num_holders(status.job, now),
+        )
 
     def paces(self, job: str, replica_ids: Iterable[str]) -> dict[str, tuple[Pace, ...]]:
         """See `Jobs.paces`."""

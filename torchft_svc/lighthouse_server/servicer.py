@@ -20,7 +20,7 @@ from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.about import about_lighthouse, about_to_wire
 from torchft_svc.rpc.calls import remaining_s
 from torchft_svc.rpc.codec import JOB_KEY, drain_from_wire, member_from_wire
-from torchft_svc.rpc.codec_status import add_status, incidents_to_wire
+from torchft_svc.rpc.codec_status import add_status, copy_from_wire, incidents_to_wire
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.status import Handler
@@ -52,9 +52,12 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
         return b""
 
     async def job_members(_: pb.JobMembersRequest, context: Context) -> bytes:
-        addresses, step = driver.members(_job(context))
-        answer = pb.JobMembersResponse(manager_addresses=addresses, committed_step=step)
-        return answer.SerializeToString()
+        return driver.members(_job(context)).SerializeToString()
+
+    async def report_copies(request: pb.ReportCopiesRequest, context: Context) -> bytes:
+        job, copies = _job(context), tuple(map(copy_from_wire, request.copies))
+        driver.record_copies(job, request.holder, copies)
+        return driver.members(job).SerializeToString()
 
     async def about(_: pb.LighthouseAboutRequest, context: Context) -> bytes:
         is_elected = readiness is not ALWAYS_READY
@@ -75,6 +78,7 @@ def lighthouse_service(driver: LighthouseDriver, readiness: Readiness = ALWAYS_R
             "Leave": leave,
             "HasRoom": has_room,
             "JobMembers": job_members,
+            "ReportCopies": report_copies,
             "About": about,
             **_operator_calls(driver),
         },

@@ -123,6 +123,7 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
         yield f"job {job.job}: {how} {job.ended_s:.0f} s ago, in step {step}"
         if job.goodput is not None:
             yield f"  {goodput_line(job.goodput)}"
+        yield from _copies(job)
         yield from _differences(job)
         yield from _gone(job, show_all)
         return
@@ -141,6 +142,7 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
     )
     if job.goodput is not None:
         yield f"  {goodput_line(job.goodput)}"
+    yield from _copies(job)
     yield from _differences(job)
     if job.waiting_for:
         yield f"  no quorum now: {job.waiting_for}"
@@ -172,6 +174,18 @@ def pace_cells(group: GroupStatus) -> tuple[str, str, str]:
         return "-", "-", "-"
     step = group.paces[0]
     return f"{step.seconds:.3f} s", f"{step.to_best:.2f}", f"{step.to_own_best:.2f}"
+
+
+def _copies(job: JobStatus) -> Iterator[str]:
+    """How far the copies of a job's state are behind it."""
+    if not job.num_holders:
+        return
+    holders = f"{job.num_holders} process{'es' * (job.num_holders != 1)}"
+    if not job.copy_step:
+        yield f"  {holders} for copies of the state hold none as a whole yet"
+        return
+    behind = max(0, job.committed_step - job.copy_step)
+    yield f"  {holders} hold copies of the state of step {job.copy_step}, {behind} steps back"
 
 
 def _differences(job: JobStatus) -> Iterator[str]:

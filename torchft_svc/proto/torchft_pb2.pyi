@@ -688,7 +688,7 @@ class NodeStatus(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., node_rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., status: _Optional[_Union[AgentStatus, str]] = ..., reached: bool = ..., num_restarts: _Optional[int] = ..., silent_ms: _Optional[int] = ..., waits_ms: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished", "num_differences", "last_difference", "goodput")
+    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished", "num_differences", "last_difference", "goodput", "copy_step", "num_holders")
     JOB_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -705,6 +705,8 @@ class JobStatus(_message.Message):
     NUM_DIFFERENCES_FIELD_NUMBER: _ClassVar[int]
     LAST_DIFFERENCE_FIELD_NUMBER: _ClassVar[int]
     GOODPUT_FIELD_NUMBER: _ClassVar[int]
+    COPY_STEP_FIELD_NUMBER: _ClassVar[int]
+    NUM_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     job: str
     quorum_id: int
     committed_step: int
@@ -721,7 +723,9 @@ class JobStatus(_message.Message):
     num_differences: int
     last_difference: str
     goodput: Goodput
-    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ..., num_differences: _Optional[int] = ..., last_difference: _Optional[str] = ..., goodput: _Optional[_Union[Goodput, _Mapping]] = ...) -> None: ...
+    copy_step: int
+    num_holders: int
+    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ..., num_differences: _Optional[int] = ..., last_difference: _Optional[str] = ..., goodput: _Optional[_Union[Goodput, _Mapping]] = ..., copy_step: _Optional[int] = ..., num_holders: _Optional[int] = ...) -> None: ...
 
 class LighthouseIncidentsRequest(_message.Message):
     __slots__ = ("after",)
@@ -985,12 +989,42 @@ class JobMembersRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class JobMembersResponse(_message.Message):
-    __slots__ = ("manager_addresses", "committed_step")
+    __slots__ = ("manager_addresses", "committed_step", "replica_ids", "copies", "knows_copies", "is_finished")
     MANAGER_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_IDS_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_COPIES_FIELD_NUMBER: _ClassVar[int]
+    IS_FINISHED_FIELD_NUMBER: _ClassVar[int]
     manager_addresses: _containers.RepeatedScalarFieldContainer[str]
     committed_step: int
-    def __init__(self, manager_addresses: _Optional[_Iterable[str]] = ..., committed_step: _Optional[int] = ...) -> None: ...
+    replica_ids: _containers.RepeatedScalarFieldContainer[str]
+    copies: _containers.RepeatedCompositeFieldContainer[HeldCopy]
+    knows_copies: bool
+    is_finished: bool
+    def __init__(self, manager_addresses: _Optional[_Iterable[str]] = ..., committed_step: _Optional[int] = ..., replica_ids: _Optional[_Iterable[str]] = ..., copies: _Optional[_Iterable[_Union[HeldCopy, _Mapping]]] = ..., knows_copies: bool = ..., is_finished: bool = ...) -> None: ...
+
+class HeldCopy(_message.Message):
+    __slots__ = ("step", "step_quorum_id", "group_rank", "group_world_size", "address")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    STEP_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
+    GROUP_RANK_FIELD_NUMBER: _ClassVar[int]
+    GROUP_WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    step_quorum_id: int
+    group_rank: int
+    group_world_size: int
+    address: str
+    def __init__(self, step: _Optional[int] = ..., step_quorum_id: _Optional[int] = ..., group_rank: _Optional[int] = ..., group_world_size: _Optional[int] = ..., address: _Optional[str] = ...) -> None: ...
+
+class ReportCopiesRequest(_message.Message):
+    __slots__ = ("holder", "copies")
+    HOLDER_FIELD_NUMBER: _ClassVar[int]
+    COPIES_FIELD_NUMBER: _ClassVar[int]
+    holder: str
+    copies: _containers.RepeatedCompositeFieldContainer[HeldCopy]
+    def __init__(self, holder: _Optional[str] = ..., copies: _Optional[_Iterable[_Union[HeldCopy, _Mapping]]] = ...) -> None: ...
 
 class ShouldCommitRequest(_message.Message):
     __slots__ = ("should_commit", "rank", "step", "round", "worker_id", "wish")

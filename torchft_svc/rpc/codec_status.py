@@ -8,6 +8,7 @@ from functools import partial
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.limits import one_line
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, MembersAndCopies
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.lighthouse.pace import Pace
@@ -31,6 +32,7 @@ def _seconds_by_cause(lost_s: Mapping[str, float]) -> dict[str, float]:
     return {_text(cause): seconds for cause, seconds in lost_s.items()}
 
 
+_COPY = Codec(HeldCopy, pb.HeldCopy, checks=True)
 _PACE = _codec(Pace, pb.Pace)
 _GROUP = _codec(
     GroupStatus,
@@ -105,6 +107,34 @@ def runs_from_wire(message: pb.LighthouseStatusResponse) -> list[RunStatus]:
         RequestRefused: a node has a status that no agent has.
     """
     return list(map(_RUN.from_wire, message.runs))
+
+
+def copy_to_wire(copy: HeldCopy) -> pb.HeldCopy:
+    return _COPY.to_wire(copy)
+
+
+def copy_from_wire(message: pb.HeldCopy) -> HeldCopy:
+    """The copy that a holder, or a lighthouse, reports.
+
+    Raises:
+        RequestRefused: a field is out of bounds.
+    """
+    return _COPY.from_wire(message)
+
+
+def members_from_wire(message: pb.JobMembersResponse) -> MembersAndCopies:
+    """The members of a job, and the copies of its states.
+
+    Raises:
+        RequestRefused: a copy is out of bounds.
+    """
+    return MembersAndCopies(
+        members=dict(zip(message.replica_ids, message.manager_addresses, strict=False)),
+        committed_step=message.committed_step,
+        copies=tuple(map(copy_from_wire, message.copies)),
+        knows_copies=message.knows_copies,
+        is_finished=message.is_finished,
+    )
 
 
 def incidents_to_wire(

@@ -53,11 +53,15 @@ class CheckpointTransport(ABC, Generic[T]):
 
     A transport with ``can_preview`` lets a group that starts fetch what does not change, before it
     asks for its first quorum: the others call `show_preview` once, and it calls `recv_preview`.
+
+    A transport with ``can_copy`` lets a process that is no worker hold copies of the state: that
+    calls `recv_copy`, and workers call `offer_copy` if `num_awaiting_copy` is not 0.
     """
 
     can_stripe: ClassVar[bool] = False
     can_defer: ClassVar[bool] = False
     can_preview: ClassVar[bool] = False
+    can_copy: ClassVar[bool] = False
 
     @abstractmethod
     def metadata(self) -> str:
@@ -199,6 +203,26 @@ class CheckpointTransport(ABC, Generic[T]):
 
         Raises:
             PeerError: the worker shows nothing, or is lost. What has arrived is kept.
+        """
+        raise NotImplementedError
+
+    def num_awaiting_copy(self, step: int) -> int:
+        """Return how many processes wait for a copy, and would fetch that of ``step``."""
+        return 0
+
+    def offer_copy(self, step: int, state_dict: T) -> None:
+        """Offer the state of ``step`` to the processes that wait for a copy.
+
+        As after `send_checkpoint`, the state must not change until `disallow_checkpoint` has
+        returned; `retract_checkpoint` withdraws it.
+        """
+        raise NotImplementedError
+
+    def recv_copy(self, metadata: str, above: int, timeout: timedelta) -> T:
+        """Fetch the next copy of a step higher than ``above`` that a worker offers.
+
+        Raises:
+            PeerError: the worker offers none within ``timeout``, or is lost.
         """
         raise NotImplementedError
 

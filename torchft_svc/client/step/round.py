@@ -120,6 +120,7 @@ class RoundRules:
     is_steady: bool = True
     checks: CheckRules = field(default_factory=CheckRules)
     catches_up: bool = False
+    copy_every: int = 0
 
     def for_worker(self, patience_s: float, pg: ProcessGroup) -> WorkerRules:
         """The part for the core; ``patience_s``: how long to wait for a restarted manager."""

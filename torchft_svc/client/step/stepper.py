@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Hashable, Iterable
+from datetime import timedelta
 
 import torch
 from torch.distributed import ReduceOp
@@ -13,6 +14,7 @@ from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled
 from torchft_svc.client.step.comparison import Finding, StateChecks
+from torchft_svc.client.step.copies import CopyOffers, fetch_copy, whole_copy
 from torchft_svc.client.step.data_positions import (
     ALONE,
     DataPositions,
@@ -33,6 +35,9 @@ from torchft_svc.rpc.descriptors import limit_error, shortage
 
 log = logging.getLogger(__name__)
 
+# A lighthouse that has just answered a question answers another one at once.
+_LOOK_UP_S = 5.0
+
 
 class Stepper:
     """Begins and ends the steps of `Manager`; for the training thread.
@@ -50,6 +55,7 @@ class Stepper:
         self._runner = RoundRunner(deps, rules, worker, thread)
         self.sums = StepSums(deps, rules, worker, self._runner)
         self.weights = Weights(deps, rules, worker, self._runner, self.sums, thread)
+        self.copies = CopyOffers(deps, rules, worker, lambda: self.weights.version)
         self._checks = StateChecks(deps, rules.checks, worker, self.sums, self._optimizers)
         self._clearing = ClearingPattern()
         self.data = DataPositions(deps.registry)
@@ -88,6 +94,9 @@ class Stepper:
         if is_first and self._worker.round.will_wait_for_heal(request.allow_heal):
             # Whether it heals depends on the other groups; the program must not depend on that.
             weights.version += 1
+        begins_anew = self._rules.copy_every > 0 and self.state.step == 0
+        if begins_anew and request.allow_heal:
+            self._begin_from_copy()
         broken = self._deps.pg.errored()
         try:
             with self._worker.changing() as round_:
@@ -95,6 +104,7 @@ class Stepper:
                 ready = round_.begin_step(request, time.monotonic(), broken)
             sums.begin_step()
             weights.begin_step()
+            self.copies.begin_step()
             if not self._worker.round.keeps_quorum:
                 runner.begin_round(ready)
             elif ready.leave is not None:
@@ -104,12 +114,34 @@ class Stepper:
             raise
         if waits and not self._worker.round.keeps_quorum:
             self.wait_for_quorum()
+            if begins_anew and request.allow_heal:
+                self._check_no_copy()
             if self._worker.round.heals_first:
                 runner.wait_until_over()
                 try:
                     weights.apply_heal()
                 finally:
                     self._deps.registry.gate.open()
+
+    def _begin_from_copy(self) -> None:
+        """Load the newest copy of this worker's state, if no group with a state lives (rule B5)."""
+        found = fetch_copy(self._deps, self._rules)
+        if found is not None:
+            self.weights.load_copy(found.state, found.copy)
+
+    def _check_no_copy(self) -> None:
+        """Discard the first step of a job that begins anew although a copy is held (rule B5).
+
+        The groups with its state may have died after this one has looked for a copy.
+        """
+        quorum = self._worker.round.quorum
+        if quorum is None or quorum.max_step > 0 or self.state.step > 0:
+            return
+        view = self._deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
+        copy = whole_copy(view, self._rules)
+        if copy is not None:
+            reason = f"a copy of step {copy.step} is held: the job begins from it"
+            self._runner.fail_step(QuorumFailed(reason))
 
     def _end_last_step(self) -> None:
         """Wait for the round of the last step, and clean up after an interrupt of this wait."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from typing import Any
 
 import torch
 
@@ -20,8 +21,9 @@ from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.client.step.sums import StepSums
 from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
 from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopy
 from torchft_svc.core.quorum.worker.step import StepState
-from torchft_svc.errors import ConfigError, RequestRefused, TornState
+from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused, TornState
 
 log = logging.getLogger(__name__)
 
@@ -121,6 +123,28 @@ class Weights:
         finally:
             self.loads = False
             runner.state = None
+
+    def load_copy(self, state: Any, copy: HeldCopy) -> None:
+        """Load a copy, and begin from its step; between two steps.
+
+        Raises:
+            TorchFTError: it does not fit, or a load function of the program has failed.
+        """
+        try:
+            self.loads = True
+            counters = self._registry.check(state, copy.address)
+            if (counters["step"], counters["quorum_id"]) != (copy.step, copy.step_quorum_id):
+                raise CheckpointError(copy.address, f"it is no copy of step {copy.step}")
+            self.version += 1
+            with pinned(state):
+                self._registry.load(state)
+            with self._worker.changing() as round_:
+                round_.step.restore(
+                    counters["step"], counters["batches_committed"], counters["quorum_id"]
+                )
+            log.warning("no group with a state lives: beginning from a copy of step %d", copy.step)
+        finally:
+            self.loads = False
 
     def _fail_heal(self, error: Exception) -> None:
         with self._worker.changing() as round_:

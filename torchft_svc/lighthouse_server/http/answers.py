@@ -41,6 +41,8 @@ class JobSummary:
     num_heals: int
     num_differences: int
     last_difference: str
+    copy_step: int
+    num_holders: int
     stalled_s: float
     ended_s: float | None
     finished: bool

@@ -3,6 +3,8 @@
     GET /<secret>/state/<step>?wait_ms=n&extra=x      a line with the state's id and the
             size of its chunks, and its description, sealed
     GET /<secret>/deferred/<step>?wait_ms=n           the same, of the state sent when the step ends
+    GET /<secret>/copy/<step>?wait_ms=n               the same, of the next one above the step that
+            is offered to processes that hold copies (rule B3)
     GET /<secret>/chunk/<state id>/<chunk>?receiver=x&verified=n,m   a chunk, sealed
     GET /<secret>/digests/<state id>                  the digests of all chunks, sealed
     GET /<secret>/done/<state id>?receiver=x&verified=n,m            the end; no body
@@ -56,7 +58,7 @@ IDLE_TIMEOUT_S = 60.0
 # Receivers repeat their request after this time, so that a connection never looks dead for longer.
 MAX_WAIT_MS = 20_000
 # The states that are served side by side, by the first word of their requests.
-STATE, DEFERRED = "state", "deferred"
+STATE, DEFERRED, COPY = "state", "deferred", "copy"
 DESCRIPTION_SEED = 1 << 63  # no chunk has this number
 
 DIGESTS_SEED = DESCRIPTION_SEED + 1
@@ -215,7 +217,7 @@ class Conversation:
                     if not state.num_chunks:
                         state.verified(request.receiver, None)
                     self._send_head(0)
-                case ("claim" | "preview", *_):
+                case ("claim" | "preview" | "copy", *_):
                     self._answer_ahead(request)
                 case _:
                     raise BadHead("nothing is here", 404)
@@ -224,6 +226,11 @@ class Conversation:
         except NotOffered as error:
             refuse(self._wire, TOO_EARLY, str(error))
 
+    def _count_apart(self, why_not: str) -> None:
+        """Keep a connection that nobody waits for from taking the place of one of a heal."""
+        if not self._admission.count_apart():
+            raise BadHead(why_not, BUSY)
+
     def _served(self, state_id: str, request: Request) -> ServedState:
         state = self._by_id(state_id)
         for chunk in request.verified:
@@ -231,9 +238,13 @@ class Conversation:
         return state
 
     def _by_id(self, state_id: str) -> ServedState:
-        deferred = self._slots[DEFERRED].state
-        is_deferred = deferred is not None and deferred.state_id == state_id
-        return self._slots[DEFERRED if is_deferred else STATE].by_id(state_id)
+        for name in (DEFERRED, COPY):
+            state = self._slots[name].state
+            if state is not None and state.state_id == state_id:
+                if name == COPY:
+                    self._count_apart("as many copies as possible are being fetched")
+                return state
+        return self._slots[STATE].by_id(state_id)
 
     def _send_description(self, slot: OfferSlot, step: int, request: Request) -> None:
         wait_ms = request.number("wait_ms") or 0
@@ -278,13 +289,16 @@ class Conversation:
 
     def _answer_ahead(self, request: Request) -> None:
         """Answer a request of a receiver that heals later, or waits for the state."""
-        if request.parts[0] == "preview" and not self._admission.count_apart():
-            raise BadHead("as many groups as possible are fetching in advance", BUSY)
+        if request.parts[0] == "preview":
+            self._count_apart("as many groups as possible are fetching in advance")
         match request.parts:
             case ("claim", "state" | "deferred" as name, step, size, chunk_bytes):
                 form = StateForm(_number(step), _number(size), _number(chunk_bytes))
                 self._slots[name].claim(request.receiver, form, request.claimed)
                 self._send_head(0)
+            case ("copy", step):
+                self._count_apart("as many copies as possible are being fetched")
+                self._send_description(self._slots[COPY], _number(step), request)
             case ("preview",):
                 self._send_step()
             case ("preview", "state" | "deferred" as name):

@@ -400,3 +400,39 @@ class OfferSlot:
             self._changed.notify_all()
         if state is not None:
             state.retire("this worker is shutting down")
+
+
+class CopySlot(OfferSlot):
+    """Holds the copy that was offered last, for holders that want any step above their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waiting: list[int] = []  # the steps above which holders wait for one
+
+    def num_waiting(self, step: int) -> int:
+        """Return how many holders wait for a copy, and would fetch that of ``step``."""
+        return sum(above < step for above in self._waiting)
+
+    def wait_for(self, step: int, wait_s: float) -> ServedState:
+        """Wait until a state above ``step`` is offered, and return it.
+
+        Raises:
+            Gone: this worker is shutting down.
+            NotOffered: none was offered within ``wait_s``.
+        """
+        with self._changed:
+            self._waiting.append(step)
+            try:
+                self._changed.wait_for(lambda: self._closed or self._newer_than(step), wait_s)
+            finally:
+                self._waiting.remove(step)
+            if self._closed:
+                raise Gone("this worker is shutting down")
+            state = self._newer_than(step)
+            if state is None:
+                raise NotOffered(f"no copy above step {step} is offered")
+            return state
+
+    def _newer_than(self, step: int) -> ServedState | None:
+        state = self._state
+        return state if state is not None and state.step > step and not state.is_over else None

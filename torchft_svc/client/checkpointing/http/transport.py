@@ -25,8 +25,8 @@ from torchft_svc.client.checkpointing.http.feed import (
 from torchft_svc.client.checkpointing.http.fetch import Fetch
 from torchft_svc.client.checkpointing.http.preview import Preview
 from torchft_svc.client.checkpointing.http.preview_fetch import PreviewFetch
-from torchft_svc.client.checkpointing.http.requests import DEFERRED, STATE
-from torchft_svc.client.checkpointing.http.served import OfferSlot, ServedState
+from torchft_svc.client.checkpointing.http.requests import COPY, DEFERRED, STATE
+from torchft_svc.client.checkpointing.http.served import CopySlot, OfferSlot, ServedState
 from torchft_svc.client.checkpointing.http.server import CheckpointServer
 from torchft_svc.client.checkpointing.transport import CheckpointTransport, StateViewer
 from torchft_svc.core.limits import check_not_empty
@@ -73,6 +73,7 @@ class HTTPTransport(CheckpointTransport[T]):
     can_stripe: ClassVar[bool] = True
     can_defer: ClassVar[bool] = True
     can_preview: ClassVar[bool] = True
+    can_copy: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -92,11 +93,11 @@ class HTTPTransport(CheckpointTransport[T]):
         self._timeout_s = positive_s("timeout", timeout)
         self._num_connections = num_connections
         self._chunk_bytes = chunk_bytes
-        self._current, self._deferred = OfferSlot(), OfferSlot()
+        self._current, self._deferred, self._copy = OfferSlot(), OfferSlot(), CopySlot()
         self._security = security_or_environment(security)
         self._preview = Preview(self._chunk_bytes_of)
         self._server = CheckpointServer(
-            {STATE: self._current, DEFERRED: self._deferred},
+            {STATE: self._current, DEFERRED: self._deferred, COPY: self._copy},
             self._preview,
             bind_host,
             port,
@@ -181,12 +182,12 @@ class HTTPTransport(CheckpointTransport[T]):
         )
 
     def disallow_checkpoint(self) -> None:
-        state = self._current.state
-        if state is not None:
-            state.detach()
+        for slot in (self._current, self._copy):
+            if slot.state is not None:
+                slot.state.detach()
 
     def retract_checkpoint(self) -> None:
-        for slot in (self._current, self._deferred):
+        for slot in (self._current, self._deferred, self._copy):
             slot.withdraw("this worker has healed since")
 
     def refuse_checkpoint(self, dst_ranks: list[int], step: int, why: str) -> None:
@@ -202,6 +203,18 @@ class HTTPTransport(CheckpointTransport[T]):
         fetch = PreviewFetch(request, stagings)
         with self._fetching(fetch):
             fetch.run(check)
+
+    def num_awaiting_copy(self, step: int) -> int:
+        return self._copy.num_waiting(step)
+
+    def offer_copy(self, step: int, state_dict: T) -> None:
+        receivers = list(range(self._copy.num_waiting(step)))
+        state = self._to_serve(receivers, [], step, state_dict, None)
+        if state is not None:
+            self._server.offer(COPY, state)
+
+    def recv_copy(self, metadata: str, above: int, timeout: timedelta) -> T:
+        return self._fetch(self._request(COPY, metadata, (), above, timeout), Staging())
 
     def expect_checkpoint(self, like: T | None) -> None:
         with self._lock:
@@ -314,7 +327,7 @@ class HTTPTransport(CheckpointTransport[T]):
     @property
     def copied_bytes(self) -> int:
         """Memory held at present for receivers that have not fetched everything."""
-        states = [self._current.state, self._deferred.state]
+        states = [self._current.state, self._deferred.state, self._copy.state]
         return sum(state.copied_bytes for state in states if state is not None)
 
     def __enter__(self) -> HTTPTransport[T]:

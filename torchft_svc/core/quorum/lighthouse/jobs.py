@@ -986,8 +986,8 @@ class Jobs:
         job = self._jobs.get(job_name)
         return job.members.committed_step if job else 0
 
-    def members(self, job_name: str) -> tuple[list[str], int]:
-        """The manager addresses of a job's members that live, and its committed step.
+    def members(self, job_name: str) -> tuple[list[Member], int]:
+        """The members of a job that live and have a manager's address, and its committed step.
 
         Each group that starts may ask for this, and many may start at once.
         """
@@ -997,7 +997,12 @@ class Jobs:
             return [], 0
         job.record_progress()
         living = (each for each in previous.participants if job.members.knows(each.replica_id))
-        return [each.address for each in living if each.address], job.members.committed_step
+        return [each for each in living if each.address], job.members.committed_step
+
+    def is_finished(self, job_name: str) -> bool:
+        """Whether a job has ended, and all groups of its last quorum ended on purpose."""
+        ended = self._ended.get(job_name)
+        return ended is not None and ended.is_finished
 
     def beat_interval_s(self, job_name: str) -> float:
         """The shortest time between the heartbeats of a group."""

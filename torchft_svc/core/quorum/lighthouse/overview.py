@@ -157,9 +157,11 @@ class JobStatus:
     ``num_heals``: heals that succeeded. ``num_differences``: checks that found the groups' states
     to differ, ``last_difference`` what the last one found (empty: none did). ``stalled_s``: since a
     quorum showed a higher step than all before it, or since the job began. ``gone``: the groups
-    that ended last, the newest first. ``goodput``: how much of its time ended in committed steps
-    (None: not known). ``ended_s``: since the last group of the job was gone (None: it has living
-    groups); ``finished``: all groups of its last quorum had ended on purpose by then.
+    that ended last, the newest first. ``num_holders``: processes that hold copies of its states,
+    ``copy_step``: that of the newest state that they hold as a whole (0: none). ``goodput``: how
+    much of its time ended in committed steps (None: not known). ``ended_s``: since the last group
+    of the job was gone (None: it has living groups); ``finished``: all groups of its last quorum
+    had ended on purpose by then.
     """
 
     job: str
@@ -177,6 +179,8 @@ class JobStatus:
     gone: tuple[GoneGroup, ...] = ()
     ended_s: float | None = None
     finished: bool = False
+    copy_step: int = 0
+    num_holders: int = 0
     goodput: Goodput | None = field(default=None, compare=False)
 
 

@@ -1,0 +1,312 @@
+"""Fetches the newest states of a group, keeps them in memory, and serves them (rules B1 to B6).
+
+For each worker there is a thread that waits for copies; another one reports to the lighthouses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from torchft_svc.client.checkpointing import HTTPTransport
+from torchft_svc.client.step.state import MANAGER_KEY
+from torchft_svc.coordination import LighthouseClient, ManagerClient
+from torchft_svc.core.quorum.lighthouse.copies import (
+    REPORT_S,
+    HeldCopy,
+    MembersAndCopies,
+    newest_whole,
+)
+from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.types import DEFAULT_JOB
+from torchft_svc.errors import ConfigError, PeerError, RequestRefused, TorchFTError
+from torchft_svc.host.address import split_addresses
+from torchft_svc.rpc.security import PLAIN, Security
+
+log = logging.getLogger(__name__)
+
+# A service that needs longer to answer is asked again.
+_CALL = timedelta(seconds=2)
+# How long a worker may be silent while it is waited for, or sends.
+_SILENCE = timedelta(seconds=60)
+# A copy is offered again before its receivers would have had it for so long without progress.
+_OFFERED = timedelta(hours=1)
+_OFFER_AGAIN_S = 1800.0
+# The committed step that a lighthouse knows may lag behind that of the groups for a moment.
+_BEHIND_S = 10.0
+_JOIN_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HolderConfig:
+    """What a holder copies: for the group ``beside``, the states of the group after it.
+
+    ``ranks``: the workers whose copies it holds, of ``group_world_size``; ``host``: where others
+    reach this machine.
+    """
+
+    lighthouse: str
+    job_id: str = DEFAULT_JOB
+    beside: str = ""
+    group_world_size: int = 1
+    ranks: tuple[int, ...] = (0,)
+    host: str | None = None
+    security: Security = field(default=PLAIN)
+
+    def __post_init__(self) -> None:
+        if self.group_world_size < 1:
+            raise ConfigError("group_world_size", self.group_world_size, "use 1 or more workers")
+        if not self.ranks or not all(0 <= rank < self.group_world_size for rank in self.ranks):
+            reason = f"use ranks from 0 to {self.group_world_size - 1}"
+            raise ConfigError("group_rank", self.ranks, reason)
+
+
+def choose_buddy(members: Mapping[str, str], beside: str) -> str:
+    """Return the member that the holder beside a group copies; its own group, if it is alone.
+
+    It is the next one in the order of names, and the first one after the last.
+    """
+    names = sorted(members, key=lambda each: (stable_name(each), each))
+    others = [each for each in names if stable_name(each) != beside]
+    after = [each for each in others if stable_name(each) > beside]
+    return (after or others or names)[0]
+
+
+class ServedCopy:
+    """A state in memory, and the server that others fetch it from."""
+
+    def __init__(self, state: Any, rank: int, config: HolderConfig) -> None:
+        counters: dict[str, int] = state[MANAGER_KEY]
+        self._state = state
+        self._transport: HTTPTransport[Any] = HTTPTransport(
+            hostname=config.host, security=config.security
+        )
+        self.described = HeldCopy(
+            step=counters["step"],
+            step_quorum_id=counters["quorum_id"],
+            group_rank=rank,
+            group_world_size=config.group_world_size,
+            address=self._transport.metadata(),
+        )
+        self._offered_at = 0.0
+        self.keep_offered()
+
+    def keep_offered(self) -> None:
+        """Offer the state, or again before the offer ends."""
+        now = time.monotonic()
+        if not self._offered_at or now - self._offered_at > _OFFER_AGAIN_S:
+            self._offered_at = now
+            self._transport.send_checkpoint([0], self.described.step, self._state, _OFFERED)
+
+    def close(self) -> None:
+        """Stop serving, and free the memory."""
+        self._state = None
+        self._transport.shutdown()
+
+
+class WorkerCopies:
+    """The copies of one worker's states: the newest, and the newest that is whole (rule B4)."""
+
+    def __init__(self, rank: int, config: HolderConfig) -> None:
+        self._rank = rank
+        self._config = config
+        self._lock = threading.Lock()
+        self._copies: list[ServedCopy] = []  # the newest last
+
+    def described(self) -> list[HeldCopy]:
+        """Return what is held, to be reported."""
+        with self._lock:
+            for copy in self._copies:
+                copy.keep_offered()
+            return [copy.described for copy in self._copies]
+
+    def newest_step(self) -> int:
+        """Return the step of the newest copy (0: there is none)."""
+        with self._lock:
+            return self._copies[-1].described.step if self._copies else 0
+
+    def add(self, state: Any) -> HeldCopy:
+        """Serve ``state``, which has arrived; without other workers it is whole at once."""
+        copy = ServedCopy(state, self._rank, self._config)
+        with self._lock:
+            self._copies.append(copy)
+        if self._config.group_world_size == 1:
+            self.keep_only({copy.described.place})
+        return copy.described
+
+    def keep_only(self, places: set[tuple[int, int, int]]) -> None:
+        """Free all other copies."""
+        with self._lock:
+            dropped = [each for each in self._copies if each.described.place not in places]
+            self._copies = [each for each in self._copies if each.described.place in places]
+        for copy in dropped:
+            copy.close()
+
+    def keep_newest(self, whole: tuple[int, int, int] | None, *, room: bool) -> None:
+        """Free what is older than the newest ``whole`` state; for ``room``, also what is newer."""
+        with self._lock:
+            places = {each.described.place for each in self._copies}
+            newest = self._copies[-1].described.place if self._copies else None
+        kept = {place for place in (whole, newest) if place in places and place is not None}
+        if room and whole in kept:
+            kept = {place for place in kept if place == whole}
+        self.keep_only(kept)
+
+
+class CopyHolder:
+    """Holds copies of a job's states until `close`; its threads begin with ``start``."""
+
+    def __init__(self, config: HolderConfig) -> None:
+        self._config = config
+        self._name = f"{config.beside}:{secrets.token_hex(8)}"
+        self._addresses = split_addresses(config.lighthouse)
+        self._copies = {rank: WorkerCopies(rank, config) for rank in config.ranks}
+        self._receiver: HTTPTransport[Any] = HTTPTransport(
+            hostname=config.host, security=config.security
+        )
+        self._view = MembersAndCopies()
+        self._behind_since: float | None = None
+        self._is_over = threading.Event()
+        self._reasons: dict[str, str] = {}  # the last one that was logged of each party
+        self._threads = [
+            threading.Thread(target=self._report_all, name="torchft-buddy-report", daemon=True)
+        ]
+        for rank in config.ranks:
+            name = f"torchft-buddy-{rank}"
+            self._threads.append(
+                threading.Thread(target=self._follow_buddy, args=(rank,), name=name, daemon=True)
+            )
+
+    def start(self) -> None:
+        """Begin to fetch, and to report."""
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Stop, and free all copies; a lighthouse forgets them after a few seconds."""
+        self._is_over.set()
+        self._receiver.shutdown()
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        for copies in self._copies.values():
+            copies.keep_only(set())
+
+    def __enter__(self) -> CopyHolder:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # -- reports ---------------------------------------------------------------------------------
+
+    def _report_all(self) -> None:
+        """Report to all lighthouses again and again: any of them may be the one that leads."""
+        with contextlib.ExitStack() as stack:
+            clients: dict[str, LighthouseClient] = {}
+            while not self._is_over.is_set():
+                views = [
+                    view
+                    for address in self._addresses
+                    if (view := self._report(address, clients, stack)) is not None
+                ]
+                if views:
+                    self._view = max(views, key=lambda each: (len(each.members), each.knows_copies))
+                    self._free_outdated(self._view)
+                self._is_over.wait(REPORT_S)
+
+    def _report(
+        self, address: str, clients: dict[str, LighthouseClient], stack: contextlib.ExitStack
+    ) -> MembersAndCopies | None:
+        copies = [each for held in self._copies.values() for each in held.described()]
+        try:
+            if address not in clients:
+                clients[address] = stack.enter_context(
+                    LighthouseClient(
+                        address, _CALL, job_id=self._config.job_id, security=self._config.security
+                    )
+                )
+            view = clients[address].report_copies(self._name, copies, _CALL)
+        except (PeerError, RequestRefused) as error:
+            self._log_once(address, f"lighthouse {address} does not receive reports: {error}")
+            return None
+        self._log_once(address, "")
+        return view
+
+    def _free_outdated(self, view: MembersAndCopies) -> None:
+        """Free what is not of the job's present history, or older than a state that is whole."""
+        if view.is_finished:
+            for copies in self._copies.values():
+                copies.keep_only(set())
+            return
+        if self._goes_on_below(view):
+            log.warning("the job goes on from step %d: its copies are freed", view.committed_step)
+            for copies in self._copies.values():
+                copies.keep_only(set())
+        for copies in self._copies.values():
+            copies.keep_newest(self._whole(view), room=False)
+
+    def _goes_on_below(self, view: MembersAndCopies) -> bool:
+        """Whether living groups are at a step before that of a copy, for more than a moment."""
+        newest = max(each.newest_step() for each in self._copies.values())
+        now = time.monotonic()
+        if not view.members or newest <= view.committed_step + 1:
+            self._behind_since = None
+            return False
+        self._behind_since = self._behind_since or now
+        return now - self._behind_since > _BEHIND_S
+
+    def _whole(self, view: MembersAndCopies) -> tuple[int, int, int] | None:
+        """The newest state of which there is a copy of each worker."""
+        found = newest_whole(
+            each for each in view.copies if each.group_world_size == self._config.group_world_size
+        )
+        return found[0].place if found else None
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def _follow_buddy(self, rank: int) -> None:
+        """Fetch each copy that the buddy offers, until the holder is closed."""
+        copies = self._copies[rank]
+        while not self._is_over.is_set():
+            view = self._view
+            if not view.members:
+                self._is_over.wait(REPORT_S / 4)
+                continue
+            buddy = choose_buddy(view.members, self._config.beside)
+            try:
+                copies.keep_newest(self._whole(view), room=True)
+                with _source_at(view.members[buddy], self._config.security) as manager:
+                    metadata = manager._checkpoint_metadata(rank, _CALL)
+                state = self._receiver.recv_copy(metadata, copies.newest_step(), _SILENCE)
+                held = copies.add(state)
+                del state
+                self._log_once(f"rank {rank}", "")
+                log.info("holds a copy of step %d, rank %d, of %s", held.step, rank, buddy)
+            except TorchFTError as error:
+                if self._is_over.is_set():
+                    return
+                self._log_once(f"rank {rank}", f"no copy of rank {rank} of {buddy}: {error}")
+                self._is_over.wait(REPORT_S)
+            except Exception:
+                log.exception("no copy of rank %d of %s", rank, buddy)
+                self._is_over.wait(REPORT_S)
+
+    def _log_once(self, party: str, reason: str) -> None:
+        if self._reasons.get(party, "") != reason:
+            self._reasons[party] = reason
+            if reason:
+                log.info("%s", reason)
+
+
+@contextlib.contextmanager
+def _source_at(address: str, security: Security) -> Iterator[ManagerClient]:
+    with ManagerClient(address, _CALL, security=security) as manager:
+        yield manager

@@ -1,0 +1,156 @@
+"""Offers copies of this worker's state to other processes, and begins from one (rules B1 to B6)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torchft_svc import coordination
+from torchft_svc.client.process.device_streams import TrainingStreams
+from torchft_svc.client.step.round import Dependencies, RoundRules
+from torchft_svc.client.step.shared_round import SharedRound
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, MembersAndCopies, newest_whole
+from torchft_svc.errors import PeerError, RequestRefused, TorchFTError
+
+log = logging.getLogger(__name__)
+
+# A manager, or a lighthouse, that needs longer to answer is asked again.
+_LOOK_UP_S = 2.0
+# The pause before another look, for example until the lighthouse knows all copies.
+_PAUSE_S = 0.25
+# Members that are asked whether they live; a lighthouse may know only later that they do not.
+_MAX_ASKED = 3
+
+
+class CopyOffers:
+    """Offers this worker's state after each ``copy_every``-th step, if somebody waits for it.
+
+    For the training thread. ``version``: changes when a healed state is loaded.
+    """
+
+    def __init__(
+        self,
+        deps: Dependencies,
+        rules: RoundRules,
+        worker: SharedRound,
+        version: Callable[[], int],
+    ) -> None:
+        self._deps = deps
+        self._rules = rules
+        self._worker = worker
+        self._version = version
+        self._streams = TrainingStreams()
+        self._is_on = rules.copy_every > 0 and deps.transport.can_copy
+        self._thread: threading.Thread | None = None  # that reads the last one
+
+    def begin_step(self) -> None:
+        """Offer the state of the step that begins, which is that of the last committed one.
+
+        What the forward pass may change is copied here; all other bytes are read while it runs.
+        """
+        state = self._worker.state
+        if not self._is_on or state.step == 0 or state.step % self._rules.copy_every:
+            return
+        if not self._deps.transport.num_awaiting_copy(state.step):
+            return
+        is_busy = self._thread is not None and self._thread.is_alive()
+        if is_busy or state.unhealed or state.spoiled or not state.quorum_id:
+            return
+        try:
+            timeout_s = self._rules.timeouts.collective_s
+            mine = self._deps.registry.collect_copied(state.counters(), timeout_s)
+        except Exception:
+            log.exception("no copy of step %d is offered", state.step)
+            return
+        self._streams.record()
+        key = state.epoch, state.step, self._version()
+        self._thread = threading.Thread(
+            target=self._offer, args=(key, mine), name="torchft-copy", daemon=True
+        )
+        self._thread.start()
+
+    def _offer(self, key: tuple[int, int, int], mine: Any) -> None:
+        """Offer ``mine`` unless it may have changed; on the thread."""
+        try:
+            with self._deps.registry.gate.reading(self._rules.timeouts.collective_s):
+                state = self._worker.state
+                if (state.epoch, state.step, self._version()) == key:
+                    self._streams.wait()
+                    self._deps.transport.offer_copy(state.step, mine)
+        except TorchFTError as error:
+            log.warning("no copy of step %d is offered: %s", key[1], error)
+        except Exception:
+            log.exception("no copy of step %d is offered", key[1])
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedCopy:
+    """A state from a holder, and what is logged of it."""
+
+    state: Any
+    copy: HeldCopy
+
+
+def fetch_copy(deps: Dependencies, rules: RoundRules) -> FetchedCopy | None:
+    """Fetch the newest copy of this worker's state; None: others live, or there is no copy.
+
+    Raises:
+        PeerError: there is a copy that cannot be fetched, or the lighthouse does not answer.
+    """
+    until = time.monotonic() + rules.timeouts.quorum_s
+    while True:
+        error: TorchFTError = RequestRefused("the lighthouse does not know all copies yet")
+        try:
+            view = deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
+            copy = whole_copy(view, rules)
+            if copy is None and view.knows_copies:
+                return None
+            if copy is not None and _is_one_alive(deps, rules, view.members.values()):
+                return None
+            if copy is not None and not view.members:
+                return FetchedCopy(_fetch(deps, rules, copy), copy)
+        except RequestRefused as refusal:
+            log.info("no copy is looked for: %s", refusal)
+            return None
+        except PeerError as failure:
+            log.info("no copy of the state was fetched yet: %s", failure)
+            error = failure
+        if time.monotonic() > until:
+            raise error
+        time.sleep(_PAUSE_S)
+
+
+def whole_copy(view: MembersAndCopies, rules: RoundRules) -> HeldCopy | None:
+    """The copy that this worker would begin from (rule B4); None: there is no whole one."""
+    if view.is_finished:
+        return None
+    place = rules.place
+    fitting = [each for each in view.copies if each.group_world_size == place.group_world_size]
+    whole = newest_whole(fitting)
+    return whole[place.group_rank] if whole and whole[0].step > 0 else None
+
+
+def _is_one_alive(deps: Dependencies, rules: RoundRules, addresses: Iterable[str]) -> bool:
+    """Whether the manager of a member answers: then there is a living state."""
+    limit = timedelta(seconds=_LOOK_UP_S)
+    for address in list(addresses)[:_MAX_ASKED]:
+        try:
+            with coordination.ManagerClient(
+                address, limit, security=deps.client.security
+            ) as member:
+                member._checkpoint_metadata(rules.place.group_rank, limit)
+            return True
+        except PeerError as error:
+            log.info("the group at %s does not answer: %s", address, error)
+    return False
+
+
+def _fetch(deps: Dependencies, rules: RoundRules, copy: HeldCopy) -> Any:
+    log.info("fetching a copy of step %d: no group with a state lives", copy.step)
+    timeout = timedelta(seconds=rules.timeouts.collective_s)
+    return deps.transport.recv_checkpoint(0, copy.address, copy.step, timeout)
