@@ -33,6 +33,8 @@ from torchft_svc.errors import ConfigError
         ("checks_collectives", "TORCH_DISTRIBUTED_DEBUG", "DETAIL", True),
         ("checks_collectives", "TORCH_DISTRIBUTED_DEBUG", "INFO", False),
         ("quorum_retries", "TORCHFT_QUORUM_RETRIES", "3", 3),
+        ("is_spare", "TORCHFT_SPARE", "1", True),
+        ("spare_refresh_s", "TORCHFT_SPARE_REFRESH_SEC", "0.5", 0.5),
         ("checkpoint_host", "TORCHFT_CHECKPOINT_HOST", "10.0.0.1", "10.0.0.1"),
         ("uses_agent_store", "TORCHELASTIC_USE_AGENT_STORE", "True", True),
         ("uses_agent_store", "TORCHELASTIC_USE_AGENT_STORE", "0", False),

@@ -321,6 +321,18 @@ class Environment:
         return self._int("TORCHFT_BUDDY_EVERY", 0)
 
     @property
+    def is_spare(self) -> bool:
+        """``TORCHFT_SPARE``: whether this group is a prepared spare, which stands by until a place
+        in its job is free (default: no)."""
+        return bool(self._bool("TORCHFT_SPARE"))
+
+    @property
+    def spare_refresh_s(self) -> float | None:
+        """``TORCHFT_SPARE_REFRESH_SEC``: how often a prepared spare looks for what has changed in
+        the state that it follows (default: 60 s)."""
+        return self._seconds("TORCHFT_SPARE_REFRESH_SEC")
+
+    @property
     def steady_steps(self) -> bool:
         """``TORCHFT_STEADY_STEPS``: whether a step may begin in the quorum of the step before,
         without a question (default: yes)."""

@@ -19,6 +19,7 @@ from torchft_svc.rpc.security import Security, security_or_environment
 
 DEFAULT_TIMEOUT = timedelta(seconds=60)
 DEFAULT_HEARTBEAT_INTERVAL = timedelta(milliseconds=100)
+DEFAULT_SPARE_REFRESH_S = 60.0
 # The default of the lighthouse, also in the public release.
 LIGHTHOUSE_HEARTBEAT_TIMEOUT_S = 5.0
 LOCAL_LIGHTHOUSE = "127.0.0.1:29510"
@@ -112,7 +113,8 @@ class ServiceOptions:
 
     Addresses are ``host:port``. ``hostname`` is what other groups reach this one at: the argument,
     or the address of the chosen network interface (None: where the route to the lighthouse leaves
-    from). ``min_replicas`` is sent to the lighthouse (0: not set).
+    from). ``min_replicas`` is sent to the lighthouse (0: not set). ``is_spare``: the group stands
+    by until a place in the job is free.
     ``manager_address``: use a running manager. ``in_process``: run the manager inside the trainer
     instead of in a separate process. ``flight_recorder``: the directory for records of collectives
     (None: nothing is recorded).
@@ -129,6 +131,7 @@ class ServiceOptions:
     in_process: bool
     security: Security
     flight_recorder: str | None
+    is_spare: bool = False
 
 
 def resolve_timeouts(
@@ -190,6 +193,7 @@ def resolve_services(
     in_process: bool,
     security: Security | None,
     flight_recorder: str | None,
+    spare: bool | None = None,
 ) -> ServiceOptions:
     """Resolve each option: argument, else environment, else default (a lighthouse on this machine).
 
@@ -207,6 +211,10 @@ def resolve_services(
     manager_address = manager_addr or environment.manager_address
     if in_process and manager_addr:
         raise ConfigError("in_process", True, f"manager_addr={manager_addr!r} already runs")
+    is_spare = environment.is_spare if spare is None else spare
+    if is_spare and manager_address and not in_process:
+        reason = f"the manager at {manager_address!r} already runs, as that of an ordinary group"
+        raise ConfigError("spare", True, reason)
     return ServiceOptions(
         lighthouse_address=lighthouse_addr or environment.lighthouse_address or LOCAL_LIGHTHOUSE,
         manager_address=None if in_process else manager_address,
@@ -219,6 +227,7 @@ def resolve_services(
         in_process=in_process,
         security=security_or_environment(security, environment),
         flight_recorder=flight_recorder or environment.flight_recorder,
+        is_spare=is_spare,
     )
 
 

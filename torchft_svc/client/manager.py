@@ -39,6 +39,7 @@ from torchft_svc.host.exit_verdict import give_verdicts
 from torchft_svc.rpc.descriptors import TRAINER_DESCRIPTORS, require_descriptors
 from torchft_svc.settings import (
     DEFAULT_HEARTBEAT_INTERVAL,
+    DEFAULT_SPARE_REFRESH_S,
     WorldSizeMode,
     resolve_checks,
     resolve_copies,
@@ -106,6 +107,9 @@ class Manager:
         buddy_every: after every so many steps, offer the state to processes that hold copies of it
             (`torchft-buddy`), and begin from such a copy if no group with a state lives
             (``TORCHFT_BUDDY_EVERY``; default: 0, never). Equal in all groups.
+        spare: be a prepared spare: the first `start_quorum` waits until a place in the job is free,
+            for up to a day, and in no quorum before (``TORCHFT_SPARE``; default: no). With
+            ``catch_up`` in all groups it follows the part of their state that does not change.
         check_every: in every so many steps, and after each heal, the groups compare a fingerprint
             of their wrapped parameters and optimizers (``TORCHFT_CHECK_EVERY``; default: 500; 0:
             never). Equal in all groups.
@@ -161,6 +165,7 @@ class Manager:
         steady_steps: bool | None = None,
         catch_up: bool | None = None,
         buddy_every: int | None = None,
+        spare: bool | None = None,
         check_every: int | None = None,
         on_difference: OnDifference | None = None,
         metrics_registry: CollectorRegistry | None = None,
@@ -186,6 +191,8 @@ class Manager:
             catches_up=environment.catches_up if catch_up is None else catch_up,
             copy_every=resolve_copies(environment, buddy_every),
             checks=resolve_checks(environment, check_every, on_difference),
+            is_spare=environment.is_spare if spare is None else spare,
+            spare_refresh_s=environment.spare_refresh_s or DEFAULT_SPARE_REFRESH_S,
         )
         services = resolve_services(
             environment,
@@ -200,6 +207,7 @@ class Manager:
             in_process=in_process,
             security=security,
             flight_recorder=flight_recorder,
+            spare=spare,
         )
         self._registry = StateRegistry(load_state_dict, state_dict)
         given = CallerParts(

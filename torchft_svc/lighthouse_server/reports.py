@@ -10,6 +10,7 @@ from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportLeftHealing,
     ReportLoss,
     ReportPace,
+    ReportPlaceTaken,
     ReportStraggler,
 )
 from torchft_svc.core.quorum.lighthouse.lighthouse import (
@@ -54,8 +55,8 @@ class Reports:
                 report.step,
                 report.for_s,
             )
-        elif isinstance(report, ReportPace):
-            _write_pace(log, report)
+        elif isinstance(report, ReportPace | ReportPlaceTaken):
+            _write_change(log, report)
         elif isinstance(report, ReportLeftHealing):
             log.warning(
                 "group left out job=%s replica=%s: it has been healing for %.1f s, and has to "
@@ -127,7 +128,17 @@ def _bound_log(report: Report) -> logging.LoggerAdapter[logging.Logger]:
     return logging.LoggerAdapter(_log, fields)
 
 
-def _write_pace(log: logging.LoggerAdapter[logging.Logger], report: ReportPace) -> None:
+def _write_change(
+    log: logging.LoggerAdapter[logging.Logger], report: ReportPace | ReportPlaceTaken
+) -> None:
+    if isinstance(report, ReportPlaceTaken):
+        log.info(
+            "prepared spare takes a place job=%s replica=%s: one of %d was free",
+            report.job,
+            report.replica_id,
+            report.num_places,
+        )
+        return
     whose = report.job, report.replica_id, report.cause
     if report.evict:
         log.warning("slow group evicted job=%s replica=%s: %s", *whose)

@@ -125,6 +125,7 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
             yield f"  {goodput_line(job.goodput)}"
         yield from _copies(job)
         yield from _differences(job)
+        yield from _prepared_spares(job)
         yield from _gone(job, show_all)
         return
     num_asking = sum(group.asking for group in job.groups)
@@ -144,6 +145,7 @@ def _job(job: JobStatus, show_all: bool) -> Iterator[str]:
         yield f"  {goodput_line(job.goodput)}"
     yield from _copies(job)
     yield from _differences(job)
+    yield from _prepared_spares(job)
     if job.waiting_for:
         yield f"  no quorum now: {job.waiting_for}"
     groups = sorted(job.groups, key=_urgency)
@@ -192,6 +194,15 @@ def _differences(job: JobStatus) -> Iterator[str]:
     if job.num_differences:
         checks = f"{job.num_differences} check{'s' * (job.num_differences != 1)}"
         yield f"  {checks} found states that differ; the last one: {job.last_difference}"
+
+
+def _prepared_spares(job: JobStatus) -> Iterator[str]:
+    if job.prepared_spares:
+        names = [
+            each.replica_id if each.asks else f"{each.replica_id} (it starts)"
+            for each in job.prepared_spares
+        ]
+        yield f"  {len(names)} stand by for {job.num_places} places: {name_some(names)}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

@@ -28,6 +28,7 @@ class ManagerConfig:
     unreachable before workers that wait receive an error, ``quorum_retries`` how often a failed
     quorum is requested again before they do. ``min_replicas`` is the fewest groups that the job
     trains with (0: the lighthouse knows; else the largest that its groups report counts).
+    ``is_spare``: the group stands by until a place is free (rule G1).
     ``owner_pid`` is the process to die with. ``resumed`` is the incarnation that it continues
     (None: a new one). ``predecessor_end`` is how the manager before this one died (empty: there was
     none), and ``predecessor_ended_at`` when, on the monotonic clock of the machine.
@@ -45,6 +46,7 @@ class ManagerConfig:
     quorum_retries: int = 0
     job_id: str = DEFAULT_JOB
     min_replicas: int = 0
+    is_spare: bool = False
     owner_pid: int | None = None
     resumed: Resumed | None = None
     predecessor_end: str = ""

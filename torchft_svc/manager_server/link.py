@@ -61,6 +61,7 @@ class LighthouseLink(LinkDriver[ManagerLink]):
             connect_timeout_s=config.connect_timeout_s,
             quorum_retries=config.quorum_retries,
             min_replicas=config.min_replicas,
+            is_spare=config.is_spare,
             resumed=config.resumed,
             wall_offset_s=time.time() - time.monotonic(),
         )
@@ -152,6 +153,7 @@ class LighthouseLink(LinkDriver[ManagerLink]):
             return await session.run()
         except NotSupported:
             calls = self._transports[number] = UnaryTransport(contact, self.machine.replica_id)
+            self.feed(lambda machine, now: machine.refuse_spare(number, now))
             self.feed(lambda machine, now: machine.not_supported(number, now))
             return await calls.run()
         finally:

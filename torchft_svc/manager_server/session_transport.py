@@ -74,6 +74,8 @@ class SessionTransport(LighthouseStream[Question | Withdrawal | Leave]):
 
     def _receive_welcome(self, welcome: pb.SessionWelcome) -> None:
         number, interval_s = self._contact.number, welcome.min_interval_ms / 1000
+        if not welcome.knows_prepared_spares:
+            self._contact.feed(lambda machine, now: machine.refuse_spare(number, now))
         self._contact.feed(lambda machine, now: machine.welcomed(number, interval_s, now))
 
     def _receive_outcome(self, question: int, outcome: Quorum | TorchFTError) -> None:

@@ -208,16 +208,18 @@ class SessionRequest(_message.Message):
     def __init__(self, hello: _Optional[_Union[SessionHello, _Mapping]] = ..., beat: _Optional[_Union[SessionBeat, _Mapping]] = ..., question: _Optional[_Union[SessionQuestion, _Mapping]] = ..., leave: _Optional[_Union[SessionLeave, _Mapping]] = ..., withdrawal: _Optional[_Union[SessionWithdrawal, _Mapping]] = ...) -> None: ...
 
 class SessionHello(_message.Message):
-    __slots__ = ("replica_id", "last_quorum_id", "last_max_step", "last_num_groups")
+    __slots__ = ("replica_id", "last_quorum_id", "last_max_step", "last_num_groups", "prepared_spare")
     REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     LAST_MAX_STEP_FIELD_NUMBER: _ClassVar[int]
     LAST_NUM_GROUPS_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_SPARE_FIELD_NUMBER: _ClassVar[int]
     replica_id: str
     last_quorum_id: int
     last_max_step: int
     last_num_groups: int
-    def __init__(self, replica_id: _Optional[str] = ..., last_quorum_id: _Optional[int] = ..., last_max_step: _Optional[int] = ..., last_num_groups: _Optional[int] = ...) -> None: ...
+    prepared_spare: bool
+    def __init__(self, replica_id: _Optional[str] = ..., last_quorum_id: _Optional[int] = ..., last_max_step: _Optional[int] = ..., last_num_groups: _Optional[int] = ..., prepared_spare: bool = ...) -> None: ...
 
 class SessionBeat(_message.Message):
     __slots__ = ("phase", "step", "phase_ms", "differences", "tally", "events", "received_bytes", "state_bytes")
@@ -392,10 +394,12 @@ class SessionNews(_message.Message):
     def __init__(self, quorum: _Optional[_Union[Quorum, _Mapping]] = ..., welcome: _Optional[_Union[SessionWelcome, _Mapping]] = ..., refusal: _Optional[_Union[SessionRefusal, _Mapping]] = ..., lost: _Optional[_Union[MemberLost, _Mapping]] = ..., kill: _Optional[_Union[Kill, _Mapping]] = ..., drain: _Optional[_Union[Drain, _Mapping]] = ..., waiting: _Optional[_Union[MemberWaiting, _Mapping]] = ..., term_ends: _Optional[_Union[TermEnds, _Mapping]] = ..., no_quorum_yet: _Optional[_Union[NoQuorumYet, _Mapping]] = ..., answers: _Optional[int] = ...) -> None: ...
 
 class SessionWelcome(_message.Message):
-    __slots__ = ("min_interval_ms",)
+    __slots__ = ("min_interval_ms", "knows_prepared_spares")
     MIN_INTERVAL_MS_FIELD_NUMBER: _ClassVar[int]
+    KNOWS_PREPARED_SPARES_FIELD_NUMBER: _ClassVar[int]
     min_interval_ms: int
-    def __init__(self, min_interval_ms: _Optional[int] = ...) -> None: ...
+    knows_prepared_spares: bool
+    def __init__(self, min_interval_ms: _Optional[int] = ..., knows_prepared_spares: bool = ...) -> None: ...
 
 class SessionRefusal(_message.Message):
     __slots__ = ("number", "error", "reason")
@@ -688,7 +692,7 @@ class NodeStatus(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., node_rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., status: _Optional[_Union[AgentStatus, str]] = ..., reached: bool = ..., num_restarts: _Optional[int] = ..., silent_ms: _Optional[int] = ..., waits_ms: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished", "num_differences", "last_difference", "goodput", "copy_step", "num_holders")
+    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished", "num_differences", "last_difference", "goodput", "copy_step", "num_holders", "prepared_spares", "num_places")
     JOB_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -707,6 +711,8 @@ class JobStatus(_message.Message):
     GOODPUT_FIELD_NUMBER: _ClassVar[int]
     COPY_STEP_FIELD_NUMBER: _ClassVar[int]
     NUM_HOLDERS_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_SPARES_FIELD_NUMBER: _ClassVar[int]
+    NUM_PLACES_FIELD_NUMBER: _ClassVar[int]
     job: str
     quorum_id: int
     committed_step: int
@@ -725,7 +731,19 @@ class JobStatus(_message.Message):
     goodput: Goodput
     copy_step: int
     num_holders: int
-    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ..., num_differences: _Optional[int] = ..., last_difference: _Optional[str] = ..., goodput: _Optional[_Union[Goodput, _Mapping]] = ..., copy_step: _Optional[int] = ..., num_holders: _Optional[int] = ...) -> None: ...
+    prepared_spares: _containers.RepeatedCompositeFieldContainer[PreparedSpare]
+    num_places: int
+    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ..., num_differences: _Optional[int] = ..., last_difference: _Optional[str] = ..., goodput: _Optional[_Union[Goodput, _Mapping]] = ..., copy_step: _Optional[int] = ..., num_holders: _Optional[int] = ..., prepared_spares: _Optional[_Iterable[_Union[PreparedSpare, _Mapping]]] = ..., num_places: _Optional[int] = ...) -> None: ...
+
+class PreparedSpare(_message.Message):
+    __slots__ = ("replica_id", "asks", "silent_ms")
+    REPLICA_ID_FIELD_NUMBER: _ClassVar[int]
+    ASKS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_MS_FIELD_NUMBER: _ClassVar[int]
+    replica_id: str
+    asks: bool
+    silent_ms: int
+    def __init__(self, replica_id: _Optional[str] = ..., asks: bool = ..., silent_ms: _Optional[int] = ...) -> None: ...
 
 class LighthouseIncidentsRequest(_message.Message):
     __slots__ = ("after",)

@@ -61,7 +61,7 @@ def hello_from_wire(request: pb.SessionRequest | None) -> Hello:
         raise RequestRefused("a session begins with a hello")
     hello = request.hello
     last = LastQuorum(hello.last_quorum_id, hello.last_max_step)
-    return Hello(hello.replica_id, last, hello.last_num_groups)
+    return Hello(hello.replica_id, last, hello.last_num_groups, hello.prepared_spare)
 
 
 def _hello_to_wire(hello: Hello) -> pb.SessionHello:
@@ -70,6 +70,7 @@ def _hello_to_wire(hello: Hello) -> pb.SessionHello:
         last_quorum_id=hello.last.quorum_id,
         last_max_step=hello.last.max_step,
         last_num_groups=hello.num_groups,
+        prepared_spare=hello.is_spare,
     )
 
 

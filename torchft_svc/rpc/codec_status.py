@@ -12,6 +12,7 @@ from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, MembersAndCopies
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.lighthouse.pace import Pace
+from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import PHASE
 from torchft_svc.rpc.codec_rendezvous import AGENT_STATUS
@@ -43,6 +44,7 @@ _GROUP = _codec(
     silent_s=milliseconds("silent_ms"),
 )
 _GONE = _codec(GoneGroup, pb.GoneGroup, gone_s=milliseconds("gone_ms"))
+_SPARE = _codec(PreparedSpare, pb.PreparedSpare, silent_s=milliseconds("silent_ms"))
 _GOODPUT = _codec(Goodput, pb.Goodput, lost_s=Field("", dict, _seconds_by_cause))
 _INCIDENT = _codec(
     Incident,
@@ -60,6 +62,7 @@ _JOB = _codec(
         lambda goodput: None if goodput is None else _GOODPUT.to_wire(goodput),
         _GOODPUT.from_wire,
     ),
+    prepared_spares=list_of(_SPARE),
     stalled_s=milliseconds("stalled_ms"),
     ended_s=milliseconds("ended_ms"),
 )

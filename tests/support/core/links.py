@@ -106,6 +106,7 @@ class ManagerPlay(LinkPlay):
         chance: float = 1.0,
         resumed: Resumed | None = None,
         wall_offset_s: float = 0.0,
+        is_spare: bool = False,
     ) -> None:
         self.num_incarnations = 0
         config = dataclasses.replace(
@@ -114,6 +115,7 @@ class ManagerPlay(LinkPlay):
             quorum_retries=retries,
             resumed=resumed,
             wall_offset_s=wall_offset_s,
+            is_spare=is_spare,
         )
         super().__init__(ManagerLink(config, self._name, lambda: chance, address="me"))
 

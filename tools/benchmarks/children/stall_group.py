@@ -6,9 +6,10 @@ Then it obeys lines on its standard input:
 ``clone``    answers with the seconds that a plain copy of the state takes, into fresh memory in
              huge pages, as a snapshot is: finding and clearing them is most of the work.
 ``steps N``  trains N steps; answers with one line of JSON: a list with an object for each, its
-             milliseconds (``total``, of which ``wait`` for the quorum and ``update``), and the
-             number of groups in its quorum.
+             milliseconds (``total``, of which ``wait`` for the quorum and ``update``), the
+             number of ``groups`` in its quorum, how many contributed, and ``at``: when it ended.
 ``meet G N`` the same: steps until one has a quorum of G groups, and N more.
+``join NAME N`` the same: steps until group NAME contributes, and all with it, and N more.
 ``digest``   answers with the step and a digest of the state's bytes.
 """
 
@@ -18,6 +19,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -28,6 +30,7 @@ from torch import nn
 from tools.benchmarks.children.healing_ends import make_state
 from torchft_svc.client import DistributedDataParallel, HTTPTransport, Manager, OptimizerWrapper
 from torchft_svc.client.checkpointing.encoding.memory import allocate
+from torchft_svc.core.quorum.names import stable_name
 
 _TIMEOUT = timedelta(seconds=300)
 _WIDTH = 64
@@ -44,11 +47,20 @@ class FarAway(HTTPTransport[Any]):
         return self.url or super().metadata()
 
 
+class Follower(FarAway):
+    """Prints ``followed`` whenever it has fetched a preview."""
+
+    def recv_preview(self, metadata: str, timeout: timedelta, check: Callable[[], None]) -> None:
+        super().recv_preview(metadata, timeout, check)
+        print("followed", flush=True)
+
+
 class Group:
     """Trains; its state is the small model and matrices that no gradient changes."""
 
     def __init__(self, flags: argparse.Namespace) -> None:
-        transport = FarAway(_TIMEOUT, hostname="127.0.0.1")
+        kind = Follower if flags.spare else FarAway
+        transport = kind(_TIMEOUT, hostname="127.0.0.1")
         print("ready", transport.metadata(), flush=True)
         transport.url = sys.stdin.readline().strip()
         self._flags = flags
@@ -64,6 +76,7 @@ class Group:
             replica_id=flags.name,
             checkpoint_transport=transport,
             catch_up=flags.catch_up,
+            spare=flags.spare,
         )
         self._optimizer = OptimizerWrapper(self._manager, sgd)
         self._parallel = DistributedDataParallel(self._manager, self._model)
@@ -113,6 +126,8 @@ class Group:
             "wait": (at[2] - at[1]) * 1000,
             "update": (at[4] - at[3]) * 1000,
             "groups": 0 if quorum is None else quorum.replica_world_size,
+            "contribute": self._manager.num_participants(),
+            "at": time.monotonic(),
         }
 
     def meet(self, num_groups: int, num_more: int) -> list[dict[str, float]]:
@@ -120,6 +135,17 @@ class Group:
         while steps[-1]["groups"] < num_groups and len(steps) < _MAX_STEPS:
             steps.append(self.step())
         return steps + [self.step() for _ in range(num_more)]
+
+    def join(self, name: str, num_more: int) -> list[dict[str, float]]:
+        steps = [self.step()]
+        while not self._contributes(name, steps[-1]) and len(steps) < _MAX_STEPS:
+            steps.append(self.step())
+        return steps + [self.step() for _ in range(num_more)]
+
+    def _contributes(self, name: str, step: dict[str, float]) -> bool:
+        quorum = self._manager.last_quorum()
+        names = () if quorum is None else map(stable_name, quorum.replica_ids)
+        return name in names and step["groups"] == step["contribute"]
 
     def close(self) -> None:
         self._manager.shutdown()
@@ -132,6 +158,7 @@ def main() -> None:
     parser.add_argument("--name", required=True)
     parser.add_argument("--compute-s", type=float, default=0.03)
     parser.add_argument("--catch-up", action="store_true")
+    parser.add_argument("--spare", action="store_true", help="stand by until a place is free")
     parser.add_argument("--copies", action="store_true", help="load into the tensors")
     torch.set_num_threads(1)
     group = Group(parser.parse_args())
@@ -141,6 +168,8 @@ def main() -> None:
             print(group.clone(), flush=True)
         elif command == "steps":
             print(json.dumps([group.step() for _ in range(int(arguments[0]))]), flush=True)
+        elif command == "join":
+            print(json.dumps(group.join(arguments[0], int(arguments[1]))), flush=True)
         elif command == "digest":
             print(group.digest(), flush=True)
         else:

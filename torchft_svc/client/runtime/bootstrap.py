@@ -230,6 +230,7 @@ def _manager_config(
         quorum_retries=options.quorum_retries,
         job_id=options.job_id,
         min_replicas=options.min_replicas,
+        is_spare=options.is_spare,
         security=options.security,
     )
 

@@ -34,8 +34,10 @@ def fetch_preview(
     group_rank: int,
     timeout_s: float,
     check: Callable[[], None],
-) -> None:
+) -> bool:
     """Fetch what a member of the job shows of its state, for the heal that follows.
+
+    Returns whether there was anything to fetch: not before the job has committed a step.
 
     ``timeout_s`` is the longest time without progress. ``check`` raises if this is not wanted any
     more.
@@ -49,7 +51,7 @@ def fetch_preview(
     limit = timedelta(seconds=min(timeout_s, _LOOK_UP_S))
     addresses, step = client.job_members(limit)
     if not addresses or step == 0:
-        return  # all begin together: there is nothing to catch up with
+        return False  # all begin together: there is nothing to catch up with
     failure: PeerError | None = None
     for address in _DICE.sample(addresses, min(_MAX_SOURCES, len(addresses))):
         check()
@@ -58,7 +60,7 @@ def fetch_preview(
                 metadata = source._checkpoint_metadata(group_rank, limit)
             log.info("fetching the state in advance from %s, which is at step %d", address, step)
             transport.recv_preview(metadata, timedelta(seconds=timeout_s), check)
-            return
+            return True
         except PeerError as error:
             log.info("the state of %s cannot be fetched in advance: %s", address, error)
             failure = error

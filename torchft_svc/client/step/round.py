@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -27,12 +27,14 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.collectives import describe_encoding
 from torchft_svc.client.step.catch_up import LiveState, fetch_preview
 from torchft_svc.client.step.event_streams import EventStreams
+from torchft_svc.client.step.follow import following
 from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import EarlyTensors, StateRegistry, size_of
 from torchft_svc.coordination import QuorumResult
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.names import stable_name
+from torchft_svc.core.quorum.types import WorkerRequest
 from torchft_svc.core.quorum.worker.round import (
     AskDecision,
     AskManager,
@@ -63,7 +65,12 @@ from torchft_svc.errors import (
 )
 from torchft_svc.host.progress_file import ProgressFile
 from torchft_svc.host.quantities import show_bytes
-from torchft_svc.settings import GroupPlace, Timeouts, WorldSizeMode
+from torchft_svc.settings import (
+    DEFAULT_SPARE_REFRESH_S,
+    GroupPlace,
+    Timeouts,
+    WorldSizeMode,
+)
 
 if TYPE_CHECKING:
     from torchft_svc.coordination import ManagerClient
@@ -121,6 +128,8 @@ class RoundRules:
     checks: CheckRules = field(default_factory=CheckRules)
     catches_up: bool = False
     copy_every: int = 0
+    is_spare: bool = False
+    spare_refresh_s: float = DEFAULT_SPARE_REFRESH_S
 
     def for_worker(self, patience_s: float, pg: ProcessGroup) -> WorkerRules:
         """The part for the core; ``patience_s``: how long to wait for a restarted manager."""
@@ -135,6 +144,7 @@ class RoundRules:
             is_steady=self.is_steady and pg.needs_all_members,
             checks=self.checks,
             catches_up=self.catches_up,
+            is_spare=self.is_spare,
         )
 
     def check_summing_again(self) -> None:
@@ -393,21 +403,30 @@ class RoundRunner:
 
     def _fetch_preview(self) -> Ready:
         """Fetch what others show of their states; without it, the heal fetches all."""
-        deps = self._deps
         try:
-            fetch_preview(
-                deps.transport,
-                deps.client,
-                self._rules.place.group_rank,
-                self._rules.timeouts.collective_s,
-                self._check_wanted,
-            )
+            self._receive_preview(self._check_wanted)
         except TorchFTError as error:
             log.info("the state is not fetched in advance: %s", error)
         except Exception:
             log.exception("the state cannot be fetched in advance; the others may wait for longer")
         with self._worker.changing() as round_:
             return round_.preview_fetched(time.monotonic())
+
+    def _receive_preview(self, check: Callable[[], None]) -> bool:
+        """See `fetch_preview`."""
+        deps, group_rank = self._deps, self._rules.place.group_rank
+        timeout_s = self._rules.timeouts.collective_s
+        return fetch_preview(deps.transport, deps.client, group_rank, timeout_s, check)
+
+    def _stand_by(self, question: WorkerRequest, timeout: timedelta) -> QuorumResult:
+        """Ask for the first quorum of a prepared spare, and follow the job's state meanwhile."""
+        if self._rules.place.leads:
+            log.info("standing by until a place in the job is free")
+        if not self._worker.round.follows:
+            return self._deps.client.ask(question, timeout)
+        interrupt, refresh_s = self._deps.transport.interrupt_receive, self._rules.spare_refresh_s
+        with following(self._receive_preview, interrupt, refresh_s):
+            return self._deps.client.ask(question, timeout)
 
     def _check_wanted(self) -> None:
         """Raise `RequestRefused` if this group is to end instead."""
@@ -423,7 +442,8 @@ class RoundRunner:
             question = round_.question(address, are_connections_broken=is_broken)
         timeout = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
-            quorum = self._deps.client.ask(question, timeout)
+            ask = self._stand_by if self._worker.round.stands_by else self._deps.client.ask
+            quorum = ask(question, timeout)
         except TorchFTError as error:
             over = self._deps.client.why_over(error)
             error = over or error

@@ -130,9 +130,12 @@ class SharedRound:
     def receive_no_quorum(self, reason: str) -> None:
         """Log why there is no quorum yet (empty: unknown); called repeatedly.
 
-        It is logged if the wait is long, when the reason changes, and from time to time.
+        It is logged if the wait is long, when the reason changes, and from time to time. That a
+        prepared spare waits for a place is no news.
         """
         with self._lock:
+            if self.round.stands_by and not reason:
+                return
             sentence = self.round.peers.record_no_quorum(reason, self._clock())
         if sentence:
             log.warning(sentence)

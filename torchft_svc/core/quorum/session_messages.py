@@ -18,11 +18,15 @@ from torchft_svc.errors import TorchFTError
 @dataclass(frozen=True, slots=True)
 class Hello:
     """The first message: which group it is, and the ``last`` quorum that it was in, of
-    ``num_groups`` (0: none, or not known)."""
+    ``num_groups`` (0: none, or not known).
+
+    ``is_spare``: it is a prepared spare, which is in no quorum before a place is free (rule G1).
+    """
 
     replica_id: str
     last: LastQuorum
     num_groups: int = 0
+    is_spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +107,10 @@ SessionMessage = Beat | Question | Withdrawal | Leave
 @dataclass(frozen=True, slots=True)
 class Welcome:
     """The first news, and sent again when it changes: the shortest time between the group's
-    heartbeats."""
+    heartbeats. ``knows_prepared_spares``: see `Hello.is_spare`."""
 
     min_interval_s: float
+    knows_prepared_spares: bool = True
 
 
 @dataclass(frozen=True, slots=True)

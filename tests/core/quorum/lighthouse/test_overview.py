@@ -63,6 +63,7 @@ def test_a_job_in_the_middle_of_a_step() -> None:
                 ),
             ),
             num_expected=2,
+            num_places=2,
             stalled_s=11.0,
         )
     ]

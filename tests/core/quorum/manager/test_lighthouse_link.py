@@ -122,6 +122,41 @@ def test_a_group_that_has_trained_gets_an_error_of_distrust_after_a_pause() -> N
     assert AnswerAsker(7, distrust) in link.until(DISTRUST_PAUSE_S)
 
 
+def test_g1_a_prepared_spare_stands_by_until_it_was_in_a_quorum() -> None:
+    link = ManagerPlay(is_spare=True).opened()
+    assert link.machine.hello().is_spare
+    link.ask(NEWCOMER)
+    link.answer(quorum(5))
+    assert not link.machine.hello().is_spare
+    resumed = Resumed(replica_id="g:old", quorum_id=9, step=3, num_groups=2)
+    assert not ManagerPlay(resumed=resumed, is_spare=True).machine.hello().is_spare
+
+
+def test_g1_a_prepared_spare_asks_no_lighthouse_that_would_make_it_a_member() -> None:
+    link = ManagerPlay(is_spare=True)
+    link.start()
+    link(lambda machine: machine.refuse_spare(1, 0.0))
+    link.open()
+    (answer,) = link.ask(NEWCOMER)
+    assert isinstance(answer, AnswerAsker)
+    assert isinstance(answer.outcome, RequestRefused)
+    assert "knows no prepared spares: update it" in str(answer.outcome)
+    link.close(1)
+    link.until(10.0)
+    link.open(2)  # it was updated
+    (asked,) = link.ask(NEWCOMER)
+    assert isinstance(asked, Question)
+
+
+def test_an_ordinary_group_may_ask_any_lighthouse() -> None:
+    link = ManagerPlay()
+    link.start()
+    link(lambda machine: machine.refuse_spare(1, 0.0))
+    link.open()
+    (asked,) = link.ask()
+    assert isinstance(asked, Question)
+
+
 # -- asking ----------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,10 @@ from torchft_svc.core.quorum.lighthouse.overview import (
     name_some,
 )
 from torchft_svc.core.quorum.lighthouse.pace import Pace, PaceWatch
+from torchft_svc.core.quorum.lighthouse.prepared_spares import (
+    MAX_PREPARED_SPARES,
+    PreparedSpares,
+)
 from torchft_svc.core.quorum.lighthouse.quorum import (
     Formed,
     Waiting,
@@ -183,8 +187,23 @@ class ReportLeftHealing:
     for_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class ReportPlaceTaken:
+    """Report that prepared spare ``replica_id`` takes a free place of ``num_places``."""
+
+    job: str
+    replica_id: str
+    num_places: int
+
+
 JobReport = (
-    ReportLoss | ReportHang | ReportPace | ReportEviction | ReportStraggler | ReportLeftHealing
+    ReportLoss
+    | ReportHang
+    | ReportPace
+    | ReportEviction
+    | ReportStraggler
+    | ReportLeftHealing
+    | ReportPlaceTaken
 )
 
 
@@ -334,6 +353,26 @@ class Job:
     evicting: str | None = None
     #: No other one is before this time: the others need it to show how fast they are now.
     next_eviction_at: float = -math.inf
+    #: Living groups that were prepared spares.
+    former_spares: set[str] = field(default_factory=set)
+
+    def num_free_places(self) -> int:
+        """How many prepared spares may join now (rule G2).
+
+        A living group that has asked once keeps its place, also while it is left out. Spares alone
+        begin nothing: they may have no state.
+        """
+        members = self.members
+        if members.previous is None or not any(map(members.knows, members.previous_ids)):
+            return 0
+        num_taken = len(members) - len(members.groups[GroupState.NEWCOMER])
+        return max(0, self.history.num_places - num_taken)
+
+    def record_places(self, quorum: Quorum) -> None:
+        """Record how many places the job has, by a quorum that is published."""
+        former = self.former_spares
+        num_former = sum(each.replica_id in former for each in quorum.participants) if former else 0
+        self.history.record_places(len(quorum.participants) - num_former)
 
     def record_quorum_id(self, reported_id: int) -> None:
         """Record an id that a group reports: the next quorum has a higher one."""
@@ -372,6 +411,8 @@ class Job:
         if last.quorum_id == self.members.last.quorum_id:
             self.term.reported_at = min(self.term.reported_at, now)
             self.term.num_groups = max(self.term.num_groups, num_groups)
+            if self.members.previous is None:
+                self.history.record_places(num_groups)
 
     def rivals(self) -> Set[str]:
         """The living groups that may train on beside the last quorum (rule Q12): in a newer one of
@@ -544,6 +585,7 @@ class Job:
         if replica_id == self.evicting:
             self.evicting = None
         self.announcements.forget_group(replica_id)
+        self.former_spares.discard(replica_id)
         self.silent.pop(replica_id, None)
         self.term.reached.pop(replica_id, None)
         return self.members.gone(replica_id)
@@ -657,6 +699,8 @@ class Jobs:
         self._began_at = now
         self._jobs: dict[str, Job] = {}
         self._ended: OrderedDict[str, EndedJob] = OrderedDict()
+        self._spares: dict[str, PreparedSpares] = {}  # by job, also of one without living groups
+        self._fills_places = False
         self._wake_at: float | None = None
 
     # -- inputs ----------------------------------------------------------------------------------
@@ -670,6 +714,11 @@ class Jobs:
         """
         member.check()
         self._check_weight(job_name, member)
+        if self.holds_spare(job_name, member):
+            self._hold_spare(job_name, member, caller, now)
+            return
+        if self._is_standing_by(job_name, member.replica_id):
+            self._forget_spare(job_name, member.replica_id)  # it trains, and its manager is new
         job = self._job(job_name, member.replica_id, now, member.seen_quorum_id)
         misfits = job.likeness.check(member, job.members)
         self._refuse_later_owners(job, member.replica_id)
@@ -689,6 +738,9 @@ class Jobs:
 
     def withdraw(self, job_name: str, caller: int, now: float) -> None:
         """Record that ``caller`` waits no longer (cancelled, or its deadline is over)."""
+        spares = self._spares.get(job_name)
+        if spares is not None and spares.withdraw(caller):
+            return
         job = self._jobs.get(job_name)
         if job is None:
             return
@@ -716,6 +768,26 @@ class Jobs:
             self._outputs.send(job_name, job.members.quorum_left(), job.end_for_rivals())
         self._settle_job(job, now)
 
+    def opened_by_spare(self, job_name: str, replica_id: str, now: float) -> None:
+        """The session of a prepared spare begins: it is in no quorum before a place is free.
+
+        Raises: RequestRefused: there can be no such group, or there are too many.
+        """
+        check_name("replica_id", replica_id)
+        check_name("job", job_name)
+        spares = self._spares.get(job_name) or PreparedSpares(self._config.heartbeat_timeout_s)
+        if not spares and len(self._spares) >= self._config.max_jobs:
+            raise RequestRefused(
+                f"this lighthouse already has prepared spares of {len(self._spares)} jobs, its "
+                "limit (--max-jobs)"
+            )
+        if spares.is_full and replica_id not in spares:
+            raise RequestRefused(
+                f"job {job_name!r} has {MAX_PREPARED_SPARES} prepared spares, which is the limit"
+            )
+        spares.add(replica_id, now)
+        self._spares[job_name] = spares
+
     def heartbeat(
         self, job_name: str, replica_id: str, now: float, activity: Activity | None = None
     ) -> None:
@@ -724,6 +796,10 @@ class Jobs:
         Raises: RequestRefused: there can be no such group.
         """
         check_name("replica_id", replica_id)
+        if self._is_standing_by(job_name, replica_id):
+            if self._spares[job_name].record_sign(replica_id, now) and job_name in self._jobs:
+                self._fill_places(self._jobs[job_name], now)
+            return
         job = self._job(job_name, replica_id, now)
         is_new = not job.members.knows(replica_id)
         if is_new and now < job.left.get(replica_id, -math.inf):
@@ -771,6 +847,11 @@ class Jobs:
 
     def leave(self, job_name: str, replica_id: str, leave: Leave, now: float) -> None:
         """Remove a group that has left: its heartbeat timeout need not pass."""
+        if self._is_standing_by(job_name, replica_id):
+            caller = self._forget_spare(job_name, replica_id)
+            if caller is not None:
+                self._outputs.refuse(caller, QuorumFailed(f"{replica_id!r} is out: {leave.reason}"))
+            return
         job = self._jobs.get(job_name)
         if job is None or not job.members.knows(replica_id):
             return
@@ -790,6 +871,8 @@ class Jobs:
     def commanded(self, job_name: str, replica_id: str, command: Kill | Drain, now: float) -> None:
         """Record that an operator ends a living group. One that is killed ends on purpose, however
         it ends."""
+        if self._is_standing_by(job_name, replica_id):
+            return
         job = self._jobs[job_name]
         if isinstance(command, Kill) or not job.is_killed(replica_id):
             job.commands[replica_id] = command, now
@@ -849,11 +932,13 @@ class Jobs:
         Raises:
             RequestRefused: there is no such job.
         """
-        if job_name and not (job_name in self._jobs or job_name in self._ended):
+        known = self._jobs.keys() | self._spares.keys()
+        if job_name and not (job_name in known or job_name in self._ended):
             shown = job_name[:MAX_NAME_LENGTH]
             raise RequestRefused(f"this lighthouse serves no job {shown!r} now")
         ended = [name for name, each in self._ended.items() if each.last.quorum_id]
-        names = [job_name] if job_name else [*sorted(self._jobs), *ended[-MAX_ENDED_SHOWN:][::-1]]
+        shown_ended = [name for name in ended[-MAX_ENDED_SHOWN:][::-1] if name not in known]
+        names = [job_name] if job_name else [*sorted(known), *shown_ended]
         return [self._describe(name, now, with_paces=with_paces) for name in names]
 
     def paces(self, job_name: str, replica_ids: Iterable[str]) -> dict[str, tuple[Pace, ...]]:
@@ -893,8 +978,14 @@ class Jobs:
 
     def _describe(self, job_name: str, now: float, *, with_paces: bool) -> JobStatus:
         """The status of a job that is living, or remembered."""
+        spares = self._spares.get(job_name)
+        standing_by = spares.describe(now) if spares else ()
+        if job_name not in self._jobs and job_name not in self._ended:
+            num_needed = self._config.min_replicas
+            return JobStatus(job=job_name, min_replicas=num_needed, prepared_spares=standing_by)
         status = self._describe_groups(job_name, now, with_paces=with_paces)
-        return replace(status, goodput=self.goodput(job_name, now))
+        goodput = self.goodput(job_name, now)
+        return replace(status, goodput=goodput, prepared_spares=standing_by)
 
     def _describe_groups(self, job_name: str, now: float, *, with_paces: bool) -> JobStatus:
         if job_name in self._ended:
@@ -916,6 +1007,15 @@ class Jobs:
         )
         return job.history.add_to(status, now)
 
+    def is_group(self, job_name: str, replica_id: str) -> bool:
+        """Whether the group lives, and is no prepared spare."""
+        job = self._jobs.get(job_name)
+        return job is not None and job.members.knows(replica_id)
+
+    def holds_spare(self, job_name: str, member: Member) -> bool:
+        """Whether a request of ``member`` waits for a place, and not for the other groups."""
+        return self._is_standing_by(job_name, member.replica_id) and not member.seen_quorum_id
+
     def find_group(self, job_name: str, name: str) -> str:
         """The living group of a job with this replica id or name.
 
@@ -924,6 +1024,9 @@ class Jobs:
         check_name("replica_id", name)
         job = self._jobs.get(job_name)
         called = job.members.called(name) if job else []
+        if not called and job_name in self._spares:
+            ids = self._spares[job_name].replica_ids
+            called = [name] if name in ids else [each for each in ids if stable_name(each) == name]
         if not called:
             raise RequestRefused(f"job {job_name!r} has no living group {name!r}")
         if len(called) > 1:
@@ -952,7 +1055,9 @@ class Jobs:
     ) -> list[NewcomerWaits | TermEnds | Lost]:
         """The news that a member of the last quorum may not have received, because it had no
         session."""
-        job = self._jobs[job_name]
+        job = self._jobs.get(job_name)
+        if job is None:  # it is a prepared spare
+            return []
         members, quorum_id = job.members, job.members.last.quorum_id
         if replica_id not in members.previous_ids or last.quorum_id != quorum_id:
             return []
@@ -971,7 +1076,8 @@ class Jobs:
     def missed_command(self, job_name: str, replica_id: str, now: float) -> Kill | Drain | None:
         """What a group has to end by that begins a session: it may not have received it, or may
         have lost the manager that has (rule Q27; None: nothing)."""
-        command, at = self._jobs[job_name].commands.get(replica_id, (None, now))
+        job = self._jobs.get(job_name)  # None: it is a prepared spare
+        command, at = job.commands.get(replica_id, (None, now)) if job else (None, now)
         if isinstance(command, Drain) and command.within_s is not None:
             return replace(command, within_s=max(0.0, command.within_s - (now - at)))
         return command
@@ -1090,6 +1196,57 @@ class Jobs:
         reason = f"a newer request of {replica_id!r} has taken the place of this one"
         self._outputs.refuse(caller, QuorumFailed(reason))
 
+    def _is_standing_by(self, job_name: str, replica_id: str) -> bool:
+        spares = self._spares.get(job_name) if self._spares else None
+        return spares is not None and replica_id in spares
+
+    def _forget_spare(self, job_name: str, replica_id: str) -> int | None:
+        """Forget a prepared spare; returns the caller that waited for its place, if any."""
+        spares = self._spares[job_name]
+        caller = spares.forget_group(replica_id)
+        if not spares:
+            del self._spares[job_name]
+        return caller
+
+    def _hold_spare(self, job_name: str, member: Member, caller: int, now: float) -> None:
+        """Keep the request of a prepared spare until there is a place (rule G2)."""
+        job = self._jobs.get(job_name)
+        if job is not None:
+            job.likeness.check(member, job.members)  # now rather than when it is needed
+        replaced = self._spares[job_name].record_request(member, caller, now)
+        if replaced is not None:
+            self._refuse_replaced(replaced, member.replica_id)
+        if job is not None:
+            self._fill_places(job, now)
+
+    def _fill_places(self, job: Job, now: float) -> None:
+        """Let prepared spares take the free places, each one of them."""
+        spares = self._spares.get(job.name)
+        if spares is None or self._fills_places:
+            return
+        self._fills_places = True  # each of them settles the job
+        try:
+            while job.num_free_places() and (request := spares.pop_next(now)):
+                member, caller = request
+                if not spares:
+                    del self._spares[job.name]
+                places = job.history.num_places
+                self._outputs.report(ReportPlaceTaken(job.name, member.replica_id, places))
+                job.former_spares.add(member.replica_id)
+                try:
+                    self.request(job.name, member, caller, now)
+                except RequestRefused as error:
+                    job.former_spares.discard(member.replica_id)
+                    self._outputs.refuse(caller, error)
+        finally:
+            self._fills_places = False
+
+    def _end_spares(self, job_name: str) -> None:
+        """Let the prepared spares of a job that has finished end, too."""
+        spares = self._spares.get(job_name)
+        if spares is not None:
+            self._outputs.send(job_name, spares.replica_ids, Drain("the job has finished"))
+
     def _hold_request(self, job: Job, member: Member, caller: int) -> None:
         """Keep a request until the earlier incarnation, which has the name, is gone (rule Q20)."""
         held_before = job.held.pop(member.replica_id, None)
@@ -1160,6 +1317,8 @@ class Jobs:
         )
         gone = GoneGroup(replica_id=replica_id, reason=how.reason, orderly=how.is_orderly)
         job.history.gone(gone, ends=how.ends, now=now)
+        if was_member and how.ends and how.departure is Departure.OTHER:
+            job.history.end_place()
         held = job.held.pop(replica_id, None)
         caller = job.forget_group(replica_id)
         for lost in (caller, held[1] if held else None):
@@ -1304,6 +1463,8 @@ class Jobs:
             look = look_at(job.members, self._config)
         for each in job.newcomers_to_announce(newcomers):
             self._outputs.send(job.name, job.members.quorum_left(), NewcomerWaits(each))
+        if self._spares:
+            self._fill_places(job, now)
         if len(job.members):
             self._wake_for(job, look, now)
         else:
@@ -1348,6 +1509,7 @@ class Jobs:
             cause = f"the job went back from step {formed.lost_from} to step {quorum.max_step}"
             job.ledger.record_accepted_loss(cause, self._moment(job, now))
             job.accounts.give_up(formed.lost_from - quorum.max_step)
+        job.record_places(quorum)
         callers = job.members.publish(quorum)
         job.announcements, job.left = Announcements(), {}
         job.term = RunningTerm(quorum.steady, quorum.max_step, formed_at=now)
@@ -1383,6 +1545,8 @@ class Jobs:
         job.accounts.end(self._unix_s(now))
         if job.members.last.quorum_id or job.highest_id > self._ids.first:
             is_finished = job.history.end() or job.members.is_finished
+            if is_finished and self._spares:
+                self._end_spares(job.name)
             self._ended[job.name] = EndedJob(
                 job.members.last, job.highest_id, job.history, job.accounts, now, is_finished
             )

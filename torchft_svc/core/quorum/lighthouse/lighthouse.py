@@ -197,13 +197,17 @@ class Session:
 
 @dataclass(slots=True)
 class OpenQuestion:
-    """A question without an answer yet: of a session, or of a unary ``call``."""
+    """A question without an answer yet: of a session, or of a unary ``call``.
+
+    ``is_of_spare``: it waits for a place, so that it does not show that its job stands still.
+    """
 
     job: str
     timeout_s: float
     expires_at: float
     session: Session | None = None
     call: int = 0
+    is_of_spare: bool = False
 
 
 @dataclass(slots=True)
@@ -340,10 +344,11 @@ class Sessions:
         caller = next(self._callers)
         self.questions[caller] = question
         self.expiry_at = min(self.expiry_at, question.expires_at)
-        pause = self.pauses.get(question.job)
-        if pause is None:
-            pause = self.pauses[question.job] = OpenPause(at, at + REPORT_PAUSE_AFTER_S)
-        pause.waiting[caller] = ""
+        if not question.is_of_spare:
+            pause = self.pauses.get(question.job)
+            if pause is None:
+                pause = self.pauses[question.job] = OpenPause(at, at + REPORT_PAUSE_AFTER_S)
+            pause.waiting[caller] = ""
         if question.session is not None:
             question.session.caller = caller
         else:
@@ -359,10 +364,11 @@ class Sessions:
             question.session.caller = None
         else:
             del self.calls[question.call]
-        pause = self.pauses[question.job]
-        del pause.waiting[caller]
-        if not pause.waiting:
-            del self.pauses[question.job]
+        if not question.is_of_spare:
+            pause = self.pauses[question.job]
+            del pause.waiting[caller]
+            if not pause.waiting:
+                del self.pauses[question.job]
         return question
 
 
@@ -415,7 +421,10 @@ class Lighthouse:
         session = Session(stream, job, replica_id)
         num_sessions = self._sessions.add_session(session)  # first: its news may follow at once
         try:
-            self.jobs.opened(job, replica_id, last, at, num_groups=hello.num_groups)
+            if hello.is_spare and not self.jobs.is_group(job, replica_id):
+                self.jobs.opened_by_spare(job, replica_id, at)
+            else:
+                self.jobs.opened(job, replica_id, last, at, num_groups=hello.num_groups)
         except RequestRefused:
             self._sessions.remove_session(session)
             raise
@@ -681,6 +690,7 @@ class Lighthouse:
     def _request(
         self, question: OpenQuestion, member: Member, at: float, *, agreed: bool = False
     ) -> None:
+        question.is_of_spare = self.jobs.holds_spare(question.job, member)
         caller = self._sessions.open_question(question, at)
         try:
             self.jobs.request(question.job, member, caller, at, agreed=agreed)

@@ -10,6 +10,7 @@ from torchft_svc.core.quorum.activity import HangWatch, Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, Membership
 from torchft_svc.core.quorum.lighthouse.pace import Pace, PaceWatch
+from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
 from torchft_svc.core.quorum.lighthouse.quorum import Formed, Waiting, Why
 from torchft_svc.core.quorum.types import DifferenceReport, Member, Quorum
 
@@ -162,6 +163,7 @@ class JobStatus:
     much of its time ended in committed steps (None: not known). ``ended_s``: since the last group
     of the job was gone (None: it has living groups); ``finished``: all groups of its last quorum
     had ended on purpose by then.
+    ``prepared_spares`` stand by, and fill ``num_places`` (rule G2).
     """
 
     job: str
@@ -182,6 +184,8 @@ class JobStatus:
     copy_step: int = 0
     num_holders: int = 0
     goodput: Goodput | None = field(default=None, compare=False)
+    prepared_spares: tuple[PreparedSpare, ...] = ()
+    num_places: int = 0
 
 
 class History:
@@ -196,6 +200,7 @@ class History:
         )  # of the last quorum, those that have not ended on purpose
         self._behind: set[str] = set()  # of the last quorum, those that had to heal
         self._num_expected = 0
+        self.num_places = 0  # which prepared spares fill (rule G2)
         self._num_discarded = 0
         self._num_heals = 0
         self._num_differences = 0
@@ -235,6 +240,14 @@ class History:
             self._behind = self._remaining - up_to_date
         self._num_expected = max(self._num_expected, len(self._remaining))
         self.record_step(quorum.max_step, now)
+
+    def record_places(self, num_groups: int) -> None:
+        """Record that the job has had so many groups at once, without spares that took a place."""
+        self.num_places = max(self.num_places, num_groups)
+
+    def end_place(self) -> None:
+        """Record that the program of a group has ended: nobody takes its place."""
+        self.num_places = max(0, self.num_places - 1)
 
     def record_difference(self, report: DifferenceReport) -> bool:
         """Count the check that has found this difference, once: each group reports it. Returns
@@ -280,6 +293,7 @@ class History:
             last_difference=self._last_difference,
             stalled_s=max(0.0, now - self._moved_at),
             gone=tuple(replace(group, gone_s=now - at) for group, at in self._gone),
+            num_places=self.num_places,
         )
 
 

@@ -38,6 +38,7 @@ from torchft_svc.errors import (
     NotLeader,
     PeerError,
     QuorumFailed,
+    RequestRefused,
     TorchFTError,
     Unauthorized,
     Unreachable,
@@ -72,6 +73,7 @@ class ManagerLinkConfig(LinkConfig):
     connect_timeout_s: float
     quorum_retries: int
     min_replicas: int
+    is_spare: bool = False
     resumed: Resumed | None = None
 
 
@@ -170,6 +172,7 @@ class ManagerLink(LinkMachine[OwnOrder]):
         self._pause_s = 0.0  # for newcomers, over the present connection
         self._num_questions = 0
         self._question: LinkQuestion | None = None
+        self._refused_over = 0  # the connection with a lighthouse that knows no prepared spares
 
     @property
     def replica_id(self) -> str:
@@ -184,7 +187,13 @@ class ManagerLink(LinkMachine[OwnOrder]):
     def hello(self) -> Hello:
         """The first message of a session."""
         last = self._last.reached(self.reached() - 1)  # its last step may be its alone (rule E5)
-        return Hello(self._me.replica_id, last, self._last_num_groups if last.quorum_id else 0)
+        num_groups = self._last_num_groups if last.quorum_id else 0
+        return Hello(self._me.replica_id, last, num_groups, self.stands_by)
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether the group is a prepared spare: it was in no quorum yet (rule G1)."""
+        return self.config.is_spare and not self.seen_quorum_id
 
     # -- inputs of the manager -------------------------------------------------------------------
 
@@ -245,6 +254,12 @@ class ManagerLink(LinkMachine[OwnOrder]):
         if is_current and why_no_quorum:
             self._reported_why = why_no_quorum
         return is_current
+
+    def refuse_spare(self, number: int, now: float) -> None:
+        """Record that the lighthouse knows no prepared spares: it would make one a member."""
+        if self._current(number) is not None and self.stands_by:
+            self._refused_over = number
+            self._pursue_question(now)
 
     # -- time ------------------------------------------------------------------------------------
 
@@ -397,8 +412,9 @@ class ManagerLink(LinkMachine[OwnOrder]):
         if question is None or question.number or now < question.again_at:
             return
         question.again_at = -math.inf
-        if question.distrust is not None:
-            self._end_question(question, question.distrust)
+        refusal = question.distrust or self._refusal_of_spare(connection)
+        if refusal is not None:
+            self._end_question(question, refusal)
         elif self.state is LinkState.LEFT:
             self._end_question(question, QuorumFailed(_LEFT))
         elif now >= question.deadline:
@@ -414,6 +430,15 @@ class ManagerLink(LinkMachine[OwnOrder]):
                 self._fail_distrusted(question, why_not, now)
             elif now >= question.gives_up_at:
                 self._fail_attempt(question, why_not, now)
+
+    def _refusal_of_spare(self, connection: LinkConnection | None) -> RequestRefused | None:
+        """Why this prepared spare does not ask the lighthouse of ``connection`` (None: it may)."""
+        if connection is None or connection.number != self._refused_over or not self.stands_by:
+            return None
+        return RequestRefused(
+            f"the lighthouse at {connection.address} knows no prepared spares: update it, or start "
+            "this group without TORCHFT_SPARE"
+        )
 
     def _send_question(
         self, question: LinkQuestion, connection: LinkConnection, now: float

@@ -45,6 +45,9 @@ from torchft_svc.errors import (
 
 # A worker that decides alone receives its news first if its last question or vote is this old.
 NEWS_AFTER_S = 0.5
+# How long a prepared spare waits for a place in one question: as long as a call may take. Then its
+# step fails, and the next one waits again.
+STAND_BY_S = 24 * 3600.0
 # The phases in which a step ends by a vote, or by being abandoned.
 UNDER_WAY = (Phase.TRAINING, Phase.HEALING)
 
@@ -194,6 +197,7 @@ class WorkerRules:
     cannot be reached for this long is gone for good. ``is_steady``: steps may begin without a
     question, if all groups can do that. ``checks``: when the members compare their states.
     ``catches_up``: fetch what does not change of the others' state before the first question.
+    ``is_spare``: the first question waits until a place in the job is free (rule G1).
     """
 
     group_rank: int = 0
@@ -205,6 +209,7 @@ class WorkerRules:
     is_steady: bool = False
     checks: CheckRules = NEVER
     catches_up: bool = False
+    is_spare: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +302,7 @@ class Round:
 
         Only the question starts its deadline, because nobody was waited for.
         """
-        if self._rules.catches_up and self._request.allow_heal:
+        if self._rules.catches_up and self._request.allow_heal and not self.stands_by:
             return Ready(then=FetchPreview())
         return self._ask(now)
 
@@ -308,9 +313,19 @@ class Round:
     def _ask(self, now: float) -> Ready:
         self.peers.begin_question(now)
         self._last_at = now
-        deadline = now + self._request.timeout_s
+        deadline = now + (STAND_BY_S if self.stands_by else self._request.timeout_s)
         self._retries = CallRetry(deadline, self._rules.patience_s)
         return Ready(then=AskManager(0.0, deadline))
+
+    @property
+    def stands_by(self) -> bool:
+        """Whether this worker is one of a prepared spare, which was in no quorum yet."""
+        return self._rules.is_spare and self.peers.quorum is None
+
+    @property
+    def follows(self) -> bool:
+        """Whether this worker fetches what others show of their states while it stands by."""
+        return self.stands_by and self._rules.catches_up and self._request.allow_heal
 
     @property
     def awaits_losses(self) -> bool:

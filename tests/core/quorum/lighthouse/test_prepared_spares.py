@@ -1,0 +1,369 @@
+"""Prepared spares stand by without being seen, and take free places, each one of them (G1, G2)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from torchft_svc.core.quorum.lighthouse.jobs import ReportPlaceTaken
+from torchft_svc.core.quorum.lighthouse.lighthouse import (
+    ID_STRIDE,
+    Lighthouse,
+    Order,
+    Orders,
+    Publish,
+    ReportPause,
+    Send,
+)
+from torchft_svc.core.quorum.lighthouse.prepared_spares import MAX_PREPARED_SPARES
+from torchft_svc.core.quorum.session_messages import (
+    Beat,
+    Departure,
+    Drain,
+    Hello,
+    Leave,
+    Question,
+    Refusal,
+)
+from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, QuorumConfig
+from torchft_svc.errors import GroupDiffers, RequestRefused
+
+JOB = "job"
+LONG_S = 1000.0
+ENDS = Leave("it has ended", between_steps=True, ends=True)
+
+
+class Scene:
+    """A lighthouse, with groups whose stream is the number behind their name's first letter."""
+
+    def __init__(self, **settings: object) -> None:
+        self.now = 100.0
+        self.config = QuorumConfig(**{"join_timeout_s": 1.0, **settings})  # type: ignore[arg-type]
+        self.core = Lighthouse(self.config, ID_STRIDE, self.now)
+        self.streams: dict[str, int] = {}
+        self.seen: dict[str, int] = {}  # the quorum that each has received
+        self.step = 0
+        self.last: tuple[str, ...] = ()
+        self.quorums: list[tuple[str, ...]] = []
+        self._number = 0
+
+    def open(self, name: str, *, is_spare: bool = False) -> Orders:
+        self._number += 1
+        self.streams[name] = self._number
+        return self.core.opened(self._number, JOB, Hello(name, NO_QUORUM, 0, is_spare), self.now)
+
+    def ask(self, name: str, **fields: object) -> Orders:
+        self._number += 1
+        seen = self.seen.get(name, 0)
+        member = Member(
+            replica_id=name,
+            step=self.step if seen else 0,
+            seen_quorum_id=seen,
+            has_history=seen > 0,
+            **fields,  # type: ignore[arg-type]
+        )
+        question = Question(self._number, member, LONG_S)
+        return self._see(self.core.received(self.streams[name], question, self.now))
+
+    def meet(self, *names: str) -> Orders:
+        """All of ``names`` ask for the next step."""
+        self.step += 1
+        orders: list[Order] = []
+        for name in names:
+            orders += self.ask(name)
+        return tuple(orders)
+
+    def lose(self, name: str, leave: Leave | None = None) -> Orders:
+        stream = self.streams.pop(name)
+        if leave is None:
+            return self._see(self.core.closed(stream, self.now))
+        return self._see(self.core.received(stream, leave, self.now))
+
+    def pass_time(self, seconds: float, *living: str) -> Orders:
+        orders: list[Order] = []
+        until = self.now + seconds
+        while self.now < until:
+            self.now += 0.25
+            for name in living:
+                orders += self._see(self.core.received(self.streams[name], Beat(), self.now))
+            orders += self._see(self.core.tick(self.now))
+        return tuple(orders)
+
+    def _see(self, orders: Orders) -> Orders:
+        for each in orders:
+            if isinstance(each, Publish):
+                self.last = tuple(member.replica_id for member in each.quorum.participants)
+                self.quorums.append(self.last)
+                self.seen.update(dict.fromkeys(self.last, each.quorum.quorum_id))
+        return orders
+
+    @property
+    def spares(self) -> list[str]:
+        (status,) = self.core.status(JOB, self.now)
+        return [each.replica_id for each in status.prepared_spares]
+
+    @property
+    def groups(self) -> list[str]:
+        (status,) = self.core.status(JOB, self.now)
+        return [each.replica_id for each in status.groups]
+
+
+def running(*names: str, **settings: object) -> Scene:
+    """A job of these groups, in which a prepared spare ``s`` asks."""
+    scene = Scene(**settings)
+    for name in names:
+        scene.open(name)
+    scene.meet(*names)
+    scene.meet(*names)
+    assert scene.last == names
+    scene.open("s", is_spare=True)
+    assert scene.ask("s") == ()
+    return scene
+
+
+def taken(orders: Orders) -> list[str]:
+    return [each.replica_id for each in orders if isinstance(each, ReportPlaceTaken)]
+
+
+def test_g1_a_spare_is_in_no_quorum_and_delays_nobody() -> None:
+    scene = running("a", "b")
+    for _ in range(3):
+        scene.meet("a", "b")
+        assert scene.last == ("a", "b")
+    assert (scene.groups, scene.spares) == (["a", "b"], ["s"])
+    orders = scene.pass_time(60.0, "a", "b")  # the spare is silent meanwhile
+    assert not [each for each in orders if isinstance(each, ReportPause)]
+    scene.meet("a", "b")
+    assert scene.last == ("a", "b")
+
+
+def test_g1_a_spare_does_not_count_as_one_of_min_replicas() -> None:
+    scene = Scene(min_replicas=2)
+    scene.open("s", is_spare=True)
+    scene.ask("s")
+    scene.open("a")
+    scene.ask("a")
+    assert (scene.groups, scene.spares, scene.last) == (["a"], ["s"], ())
+
+
+def test_g1_spares_alone_begin_nothing_and_are_shown() -> None:
+    scene = Scene()
+    scene.open("s", is_spare=True)
+    scene.ask("s")
+    scene.pass_time(120.0, "s")
+    assert (scene.groups, scene.spares, scene.last) == ([], ["s"], ())
+
+
+def test_g2_a_spare_takes_the_place_in_the_next_quorum() -> None:
+    scene = running("a", "b", "c")
+    assert taken(scene.lose("c")) == ["s"]
+    assert scene.spares == []
+    scene.meet("a", "b")
+    assert scene.last == ("a", "b", "s")
+
+
+def test_g2_a_spare_that_has_not_asked_takes_no_place_yet() -> None:
+    scene = running("a", "b")
+    scene.open("t", is_spare=True)
+    assert taken(scene.lose("b")) == ["s"]
+    scene.meet("a")
+    assert scene.last == ("a", "s")
+    assert taken(scene.lose("s")) == []
+    assert taken(scene.ask("t")) == ["t"]
+
+
+def test_g2_two_lost_groups_need_two_spares() -> None:
+    scene = running("a", "b", "c")
+    scene.open("t", is_spare=True)
+    scene.ask("t")
+    assert taken(scene.lose("b")) == ["s"]
+    assert taken(scene.lose("c")) == ["t"]
+    scene.meet("a")
+    assert scene.last == ("a", "s", "t")
+
+
+def test_g2_a_silent_spare_gets_no_place_before_it_is_back() -> None:
+    scene = running("a", "b")
+    scene.pass_time(6.0, "a", "b")
+    assert taken(scene.lose("b")) == []
+    orders = scene.core.received(scene.streams["s"], Beat(), scene.now)
+    assert taken(orders) == ["s"]
+
+
+def test_g2_a_lost_spare_disturbs_nobody() -> None:
+    scene = running("a", "b")
+    orders = scene.lose("s")
+    assert not [each for each in orders if not isinstance(each, Send)]
+    assert (scene.spares, taken(scene.lose("b"))) == ([], [])
+
+
+def test_g2_an_ordinary_group_that_returns_adds_no_place() -> None:
+    scene = running("a", "b")
+    scene.lose("b")
+    scene.meet("a")
+    assert scene.last == ("a", "s")
+    scene.open("b2")
+    scene.ask("b2")
+    scene.meet("a", "s")
+    assert scene.last == ("a", "b2", "s")
+    scene.open("t", is_spare=True)
+    scene.ask("t")
+    assert taken(scene.lose("s")) == []  # two of two places are taken
+    scene.meet("a", "b2")
+    assert taken(scene.lose("a")) == ["t"]
+
+
+def test_g2_the_place_of_a_program_that_has_ended_is_not_taken() -> None:
+    scene = running("a", "b", "c")
+    assert taken(scene.lose("c", ENDS)) == []
+
+
+def test_g2_the_place_of_a_drained_group_is_taken() -> None:
+    scene = running("a", "b", "c")
+    drained = Leave("it is preempted", True, True, Departure.DRAINED)
+    assert taken(scene.lose("c", drained)) == ["s"]
+
+
+def test_g2_a_straggler_keeps_its_place() -> None:
+    scene = running("a", "b", "c")
+    scene.step += 1
+    scene.ask("a")
+    scene.ask("b")
+    orders = scene.pass_time(2.0, "a", "b", "c", "s")
+    assert (scene.last, taken(orders)) == (("a", "b"), [])
+
+
+def test_g2_after_a_total_loss_spares_wait_for_an_ordinary_group() -> None:
+    scene = running("a", "b")
+    scene.lose("s")
+    scene.lose("a")
+    scene.lose("b")
+    scene.open("t", is_spare=True)
+    scene.ask("t")
+    scene.pass_time(30.0, "t")
+    assert (scene.spares, scene.last) == (["t"], ("a", "b"))
+    scene.open("a2")
+    assert taken(scene.ask("a2")) == ["t"]
+    scene.meet("a2")
+    assert scene.last == ("a2", "t")
+
+
+def test_g2_a_spare_whose_model_differs_is_refused_at_once() -> None:
+    scene = Scene()
+    for name in ("a", "b"):
+        scene.open(name)
+        scene.ask(name, layout="model=1")
+    scene.open("s", is_spare=True)
+    (refused,) = scene.ask("s", layout="model=2")
+    assert isinstance(refused, Send)
+    assert isinstance(refused.news, Refusal)
+    assert isinstance(refused.news.error, GroupDiffers)
+
+
+def test_g4_spares_end_with_the_job() -> None:
+    scene = running("a", "b")
+    scene.lose("a", ENDS)
+    orders = scene.lose("b", ENDS)
+    drains = [each for each in orders if isinstance(each, Send) and isinstance(each.news, Drain)]
+    assert drains == [Send((scene.streams["s"],), Drain("the job has finished"))]
+
+
+def test_a_request_that_is_withdrawn_takes_no_place() -> None:
+    scene = running("a", "b")
+    number = scene.core._sessions.by_stream[scene.streams["s"]].caller
+    assert number is not None
+    scene.core.jobs.withdraw(JOB, number, scene.now)
+    assert taken(scene.lose("b")) == []
+
+
+def test_the_question_of_a_lost_spare_is_refused() -> None:
+    scene = running("a", "b")
+    scene.open("s", is_spare=True)  # a second session: the first one has broken unnoticed
+    orders = scene.lose("s", Leave("it has crashed"))
+    assert not [each for each in orders if isinstance(each, Publish)]
+    assert scene.spares == []
+
+
+def test_a_group_that_trains_is_not_taken_for_a_spare_when_its_manager_is_new() -> None:
+    scene = running("a", "b")
+    scene.lose("b")
+    scene.meet("a")
+    assert scene.last == ("a", "s")
+    scene.lose("s")
+    scene.open("s", is_spare=True)
+    assert scene.spares == ["s"]
+    scene.meet("a", "s")
+    assert scene.spares == []
+    scene.meet("a")
+    assert scene.last == ("a", "s")
+
+
+def test_spares_are_limited() -> None:
+    scene = running("a", "b")
+    for number in range(MAX_PREPARED_SPARES - 1):
+        scene.open(f"t{number}", is_spare=True)
+    with pytest.raises(RequestRefused, match=f"{MAX_PREPARED_SPARES} prepared spares"):
+        scene.open("one-more", is_spare=True)
+    scene.open("s", is_spare=True)  # another session of one that is there
+
+
+def test_an_operator_can_drain_a_spare_by_its_name() -> None:
+    scene = running("a", "b")
+    orders = scene.core.commanded(JOB, "s", Drain("no longer needed"), scene.now)
+    assert Send((scene.streams["s"],), Drain("no longer needed")) in orders
+
+
+def test_a_restarted_lighthouse_learns_the_places_from_the_groups() -> None:
+    scene = Scene()
+    for name in ("a", "b"):
+        last = LastQuorum(5, 7)
+        scene._number += 1
+        scene.streams[name] = scene._number
+        scene.core.opened(scene._number, JOB, Hello(name, last, 3), scene.now)
+        scene.seen[name] = 5
+    scene.step = 8
+    scene.open("s", is_spare=True)
+    scene.ask("s")
+    scene.meet("a", "b")
+    scene.pass_time(5.0, "a", "b", "s")
+    assert scene.last in (("a", "b"), ("a", "b", "s"))
+    scene.meet("a", "b")
+    assert scene.last == ("a", "b", "s")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_spare_is_in_a_quorum_without_a_place(seed: int) -> None:
+    """Whatever is lost and comes: a quorum that a spare has joined has no more groups than there
+    are places, unless ordinary groups have come, too."""
+    dice = random.Random(seed)
+    scene = Scene(heartbeat_timeout_s=1000.0)
+    names = [f"g{number}" for number in range(dice.randint(1, 4))]
+    for name in names:
+        scene.open(name)
+    scene.meet(*names)
+    numbers = iter(range(1000))
+    for _ in range(60):
+        match dice.choice(("lose", "lose", "spare", "spare", "return", "step", "step")):
+            case "lose" if len(set(scene.last) & scene.streams.keys()) > 1:
+                scene.lose(dice.choice(sorted(scene.streams)))
+            case "spare":
+                name = f"s{next(numbers)}"
+                scene.open(name, is_spare=True)
+                if dice.random() < 0.8:
+                    scene.ask(name)
+            case "return":
+                name = f"r{next(numbers)}"
+                scene.open(name)
+                scene.ask(name)
+            case "step":
+                scene.meet(*(key for key in scene.last if key in scene.streams))
+    num_places, before = 0, frozenset[str]()
+    for quorum in map(frozenset, scene.quorums):
+        spares = {each for each in quorum if each[0] == "s"}
+        num_places = max(num_places, len(quorum - spares))
+        new = quorum - before
+        if new & spares and not new - spares:
+            assert len(quorum) <= num_places, (before, quorum)
+        before = quorum
+    assert not set(scene.spares) & before

@@ -1,0 +1,20 @@
+"""A group is SIGKILLed with its manager, and a prepared spare takes its place: real processes."""
+
+from __future__ import annotations
+
+import pytest
+from support.bounds import check
+
+from tools.benchmarks.prepared_spares import FOLLOWS, measure
+
+pytestmark = pytest.mark.processes
+
+# Of 200 MB, most of which is at hand; a new process imports torch first.
+WHOLE_S = 2.0
+
+
+@pytest.mark.timeout(240)
+def test_g2_a_spare_replaces_a_killed_group() -> None:
+    found = measure(3, 0.05, FOLLOWS, refresh_s=60.0)
+    assert found["is_equal"] == "yes"
+    check("a killed group is replaced", found["whole_s"], WHOLE_S)
