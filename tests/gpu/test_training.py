@@ -9,9 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import pytest
+import torch
 from support.gpu.ranks import HERE, START_S, needs_gpu, variables
+from support.training import make_manager
+from torch import nn
 
 from tools.benchmarks.processes import Child, lighthouse_address, start_lighthouse
+from torchft_svc.client import ProcessGroup, ProcessGroupBabyNCCL, ProcessGroupNCCL
+from torchft_svc.client.algorithms import DecoupledDiLoCo
+from torchft_svc.errors import ConfigError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.processes, needs_gpu, pytest.mark.timeout(180)]
 
@@ -139,6 +145,20 @@ def test_groups_that_average_in_other_formats_commit_nothing(
     assert not any(committed for steps in after for committed, *_ in steps)
     errors = [steps[-1][-1] for steps in after]
     assert all("at different operations of the step" in error for error in errors), errors
+
+
+@pytest.mark.parametrize("kind", [ProcessGroupNCCL, ProcessGroupBabyNCCL])
+def test_decoupled_diloco_is_refused_where_only_devices_are_summed(
+    kind: type[ProcessGroup],
+) -> None:
+    model = nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    with (
+        lighthouse(1) as where,
+        make_manager(where, "a", pg=kind(), use_async_quorum=False) as manager,
+        pytest.raises(ConfigError, match="give the manager ProcessGroupGloo"),
+    ):
+        DecoupledDiLoCo(manager, [model], sgd, lambda weights: torch.optim.SGD(weights, 0.7), 2)
 
 
 @pytest.mark.parametrize("flags", [[], ["--side-stream"], [ISOLATED], [GRAPHED]], ids=str)

@@ -149,6 +149,48 @@ class ReadingGroup:
         self.loader.close()
 
 
+class AveragingGroup(ReadingGroup):
+    """A group that also averages a tensor by hand, in 8-bit numbers, and adds that to its state.
+
+    It is summed up over the microbatches, each with its ``loader.weight``. ``when``: its average
+    begins before the last pass of a step, or after it.
+    """
+
+    def __init__(self, *args: Any, when: str, number_format: str, **options: Any) -> None:
+        self.memory = torch.zeros(300)
+        self.when, self.number_format = when, number_format
+        super().__init__(*args, **options)
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "memory": self.memory}
+
+    def load(self, state: dict[str, Any]) -> None:
+        super().load(state)
+        self.memory.copy_(state["memory"])
+
+    def next_batch(self) -> Any:
+        batch = super().next_batch()
+        self.seen += self.loader.weight * batch[0].float().mean(0).repeat(100) * _SPREAD
+        if self.when == "before" and self.loader.ends_step:
+            self.works.append(self.manager.allreduce(self.seen, self.number_format))
+        return batch
+
+    def backward(self, fails: bool = False) -> None:
+        self.seen = torch.zeros_like(self.memory)
+        self.works: list[Any] = []
+        super().backward(fails)
+        if self.when == "after":
+            self.works.append(self.manager.allreduce(self.seen, self.number_format))
+
+    def step(self, *, fails: bool = False) -> bool:
+        committed = super().step(fails=fails)
+        if committed:
+            self.memory += self.seen
+        return committed
+
+
+# Numbers of different size in each block.
+_SPREAD = torch.linspace(0.5, 2.0, 300)
 _MANAGER = (
     "use_async_quorum",
     "world_size_mode",

@@ -14,6 +14,7 @@ from support.running import eventually
 from support.training import bits, lighthouse, make_manager, together
 from torch import nn
 
+from torchft_svc.client import Manager, ProcessGroupGloo
 from torchft_svc.client.algorithms import DecoupledDiLoCo, LocalSGD
 from torchft_svc.client.algorithms.agreed_weights import AgreedWeights, BucketedAverage
 from torchft_svc.client.algorithms.merge_rule import LearnerReport
@@ -31,7 +32,8 @@ class Learner:
         self.model = nn.Linear(1, 1, bias=False)
         nn.init.constant_(self.model.weight, start)
         weights = AgreedWeights(self.model, torch.device("cpu"), False)
-        self.fragment = Fragment(weights, plain_sgd, cast("BucketedAverage", None))
+        average = BucketedAverage(cast("Manager", None), weights.values, None)
+        self.fragment = Fragment(weights, plain_sgd, average)
         self.seen = 0
 
     def learn(self, amount: float, tokens: int = 1) -> None:
@@ -316,10 +318,19 @@ def test_a_spare_keeps_what_it_learns_until_it_contributes(job: Job) -> None:
     assert first._merger.merged_tokens == sum(contributed)
 
 
-def test_merged_weights_are_equal(job: Job) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"should_quantize": "int8", "error_feedback": True},
+        {"should_quantize": "float8"},
+    ],
+    ids=str,
+)
+def test_merged_weights_are_equal(job: Job, options: dict[str, Any]) -> None:
     states: dict[str, dict[int, Any]] = {"a": {}, "b": {}}
     for name in states:
-        job.start(name, 0.02)
+        job.start(name, 0.02, **options)
     awaits(lambda: len(job.learners) == len(states))
 
     def see() -> bool:
@@ -383,6 +394,8 @@ def test_settings_that_cannot_work(address: str) -> None:
             ({"model_fragments": [model, model[0]]}, "fragment"),
             ({"min_replicas": 0}, "min_replicas"),
             ({"grace": -1.0}, "grace"),
+            ({"should_quantize": "int4"}, "should_quantize"),
+            ({"error_feedback": True}, "error_feedback"),
             ({"bucket_cap_mb": 0.0}, "bucket_cap_mb"),
             ({"outer_optimizer": inner}, "outer_optimizer='SGD' cannot work: a function is needed"),
             ({"outer_optimizer": lambda _: inner}, "made without some of the weights"),
@@ -405,15 +418,57 @@ def test_settings_that_cannot_work(address: str) -> None:
         make_learner(manager, model, inner)
 
 
-def test_learners_that_differ_are_refused(job: Job) -> None:
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"grace": 2.0}, "grace 2"), ({"should_quantize": True}, "quantized int8")],
+)
+def test_learners_that_differ_are_refused(job: Job, options: dict[str, Any], words: str) -> None:
     job.start("first", 0.02)
     awaits(lambda: "first" in job.learners and job.learners["first"].merges >= 1)
-    job.start("second", 0.02, grace=2.0)
+    job.start("second", 0.02, **options)
     awaits(lambda: bool(job.errors))
     (error,) = job.errors
     job.errors.clear()
     assert isinstance(error, GroupDiffers)
-    assert "grace 2" in str(error)
+    assert words in str(error)
+
+
+class DeviceGloo(ProcessGroupGloo):
+    """Gloo that sums nothing on CPUs, as a group for devices only; ``is_known``: it declares it."""
+
+    def __init__(self, *, is_known: bool) -> None:
+        super().__init__()
+        self._is_known = is_known
+
+    def reduces_on(self, device: torch.device) -> bool:
+        return not self._is_known or device.type != "cpu"
+
+    def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
+        raise RuntimeError("No backend type associated with device type cpu")
+
+
+def test_a_process_group_that_sums_only_on_devices_is_refused(address: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    options = {"use_async_quorum": False, "pg": DeviceGloo(is_known=True)}
+    with (
+        make_manager(address, "a", **options) as manager,
+        pytest.raises(ConfigError, match=r"pg='DeviceGloo'.*give the manager ProcessGroupGloo"),
+    ):
+        make_learner(manager, model, inner)
+
+
+def test_the_deadline_names_what_has_failed(job: Job) -> None:
+    """Somebody's own process group may not declare where it sums."""
+    for name in ("a", "b"):
+        pg = DeviceGloo(is_known=False)
+        limit = timedelta(seconds=3)
+        manager = {"pg": pg, "timeout": limit, "quorum_timeout": limit}
+        job.start(name, 0.02, manager=manager)
+    awaits(lambda: len(job.errors) == 2)
+    errors = [str(error) for error in job.errors]
+    job.errors.clear()
+    assert all("No backend type associated with device type cpu" in each for each in errors), errors
 
 
 def test_an_error_of_the_merger_is_raised_in_the_next_inner_step(job: Job) -> None:

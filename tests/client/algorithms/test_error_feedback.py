@@ -13,7 +13,7 @@ from torch import nn
 
 from torchft_svc.client import Manager
 from torchft_svc.client.algorithms import DiLoCo
-from torchft_svc.client.algorithms.agreed_weights import BucketedAverage
+from torchft_svc.client.algorithms.agreed_weights import BucketedAverage, Rounding
 from torchft_svc.client.reduce.quantized import BLOCK, Quantization
 from torchft_svc.errors import ConfigError
 
@@ -54,8 +54,7 @@ class Member:
             manager,
             self.values,
             0.004,  # one part for each large tensor
-            quantization=kind,
-            errors_on=torch.device("cpu") if feeds_back else None,
+            rounding=Rounding(kind, error_feedback=feeds_back),
         )
 
     def average(self, *, applies: bool = True) -> None:

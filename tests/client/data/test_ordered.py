@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from support.reading import SIZE, Numbers, ReadingGroup, reading_groups
-from support.training import lighthouse, make_manager, together
+from support.reading import SIZE, AveragingGroup, Numbers, ReadingGroup, reading_groups
+from support.training import bits, lighthouse, make_manager, together
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -40,6 +41,33 @@ def test_the_bits_are_the_same_whichever_groups_train() -> None:
         assert ledger.faults() == []
         for each in others:
             assert torch.equal(each.weights(), expected)
+
+
+@pytest.mark.parametrize("number_format", ["int8", "float8"])
+def test_ordered_sums_beside_averages_in_8_bit_numbers(number_format: str) -> None:
+    """What is summed in order keeps its bits; all groups that are left have equal ones."""
+    options = {**ORDERED, "global_batch_size": 9}
+    until = 2 * -(-SIZE // 9)
+    with lighthouse() as address, ReadingGroup(address, "a", **options) as alone:
+        expected = alone.until(until).weights()
+    ledger = SampleLedger(SIZE, 9)
+    averages = {"when": "after", "number_format": number_format, **options}
+    with contextlib.ExitStack() as stack:
+        address = stack.enter_context(lighthouse(1))
+        groups = [
+            stack.enter_context(AveragingGroup(address, name, ledger, **averages)) for name in "abc"
+        ]
+        *others, lost = groups
+        together(*(lambda group=group: group.meets(3) for group in groups))
+
+        def leave() -> None:
+            lost.next_batch()
+            lost.manager.shutdown()
+
+        together(leave, *(lambda group=group: group.until(until) for group in others))
+        assert ledger.faults() == []
+        assert bits(others[0].state()) == bits(others[1].state())
+        assert torch.equal(others[0].weights(), expected)
 
 
 # -- several loaders, models and passes in a step --------------------------------------------------

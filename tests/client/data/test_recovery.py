@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.reading import BATCH, SIZE, Numbers, ReadingGroup
+from support.reading import BATCH, SIZE, AveragingGroup, Numbers, ReadingGroup
 from support.running import eventually
-from support.training import DEADLINE_S, lighthouse, make_manager, together
+from support.training import DEADLINE_S, bits, lighthouse, make_manager, together
 from torch.utils.data import DataLoader
 
 from tools.chaos.samples import SampleLedger
@@ -101,6 +101,31 @@ def test_the_others_read_what_a_lost_group_had_to_read(
             assert torch.equal(each.weights(), others[0].weights())
         expected = run_alone(until)
         torch.testing.assert_close(others[0].weights(), expected, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("number_format", ["int8", "float8"])
+@pytest.mark.parametrize(("when", "num_discarded"), [("after", 0), ("before", 1)])
+def test_averages_in_8_bit_numbers_in_the_step_of_the_loss(
+    when: str, num_discarded: int, number_format: str
+) -> None:
+    """One that has begun such an average before its last pass is discarded (E9)."""
+    options = {"when": when, "number_format": number_format}
+    ledger = SampleLedger(SIZE, BATCH)
+    with in_term("abc", ledger, kind=AveragingGroup, **options) as (*others, lost):
+        until = lost.manager.current_step() + STEPS_OF_EPOCH
+        together(
+            lambda: leave_after_reading(lost),
+            *(lambda group=group: group.until(until) for group in others),
+        )
+        assert [each.num_discarded for each in others] == [num_discarded] * len(others)
+        assert ledger.faults() == []
+        found = [each.state() for each in others]
+        assert bits(found[0]) == bits(found[1])
+    if when == "after":
+        with lighthouse() as address, AveragingGroup(address, "a", **RECOVERS, **options) as alone:
+            expected = alone.until(until).memory
+        error = (found[0]["memory"] - expected).abs().mean() / expected.abs().mean()
+        assert error < 0.02
 
 
 def test_a_group_that_has_not_begun_the_step_reads_the_rest_of_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,11 @@ from torch import nn
 from torch.distributed import ReduceOp
 
 from torchft_svc.client.gradients.buckets import describe_tensors, plain_name
-from torchft_svc.client.reduce.quantized import Quantization
+from torchft_svc.client.reduce.quantized import (
+    Quantization,
+    check_quantizable,
+    resolve_quantization,
+)
 from torchft_svc.client.reduce.reduction import Reduction
 from torchft_svc.errors import ConfigError
 
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
 
 DEFAULT_BUCKET_MB = 25.0
 _MEGABYTE = 1024 * 1024
+_CPU = torch.device("cpu")
 
 
 class AgreedWeights:
@@ -45,6 +51,11 @@ class AgreedWeights:
         ]
         self.store()
         self.layout = describe_tensors([self.local_tensors()], [self.names])
+
+    def check_quantizable(self) -> None:
+        """Raise `ConfigError` if a parameter cannot be summed in 8 bits."""
+        for name, tensor in zip(self.names, self.local_tensors(), strict=True):
+            check_quantizable(tensor, name)
 
     def local_tensors(self) -> list[torch.Tensor]:
         """This worker's parts of the parameters, detached; they share the parameters' memory."""
@@ -101,14 +112,49 @@ class AgreedWeights:
             value.copy_(state[name])
 
 
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The numbers in which averages travel, and whether what rounding leaves out is kept."""
+
+    quantization: Quantization | None
+    error_feedback: bool
+
+    @classmethod
+    def of(cls, should_quantize: bool | str, *, error_feedback: bool) -> Rounding:
+        """Return what an algorithm's arguments ask for.
+
+        Raises:
+            ConfigError: there is no such format, or nothing is rounded.
+        """
+        quantization = resolve_quantization(should_quantize)
+        if error_feedback and quantization is None:
+            reason = "without should_quantize nothing is rounded: choose a format there"
+            raise ConfigError("error_feedback", error_feedback, reason)
+        return cls(quantization, error_feedback)
+
+    def check(self, agreed: Sequence[AgreedWeights]) -> None:
+        """Raise `ConfigError` if what is averaged cannot be rounded so."""
+        if self.quantization is not None:
+            for weights in agreed:
+                weights.check_quantizable()
+
+    def __str__(self) -> str:
+        if self.quantization is None:
+            return "not quantized"
+        return f"quantized {self.quantization.value}{' with error feedback' * self.error_feedback}"
+
+
+EXACT = Rounding(None, error_feedback=False)
+
+
 class BucketedAverage:
     """Averages tensors over the groups that contribute, several in one collective.
 
     ``like``: tensors with the shapes, dtypes and devices of what is averaged. ``capacity_mb``: the
     size of a bucket in MiB (None: a collective for each tensor). One average at a time is under
     way; its memory is as large as ``like``, is allocated when it begins, and is summed in place.
-    With ``quantization`` the 8-bit numbers that are sent and received come on top. ``errors_on``:
-    keep there what rounding leaves out of the averages, and add it to the next ones.
+    With a ``rounding`` the 8-bit numbers that are sent and received come on top. ``errors_on``:
+    where to keep what that leaves out of the averages, which is added to the next ones.
     """
 
     def __init__(
@@ -117,21 +163,21 @@ class BucketedAverage:
         like: Sequence[torch.Tensor],
         capacity_mb: float | None,
         *,
-        quantization: Quantization | None = None,
-        errors_on: torch.device | None = None,
+        rounding: Rounding = EXACT,
+        errors_on: torch.device = _CPU,
     ) -> None:
         if capacity_mb is not None and not capacity_mb > 0:
             raise ConfigError("bucket_cap_mb", capacity_mb, "a bucket needs a size above 0")
         self._manager = manager
         self._like = list(like)
-        self._quantization = quantization
+        self._quantization = rounding.quantization
         self._plan = plan_parts(self._like, capacity_mb)
         self._works: list[dist.Work | Reduction] = []
         self._views: dict[int, torch.Tensor] = {}
         # One for each part: of the averages that were applied, and of those that are under way.
         self._errors: list[torch.Tensor] = []
         self._new_errors: list[torch.Tensor] = []
-        if errors_on is not None:
+        if rounding.error_feedback:
             self._errors = [
                 torch.zeros(self._numel(part), dtype=torch.float32, device=errors_on)
                 for part in self._plan

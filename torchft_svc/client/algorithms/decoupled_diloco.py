@@ -22,6 +22,7 @@ from torchft_svc.client.algorithms.agreed_weights import (
     DEFAULT_BUCKET_MB,
     AgreedWeights,
     BucketedAverage,
+    Rounding,
 )
 from torchft_svc.client.algorithms.merge_rule import MergeRule
 from torchft_svc.client.algorithms.merging import Fragment, Merger
@@ -37,8 +38,11 @@ from torchft_svc.errors import ConfigError, RequestRefused
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
-
+_CPU = torch.device("cpu")
 _NO_FUNCTION = "a function is needed that makes an optimizer of the weights which it is given"
+_ONLY_ON_DEVICES = (
+    "the merged weights are on the CPU, where it sums nothing: give the manager ProcessGroupGloo"
+)
 _OTHER_WEIGHTS = "it was made without some of the weights that it is to train: give it all of them"
 
 
@@ -76,6 +80,10 @@ class DecoupledDiLoCo:
         grace: the grace window, as a multiple of the usual time between two deliveries; equal in
             all learners.
         bucket_cap_mb: what is averaged at once, in MiB.
+        should_quantize: average in 8-bit numbers, see `Manager.allreduce`; equal in all learners.
+        error_feedback: with ``should_quantize``, add what rounding has left out of an average to
+            the next one of the fragment; takes 4 bytes for each element. A learner that was away,
+            or joins, begins without such errors.
 
     Raises:
         ConfigError: an argument is invalid, or the manager serves another algorithm.
@@ -92,21 +100,27 @@ class DecoupledDiLoCo:
         min_replicas: int = 1,
         grace: float = 1.0,
         bucket_cap_mb: float = DEFAULT_BUCKET_MB,
+        should_quantize: bool | str = False,
+        error_feedback: bool = False,
     ) -> None:
         check_is_plain("inner_optimizer", inner_optimizer)
         _check(manager, len(model_fragments), sync_every)
         if not callable(outer_optimizer):
             raise ConfigError("outer_optimizer", type(outer_optimizer).__name__, _NO_FUNCTION)
         rule = MergeRule(min_replicas, grace)
-        agreed = [AgreedWeights(each, torch.device("cpu"), False) for each in model_fragments]
+        rounding = Rounding.of(should_quantize, error_feedback=error_feedback)
+        agreed = [AgreedWeights(each, _CPU, False) for each in model_fragments]
         check_disjoint(agreed)
+        rounding.check(agreed)
         check_serves_one(manager, type(self).__name__)
         self._manager = manager
         self._optimizer = inner_optimizer
         self._interval = sync_every // len(agreed)
         self._fragments = [
             Fragment(
-                weights, outer_optimizer, BucketedAverage(manager, weights.values, bucket_cap_mb)
+                weights,
+                outer_optimizer,
+                BucketedAverage(manager, weights.values, bucket_cap_mb, rounding=rounding),
             )
             for weights in agreed
         ]
@@ -116,8 +130,8 @@ class DecoupledDiLoCo:
         layout = ", ".join(each.layout for each in agreed)
         outer = self._fragments[0].outer.defaults
         self._synced = SyncedWeights(
-            f"DecoupledDiLoCo, min_replicas {min_replicas}, grace {grace:g}, outer {outer}: "
-            f"{layout}",
+            f"DecoupledDiLoCo, min_replicas {min_replicas}, grace {grace:g}, outer {outer}, "
+            f"{rounding}: {layout}",
             agreed,
         )
         self._merger = Merger(manager, self._fragments, rule)
@@ -247,6 +261,7 @@ class DecoupledDiLoCo:
 
 def _check(manager: Manager, num: int, sync_every: int) -> None:
     check_fragments(manager, num, sync_every)
+    manager._sums.check_reduces_on(_CPU, _ONLY_ON_DEVICES)
     if manager.place_in_group()[1] != 1:
         reason = "a learner is a replica group of one worker"
         raise ConfigError("world_size", manager.place_in_group()[1], reason)

@@ -20,6 +20,7 @@ from torchft_svc.client.algorithms.agreed_weights import (
     DEFAULT_BUCKET_MB,
     AgreedWeights,
     BucketedAverage,
+    Rounding,
     like_parameter,
 )
 from torchft_svc.client.algorithms.periodic_sync import (
@@ -28,7 +29,6 @@ from torchft_svc.client.algorithms.periodic_sync import (
     check_fragments,
     check_is_plain,
 )
-from torchft_svc.client.reduce.quantized import check_quantizable, resolve_quantization
 from torchft_svc.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -97,17 +97,13 @@ class DiLoCo(PeriodicSync):
         fragments = list(model_fragments)
         outer = _one_for_each(outer_optimizer, len(fragments))
         _check(manager, len(fragments), sync_every, fragment_sync_delay, fragment_update_alpha)
-        quantization = resolve_quantization(should_quantize)
-        if error_feedback and quantization is None:
-            reason = "without should_quantize nothing is rounded: choose a format there"
-            raise ConfigError("error_feedback", error_feedback, reason)
+        rounding = Rounding.of(should_quantize, error_feedback=error_feedback)
         capacity_mb = DEFAULT_BUCKET_MB if bucket_cap_mb is None else bucket_cap_mb
         settings = (
             f"{len(fragments)} fragments, delay {fragment_sync_delay}, alpha "
             f"{fragment_update_alpha:g}, outer {_describe_outer(outer)}, "
             f"{f'buckets of {capacity_mb:g} MiB' if use_bucketization else 'no buckets'}, "
-            f"{f'quantized {quantization.value}' if quantization else 'not quantized'}"
-            f"{' with error feedback' * error_feedback}"
+            f"{rounding}"
         )
         super().__init__(
             manager,
@@ -119,8 +115,7 @@ class DiLoCo(PeriodicSync):
             pin_memory=pin_memory,
         )
         _check_outer(self._agreed, outer)
-        if quantization is not None:
-            _check_quantizable(self._agreed)
+        rounding.check(self._agreed)
         self._interval = sync_every // len(fragments)
         self._delay = fragment_sync_delay
         self._fragments = [
@@ -131,8 +126,8 @@ class DiLoCo(PeriodicSync):
                     manager,
                     weights.local_tensors(),
                     capacity_mb if use_bucketization else None,
-                    quantization=quantization,
-                    errors_on=weights.values[0].device if error_feedback else None,
+                    rounding=rounding,
+                    errors_on=weights.values[0].device,
                 ),
                 fragment_update_alpha,
             )
@@ -278,12 +273,6 @@ def _check_outer(agreed: Sequence[AgreedWeights], outer: Sequence[torch.optim.Op
             if parameter.requires_grad and id(parameter) not in held:
                 reason = f"outer optimizer {number} does not have it: it would never be trained"
                 raise ConfigError(name, f"in fragment {number}", reason)
-
-
-def _check_quantizable(agreed: Sequence[AgreedWeights]) -> None:
-    for weights in agreed:
-        for name, tensor in zip(weights.names, weights.local_tensors(), strict=True):
-            check_quantizable(tensor, name)
 
 
 def _check(manager: Manager, num: int, sync_every: int, delay: int, alpha: float) -> None:

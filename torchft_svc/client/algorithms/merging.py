@@ -126,6 +126,7 @@ class Fragment:
         not this learner; that counts as merged, so that nothing is merged twice.
         """
         before = [value.clone() for value in self.weights.values]
+        self.average.reset_errors()
         self.weights.load_state_dict(state["merged_weights"])
         self.outer.load_state_dict(state["outer_optimizer"])
         if keeps_progress:
@@ -272,6 +273,7 @@ class Merger:
                     self.merged_tokens += int(sum(each.tokens for each in reports))
         if not committed:
             fragment.average.drop_averages()
+            self._last_reason = str(self._manager.errored() or self._last_reason)
             return
         self._sent = None
         self._last_reason = ""

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from torchft_svc.client.process_groups.members import Loss, Members
@@ -160,6 +161,13 @@ class ProcessGroup(dist.ProcessGroup):
         A group that compresses what it sums has to return False: then the wish to end a term (rule
         E2) is a sum of one element, which has to stay above zero, and not a number among the
         gradients. Must be equal in all groups of a job.
+        """
+        return True
+
+    def reduces_on(self, device: torch.device) -> bool:
+        """Whether collectives can have tensors on ``device``.
+
+        What needs others is refused at once then, instead of failing in each step.
         """
         return True
 

@@ -77,6 +77,10 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         self._teardowns: list[_Teardown] = []
         set_default(*_GIVE_UP_CONNECTING)
 
+    def reduces_on(self, device: torch.device) -> bool:
+        """Only on CUDA devices."""
+        return device.type == "cuda"
+
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
         options = dist.ProcessGroupNCCL.Options(self._high_priority)
         options._timeout = self._timeout

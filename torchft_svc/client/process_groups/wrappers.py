@@ -67,6 +67,7 @@ class ProcessGroupWrapper(ProcessGroup):
     abort = _asked_of_wrapped("abort")
     cut = _asked_of_wrapped("cut")
     errored = _asked_of_wrapped("errored")
+    reduces_on = _asked_of_wrapped("reduces_on")
     shutdown = _asked_of_wrapped("shutdown")
     lose_member = _asked_of_wrapped("lose_member")
     interrupt = _asked_of_wrapped("interrupt")

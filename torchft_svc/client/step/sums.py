@@ -223,6 +223,12 @@ class StepSums:
         """Whether this group is the only member of the quorum: then a sum changes nothing."""
         return self._deps.pg.size() == 1
 
+    def check_reduces_on(self, device: torch.device, reason: str) -> None:
+        """Raise `ConfigError`, with the ``reason``, if the process group cannot sum there."""
+        pg = self._deps.pg
+        if not pg.reduces_on(device):
+            raise ConfigError("pg", type(pg).__name__, reason)
+
     def launch_sum(
         self, tensor: torch.Tensor, carrier: torch.Tensor | None = None
     ) -> Reduction | None:

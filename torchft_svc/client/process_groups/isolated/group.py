@@ -291,6 +291,10 @@ class ProcessGroupBabyNCCL(IsolatedProcessGroup):
         backend = Backend("nccl", str(where), high_priority)
         super().__init__(timeout, backend, lambda: Pool(create, on_device=True))
 
+    def reduces_on(self, device: torch.device) -> bool:
+        """Only on CUDA devices."""
+        return device.type == "cuda"
+
 
 class IsolatedWork(dist.Work):
     """``results`` are copied from the segment of ``loan``, or are in shared memory themselves.
