@@ -26,8 +26,10 @@ _NAMES = {
     "diloco-int8": "DiLoCo, int8",
     "streaming": "DiLoCo, 3 fragments, delay",
     "streaming-int8": "the same, int8",
+    "decoupled": "DecoupledDiLoCo, 3 fragments",
+    "decoupled-int8": "the same, int8",
 }
-_COLORS = ("#8a8f98", "#d9772b", "#3568b8", "#7fa6de", "#2f8f5b", "#8ccfa8")
+_COLORS = ("#8a8f98", "#d9772b", "#3568b8", "#7fa6de", "#2f8f5b", "#8ccfa8", "#8b4fa8", "#c39bd3")
 _FORMATS = ("float32", "int8", "float8")
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -251,7 +253,8 @@ def main(
             f"each group trains 3.3 million parameters (13 MB) for {seconds:g} s; a step waits",
             f"{device_ms:g} ms, as for a device; synchronizations after 24 inner steps, delay 4",
             "of no link: the steps of all groups, compared with those of groups that never wait",
-            "loss: on unseen text at the end; sums: median of all groups' times",
+            "loss: on unseen text at the end (of DecoupledDiLoCo: of the merged weights)",
+            "sums: median of all groups' times",
         ],
     )
     with wide_area(max(counts) + 1, mb_per_s, round_trip_ms) as hosts:

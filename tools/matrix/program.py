@@ -22,13 +22,15 @@ class Pg(Enum):
 
 
 class Wrapper(Enum):
-    """What averages the gradients."""
+    """What averages the gradients, or the weights."""
 
     DDP = "our ddp"
     BY_HAND = "allreduce by hand"
     TORCH_DDP = "torch ddp"  # over a ManagedProcessGroup
     FSDP = "fsdp"  # with replicate_across_groups
     HSDP = "hsdp"  # over a mesh of ft_init_device_mesh
+    LOCAL_SGD = "local sgd"  # of the weights, from time to time
+    DILOCO = "diloco"
 
 
 class Transport(Enum):
@@ -66,6 +68,7 @@ class Feature(Enum):
     FORCES = "gradients of inputs"  # as many as a group likes, in its steps and between them
     CLEARS_TWICE = "clears twice"  # adversarial training: two passes with zero_grad() between
     PUBLIC_LOOP = "loop of the public release"  # whose updates fail now and then, and which goes on
+    QUANTIZED = "8-bit sums"
     ASSIGN = "assign"  # a load function that replaces the parameters
 
 
@@ -83,6 +86,19 @@ class Moment(Enum):
 
 
 _SHARDED = frozenset({Wrapper.FSDP, Wrapper.HSDP})
+_SYNCHRONIZED = frozenset({Wrapper.LOCAL_SGD, Wrapper.DILOCO})
+_QUANTIZABLE = frozenset({Wrapper.BY_HAND, Wrapper.DILOCO})
+# What an algorithm whose groups train alone for some steps has no place for.
+_EACH_STEP = frozenset(
+    {
+        Feature.GRAD_SCALER,
+        Feature.TWO_OPTIMIZERS,
+        Feature.PUBLIC_LOOP,
+        Feature.SCHEDULER,
+        Feature.SPARSE,
+        Feature.ASSIGN,
+    }
+)
 # Of all that a step goes through; what happens to a group that heals is drawn apart.
 _ANY_STEP = tuple(moment for moment in Moment if moment not in (Moment.HEAL, Moment.SERVE))
 _DELAYS_MS = (0.0, 0.0, 0.5, 1.0, 2.0, 4.0)
@@ -129,6 +145,11 @@ class Program:
     @property
     def is_sharded(self) -> bool:
         return self.wrapper in _SHARDED
+
+    @property
+    def is_synchronized(self) -> bool:
+        """Whether groups train alone, and average their weights from time to time."""
+        return self.wrapper in _SYNCHRONIZED
 
     @property
     def is_refused(self) -> bool:
@@ -229,6 +250,26 @@ def reason_against(program: Program) -> str | None:
         (
             has(Feature.TIED) and has(Feature.MIXED_TYPES) and program.is_sharded,
             "tied weights have to be sharded together, those of other types apart",
+        ),
+        (
+            has(Feature.QUANTIZED) and wrapper not in _QUANTIZABLE,
+            "nothing else sums in 8-bit numbers",
+        ),
+        (
+            has(Feature.QUANTIZED) and has(Feature.MIXED_TYPES),
+            "8-bit sums of float64 are refused",
+        ),
+        (
+            wrapper is Wrapper.DILOCO and program.use_async_quorum,
+            "a group heals before it contributes to DiLoCo",
+        ),
+        (
+            program.is_synchronized and bool(program.features & _EACH_STEP),
+            "one optimizer makes the inner steps, and its wrapper is not there",
+        ),
+        (
+            program.is_synchronized and program.transport is Transport.IN_PLACE,
+            "the algorithm has state of its own, which is not received in place here",
         ),
     )
     return next((reason for applies, reason in rules if applies), None)

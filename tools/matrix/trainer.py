@@ -58,6 +58,7 @@ from torchft_svc.client import (
     replicate_across_groups,
     sharded_state_dict,
 )
+from torchft_svc.client.algorithms import DiLoCo, LocalSGD, PeriodicSync
 from torchft_svc.coordination import QuorumResult
 
 TIMEOUT = timedelta(seconds=20)
@@ -69,6 +70,7 @@ _PARTS = 2  # of a batch, where gradients are accumulated
 
 
 _STUMBLE_EVERY = 6  # steps
+_SYNC_EVERY = 2  # inner steps
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, seed: int) -> Any:
@@ -174,10 +176,14 @@ class Training:
         self.writes_calls = program.has(Feature.PUBLIC_LOOP) or (
             program.wrapper is Wrapper.BY_HAND and len(self.optimizers) > 1
         )
+        self.number_format: bool | str = False
+        if program.has(Feature.QUANTIZED):
+            self.number_format = ("int8", "float8")[program.seed % 2]
+        self.algorithm = self._make_algorithm()
         if self.writes_calls:
             for optimizer in self.optimizers:
                 self.manager.register_optimizer(optimizer)
-        else:
+        elif self.algorithm is None:
             self.optimizer = OptimizerWrapper(self.manager, self.optimizers)
         self.scheduler = make_scheduler(self.optimizers[0], program.seed)
         # Grows until gradients are infinite, which has to be survived.
@@ -276,6 +282,24 @@ class Training:
             torch.optim.SGD(trained[half:], lr=1e-2, momentum=0.9),
         ]
 
+    def _make_algorithm(self) -> PeriodicSync | None:
+        if not self.program.is_synchronized:
+            return None
+        (inner,) = self.optimizers
+        if self.program.wrapper is Wrapper.LOCAL_SGD:
+            return LocalSGD(self.manager, self.net, inner, _SYNC_EVERY)
+        trained = inner.param_groups[0]["params"]
+        outer = torch.optim.SGD(trained, lr=0.7, momentum=0.9, nesterov=True)
+        return DiLoCo(
+            self.manager,
+            [self.net],
+            inner,
+            outer,
+            _SYNC_EVERY,
+            should_quantize=self.number_format,
+            error_feedback=bool(self.number_format),
+        )
+
     # -- its state -------------------------------------------------------------------------------
 
     def _model_state(self) -> dict[str, Any]:
@@ -319,11 +343,16 @@ class Training:
         return self._digest_with(shared_part(self._model_state(), self.program))
 
     def whole_digest(self) -> str:
-        """Digest of all that a group heals by: equal to the source's, right after a heal."""
-        return self._digest_with(self._model_state())
+        """Digest of all that a group heals by: equal to the source's, right after a heal.
+
+        Empty where the inner steps of a source are not seen from outside.
+        """
+        return "" if self.algorithm is not None else self._digest_with(self._model_state())
 
     def _digest_with(self, model: dict[str, Any]) -> str:
-        whole = {"model": model, "manager": self.manager.state_dict(), **self._rest()}
+        whole = {"model": model, "manager": self.manager.state_dict()}
+        if self.algorithm is None:  # else each group's own
+            whole |= self._rest()
         return fingerprint(tree_map(_local, whole))
 
     def _report_heal(self, *, is_whole: bool) -> None:
@@ -337,6 +366,8 @@ class Training:
 
     def update(self, inputs: list[Tensor]) -> tuple[bool, float]:
         """One step: whether it was committed, and its loss."""
+        if self.algorithm is not None:
+            return self._train_alone(inputs, self.algorithm)
         self._begin_step()
         self._report_heal(is_whole=True)  # with that it goes forward, as the source does
         self.bomb.at(Moment.QUORUM)
@@ -348,7 +379,7 @@ class Training:
             loss = self._pass(inputs)
         if self.program.wrapper is Wrapper.BY_HAND:
             works = [
-                self.manager.allreduce(parameter.grad)
+                self.manager.allreduce(parameter.grad, self.number_format)
                 for parameter in self.net.parameters()
                 if parameter.grad is not None
             ]
@@ -363,6 +394,27 @@ class Training:
                 self.scheduler.step()
         self._report_heal(is_whole=committed)  # it came at the end of the step
         return committed, loss
+
+    def _train_alone(self, inputs: list[Tensor], algorithm: PeriodicSync) -> tuple[bool, float]:
+        """Inner steps up to the next synchronization: whether it was committed, and a loss."""
+        before = self.manager.current_step()
+        (inner,) = self.optimizers
+        is_over = False
+        while not is_over:
+            inner.zero_grad()
+            loss = self._pass(inputs)
+            if self.program.has(Feature.CLEARS_TWICE):
+                inputs = [part + 0.1 * _sign(part.grad) for part in inputs]
+                inner.zero_grad()
+                loss = self._pass(inputs)
+            inputs = [part.detach() for part in inputs]
+            if algorithm.inner_steps == _SYNC_EVERY - 1:
+                self.bomb.at(Moment.QUORUM)
+                self.bomb.at(Moment.VOTE)
+            inner.step()
+            is_over = algorithm.inner_steps == 0
+        self._report_heal(is_whole=False)
+        return self.manager.current_step() > before, loss
 
     def _pass(self, inputs: list[Tensor]) -> float:
         loss = 0.0
@@ -395,7 +447,7 @@ class Training:
         if self.program.is_sharded:
             self.net.set_requires_gradient_sync(is_last)  # type: ignore[operator]
             yield
-        elif is_last or self.program.wrapper is Wrapper.BY_HAND:
+        elif is_last or self.algorithm is not None or self.program.wrapper is Wrapper.BY_HAND:
             yield
         else:
             with self.model.no_sync():  # type: ignore[operator]
@@ -508,7 +560,7 @@ def run(options: WorkerOptions) -> None:
             "gloo", rank=options.worker, world_size=options.num_workers, timeout=TIMEOUT
         )
     training = Training(options, program, log)
-    with training.manager as manager:
+    with training.manager as manager, training.algorithm or contextlib.nullcontext():
         log.write(Joined)
         last = options.steps
         while manager.current_step() < last:

@@ -10,10 +10,10 @@ from tools.matrix.program import draw, pairs
 from tools.matrix.runner import ProgramRunner
 from tools.matrix.verdicts import judge, judge_stalls, report_failure
 
-# `covering(map(draw, range(1500)), 20)`: those that show the most pairs of choices for their time.
-SEEDS = (92, 566, 93, 329, 1001, 151, 496, 1165, 219, 1468)
-SEEDS += (30, 625, 563, 1441, 1070, 1106, 41, 276, 615, 408)
-_ENOUGH = 0.85
+# Mostly `covering(map(draw, range(1500)), 20)`: what shows the most pairs of choices for its time.
+SEEDS = (171, 823, 26, 419, 722, 506, 1494, 632, 1185, 1114)
+SEEDS += (275, 93, 904, 1173, 62, 69, 1243, 1434, 119, 1275, 115)
+_ENOUGH = 0.75
 # Each of its parts has less time, on a busy machine.
 _LIMIT_S = 240
 

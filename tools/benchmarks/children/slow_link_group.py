@@ -22,7 +22,7 @@ from torch.distributed import ReduceOp
 from torch.nn import functional
 
 from torchft_svc.client import DistributedDataParallel, Manager, OptimizerWrapper
-from torchft_svc.client.algorithms import DiLoCo, LocalSGD
+from torchft_svc.client.algorithms import DecoupledDiLoCo, DiLoCo, LocalSGD
 
 CONTEXT, BATCH, VOCABULARY = 16, 64, 128
 WIDTH, HIDDEN = 64, 1024
@@ -88,35 +88,47 @@ class Group:
         """Train a new model for ``seconds``, which begin when all groups are there."""
         model, text = make_model(), Text(self._number)
         adam = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        is_decoupled = algorithm.startswith("decoupled")
 
         def load(state: dict[str, Any]) -> None:
             model.load_state_dict(state["model"])
             adam.load_state_dict(state["adam"])
 
-        manager = self._manager(
-            use_async_quorum=algorithm == "ddp",
-            state_dict=lambda: {"model": model.state_dict(), "adam": adam.state_dict()},
-            load_state_dict=load,
-        )
+        states: dict[str, Any] = {
+            "state_dict": lambda: {"model": model.state_dict(), "adam": adam.state_dict()},
+            "load_state_dict": load,
+        }
+        if is_decoupled:  # it heals the merged weights alone
+            states = {}
+        manager = self._manager(use_async_quorum=algorithm == "ddp", **states)
+        learner: DecoupledDiLoCo | None = None
         trained: nn.Module = model
         optimizer: torch.optim.Optimizer | OptimizerWrapper = adam
         with contextlib.ExitStack() as stack:
             if algorithm == "ddp":
                 trained = DistributedDataParallel(manager, model)
                 optimizer = OptimizerWrapper(manager, adam)
+            elif is_decoupled:
+                learner = _make_learner(algorithm, manager, model, adam, self._num_groups)
             else:
                 stack.enter_context(_algorithm(algorithm, manager, model, adam))
             self._meet(manager)
+            if learner is not None:  # from here on its own thread begins the manager's steps
+                stack.enter_context(learner)
             began_at = time.monotonic()
             while time.monotonic() < began_at + seconds:
                 optimizer.zero_grad()
                 loss = text.loss(trained)
                 time.sleep(self._device_s)
                 loss.backward()  # type: ignore[no-untyped-call]
+                if learner is not None:
+                    learner.add_tokens(BATCH)
                 optimizer.step()
                 print(
                     f"step {time.monotonic() - began_at:.3f} {BATCH} {loss.item():.4f}", flush=True
                 )
+        if learner is not None:
+            learner.load_merged_weights()
         print(f"end {text.unseen_loss(model):.4f}", flush=True)
 
     def sum(self, number_format: str, numel: int, repeat: int) -> None:
@@ -179,6 +191,23 @@ def _algorithm(
         options |= {"should_quantize": number_format, "error_feedback": True}
     outer = [torch.optim.SGD(each.parameters(), **_OUTER) for each in fragments]
     return DiLoCo(manager, fragments, adam, outer, SYNC_EVERY, **options)
+
+
+def _make_learner(
+    name: str, manager: Manager, model: nn.Sequential, adam: torch.optim.Optimizer, num: int
+) -> DecoupledDiLoCo:
+    """Return the learner of ``decoupled`` or ``decoupled-int8``, one of ``num``."""
+    number_format = name.partition("-")[2]
+    return DecoupledDiLoCo(
+        manager,
+        list(model),
+        adam,
+        lambda weights: torch.optim.SGD(weights, **_OUTER),
+        SYNC_EVERY,
+        min_replicas=num,
+        should_quantize=number_format or False,
+        error_feedback=bool(number_format),
+    )
 
 
 def main() -> None:
