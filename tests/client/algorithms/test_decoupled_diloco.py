@@ -13,12 +13,14 @@ import torch
 from support.running import eventually
 from support.training import bits, lighthouse, make_manager, together
 from torch import nn
+from torch.utils.data import DataLoader
 
 from torchft_svc.client import Manager, ProcessGroupGloo
-from torchft_svc.client.algorithms import DecoupledDiLoCo, LocalSGD
+from torchft_svc.client.algorithms import DecoupledDiLoCo, DiLoCo, LocalSGD
 from torchft_svc.client.algorithms.agreed_weights import AgreedWeights, BucketedAverage
 from torchft_svc.client.algorithms.merge_rule import LearnerReport
 from torchft_svc.client.algorithms.merging import Delivery, Fragment, launch_average
+from torchft_svc.client.data import ElasticDataLoader
 from torchft_svc.errors import ConfigError, GroupDiffers, PeerError, RequestRefused
 from torchft_svc.settings import WorldSizeMode
 
@@ -431,6 +433,22 @@ def test_learners_that_differ_are_refused(job: Job, options: dict[str, Any], wor
     job.errors.clear()
     assert isinstance(error, GroupDiffers)
     assert words in str(error)
+
+
+@pytest.mark.parametrize("kind", ["local_sgd", "diloco", "decoupled"])
+def test_a_loader_that_begins_steps_is_refused(address: str, kind: str) -> None:
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    torchs = DataLoader(cast("Any", list(range(8))))
+    with make_manager(address, "a", use_async_quorum=False) as manager:
+        algorithm: Any = {
+            "local_sgd": lambda: LocalSGD(manager, model, inner, 4),
+            "diloco": lambda: DiLoCo(manager, [model], inner, inner, 4),
+            "decoupled": lambda: make_learner(manager, model, inner),
+        }[kind]()
+        ElasticDataLoader(manager, torchs, global_batch_size=4)
+        with pytest.raises(ConfigError, match=r"beside the loader.*read with torch's"), algorithm:
+            pass
 
 
 class DeviceGloo(ProcessGroupGloo):

@@ -31,6 +31,7 @@ from torchft_svc.client.algorithms.periodic_sync import (
     check_disjoint,
     check_fragments,
     check_is_plain,
+    check_owns_steps,
     check_serves_one,
 )
 from torchft_svc.errors import ConfigError, RequestRefused
@@ -210,6 +211,7 @@ class DecoupledDiLoCo:
         """
         if self._is_entered:
             raise ConfigError("DecoupledDiLoCo", "entered twice", "it is used once")
+        check_owns_steps(self._manager, type(self).__name__)
         self._is_entered = True
         self._merger.start(self._manager._rules.timeouts.quorum_s)
         self._adopt()

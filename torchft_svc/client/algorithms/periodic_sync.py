@@ -135,6 +135,7 @@ class PeriodicSync(abc.ABC):
     def __enter__(self) -> PeriodicSync:
         if self._hooks:
             raise ConfigError(type(self).__name__, "entered twice", "leave the block first")
+        check_owns_steps(self._manager, type(self).__name__)
         ref = weakref.ref(self)  # the optimizer must not keep this alive
 
         def before(*_: Any) -> None:
@@ -282,6 +283,17 @@ def check_serves_one(manager: Manager, algorithm: str) -> None:
     if any(isinstance(each, SyncedWeights) for each in manager._sums.reducers()):
         reason = "its manager serves another algorithm: use one of them"
         raise ConfigError(algorithm, "a second one", reason)
+
+
+def check_owns_steps(manager: Manager, algorithm: str) -> None:
+    """Raise `ConfigError` if a loader of ``manager`` would begin its steps, too."""
+    names = manager._stepper.data.names
+    if names:
+        reason = (
+            "the manager's steps belong to the algorithm, and that loader begins one for each "
+            "batch: read with torch's DataLoader, or with a loader that knows no manager"
+        )
+        raise ConfigError(algorithm, f"beside the loader {names[0]!r}", reason)
 
 
 def check_fragments(manager: Manager, num: int, sync_every: int) -> None:

@@ -78,7 +78,7 @@ class ProcessGroupNCCL(DelegatingProcessGroup):
         set_default(*_GIVE_UP_CONNECTING)
 
     def reduces_on(self, device: torch.device) -> bool:
-        """Only on CUDA devices."""
+        """See `ProcessGroup.reduces_on`: CUDA devices only."""
         return device.type == "cuda"
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:

@@ -103,6 +103,11 @@ class DataPositions:
         self._positions[name] = position
         self.divisible = divisible
 
+    @property
+    def names(self) -> list[str]:
+        """The names of all loaders."""
+        return list(self._positions)
+
     def layouts(self) -> list[str]:
         """What must be equal in all groups, in words, for each loader."""
         return [f"data {name!r}: {each.layout}" for name, each in self._positions.items()]

@@ -292,7 +292,7 @@ class ProcessGroupBabyNCCL(IsolatedProcessGroup):
         super().__init__(timeout, backend, lambda: Pool(create, on_device=True))
 
     def reduces_on(self, device: torch.device) -> bool:
-        """Only on CUDA devices."""
+        """See `ProcessGroup.reduces_on`: CUDA devices only."""
         return device.type == "cuda"
 
 
