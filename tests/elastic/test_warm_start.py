@@ -25,14 +25,19 @@ MODULE = "tests.support.scripts.describing_worker"
 WARM = "is a warm start"
 
 
-def launched(folder: Path, *options: str, program: tuple[str, ...]) -> Program:
+def launched(
+    folder: Path, *options: str, program: tuple[str, ...], modules: Path | None = None
+) -> Program:
     """One worker, which is started cold first, and warm when it is killed."""
     line = [
         *("--standalone", "--restart-policy=soft-replace"),
         *("--warm-start", "--tee=3"),
         *(f"--log-dir={folder / 'logs'}", *options, *program),
     ]
-    return agent(*line, environment={"TORCHFT_LIGHTHOUSE": ""})
+    environment = {"TORCHFT_LIGHTHOUSE": ""}
+    if modules is not None:
+        environment["PYTHONPATH"] = f"{modules}:{ROOT}"
+    return agent(*line, environment=environment)
 
 
 def attempt(folder: Path, number: int, of: Program) -> Any:
@@ -107,6 +112,35 @@ def test_a_warm_worker_ends_with_its_agent(death: signal.Signals, tmp_path: Path
         launcher.signal(death)
         launcher.wait()
         eventually(lambda: are_gone([own["pid"], own["parent"]]), 20.0, "all have ended")
+
+
+@pytest.mark.processes
+def test_where_forks_would_hang_the_log_says_why_once_and_workers_start_cold(
+    tmp_path: Path,
+) -> None:
+    """A worker would wait for the threads of the pool in its first larger sum."""
+    (tmp_path / "computing.py").write_text(
+        "import torch; torch.set_num_threads(2); torch.ones(1 << 20).add_(1)"
+    )
+    options = ("--max-restarts=40", "--warm-start-preload=computing")
+    program = (SCRIPT, str(tmp_path), "wait")
+    with launched(tmp_path, *options, program=program, modules=tmp_path) as launcher:
+
+        def reasons() -> list[str]:
+            return [line for line in launcher.read_so_far() if "warm start is off" in line]
+
+        left = 2  # workers that are started after that
+        for number in itertools.count():
+            own = attempt(tmp_path, number, launcher)["own"]
+            assert own["parent"] == launcher.pid
+            left -= bool(reasons())
+            if not left:
+                break
+            time.sleep(0.5)  # the fork server imports meanwhile, on a machine with time
+            os.kill(own["pid"], signal.SIGKILL)
+        (reason,) = reasons()
+        assert "workers are started cold: preloaded modules have started" in reason
+        assert "of native code" in reason
 
 
 def test_only_python_programs_start_warm() -> None:

@@ -15,7 +15,6 @@ import os
 import runpy
 import signal
 import sys
-import threading
 import types
 import zipfile
 from collections.abc import Callable, Sequence
@@ -24,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from torchft_svc import env
+from torchft_svc.elastic.fork_check import why_not_forked
 from torchft_svc.errors import ConfigError, PeerError
-from torchft_svc.host.fork_server import MAX_REQUEST, ForkServer, serve
+from torchft_svc.host.fork_server import MAX_REQUEST, ForkServer, refuse, serve
 from torchft_svc.host.process_end import end_with
 from torchft_svc.host.worker_process import ForkedProcess
 
@@ -74,6 +74,7 @@ class WarmStart:
             environment=env.for_child({"PYTHONUNBUFFERED": "1"}),
         )
         self._server.start()
+        self._is_off = False  # for good: another server would import the same modules
 
     def fork(
         self, command: Sequence[str], environment: dict[str, str], streams: Sequence[int]
@@ -99,11 +100,17 @@ class WarmStart:
         if len(request) > MAX_REQUEST:
             log.warning("no warm start: arguments and environment are too long")
             return None
+        if self._is_off:
+            return None
         try:
             if not self._server.is_ready(0.0):
                 return None
             return ForkedProcess(self._server.fork(request, *streams), self._server)
         except PeerError as error:
+            if self._server.refusal:
+                self._is_off = True
+                log.warning("warm start is off, workers are started cold: %s", self._server.refusal)
+                return None
             log.warning("no warm start: %s", error)
             with contextlib.suppress(OSError):
                 self._server.start()  # for the next worker
@@ -150,7 +157,8 @@ def main(descriptor: str, owner_pid: str, modules: str) -> None:
     env.set_default("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     for name in preload:
         _load(name)
-    if not _may_fork():
+    if reason := why_not_forked():
+        refuse(int(descriptor), reason)
         return
     fork = serve(int(descriptor), int(owner_pid))
     if fork is None:
@@ -171,20 +179,6 @@ def _load(name: str) -> None:
         importlib.import_module(name)
     except Exception as error:  # noqa: BLE001 - the worker that imports it reports the same
         print(f"warm start: {name} cannot be preloaded: {error!r}", file=sys.stderr)
-
-
-def _may_fork() -> bool:
-    """Whether forks of this process are like new ones."""
-    others = [each.name for each in threading.enumerate() if each is not threading.main_thread()]
-    if others:
-        problem = "preloaded modules have started threads, which workers will not have"
-        print(f"warm start: {problem}: {', '.join(others)}", file=sys.stderr)
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        problem = "preloaded modules use CUDA, which does not work in forked processes"
-        print(f"warm start is off: {problem}", file=sys.stderr)
-        return False
-    return True
 
 
 def _draw_seeds() -> None:

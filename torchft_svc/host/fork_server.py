@@ -40,6 +40,8 @@ MAX_REQUEST = _MAX_MESSAGE - 64
 _MAX_DESCRIPTORS = 4
 # The audit event of each fork (see `sys.addaudithook`), with the module of the server.
 FORK_EVENT = "torchft_svc.fork"
+# Begins the message of a server that must not fork.
+_REFUSED = "refused:"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +117,7 @@ class ForkServer:
         self._program = ServerProgram(module=module, arguments=arguments, environment=environment)
         self._action = f"starting a process for {purpose}"
         self._lost = f"the process that starts those for {purpose} has ended"
-        self._why_lost = ""
+        self._why_lost = self._refusal = ""
         self._changed = threading.Condition()
         self._forking = threading.Lock()
         self._process: ServerProcess | None = None
@@ -141,7 +143,8 @@ class ForkServer:
                 self._process = _spawner(self._program, theirs.fileno())
             self._socket, self._owner = ours, os.getpid()
             self._started_at = time.monotonic()
-            self._ready, self._forked, self._why_lost = False, {}, "; see stderr"
+            self._ready, self._forked = False, {}
+            self._why_lost, self._refusal = "; see stderr", ""
         threading.Thread(
             target=self._read, args=(ours,), name="torchft-fork-server", daemon=True
         ).start()
@@ -193,6 +196,11 @@ class ForkServer:
                 raise DeadlineExceeded(self._action, START_S)
             return self._ready
 
+    @property
+    def refusal(self) -> str:
+        """Why the last server would not fork (empty: it would); see `refuse`."""
+        return self._refusal
+
     def end_of(self, pid: int, timeout_s: float | None = 0.0) -> tuple[int, float] | None:
         """Exit status (negative: the signal) and instant of the end of a forked process.
 
@@ -234,8 +242,9 @@ class ForkServer:
                 message = b""
             kind, *values = message.decode().split() or [""]
             with self._changed:
-                if kind == FAILED.strip():
+                if kind in (FAILED.strip(), _REFUSED):
                     self._why_lost = f": {' '.join(values)}"
+                    self._refusal = " ".join(values) if kind == _REFUSED else ""
                 elif kind == "ready":
                     self._ready = True
                 elif kind == "forked":
@@ -279,6 +288,12 @@ class Fork:
         os.setsid()
         for number in handled:
             signal.signal(number, self.handlers[number])
+
+
+def refuse(descriptor: int, reason: str) -> None:
+    """Inform the owner that this process must not fork, and so will end."""
+    with contextlib.suppress(OSError):  # the owner has ended
+        os.write(descriptor, f"{_REFUSED} {reason}".encode()[:_MAX_MESSAGE])
 
 
 def serve(descriptor: int, owner_pid: int) -> Fork | None:
