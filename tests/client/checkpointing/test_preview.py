@@ -167,8 +167,12 @@ def test_k3_a_claim_of_other_bits_is_no_claim(stack: contextlib.ExitStack) -> No
     assert torch.equal(received.result(DEADLINE_S)["w"], worker.deferred)
 
 
-def test_k3_a_claim_counts_for_one_step(stack: contextlib.ExitStack) -> None:
+@pytest.mark.parametrize("later_steps", [0, 1])
+def test_k3_a_claim_counts_for_one_receiver_and_step(
+    later_steps: int, stack: contextlib.ExitStack
+) -> None:
     """The group that has claimed is gone, and another one, which has nothing at hand, heals."""
+    step = STEP + later_steps
     worker, gone, receiver = Worker(stack), Heal(stack), Heal(stack)
     gone.catch_up(worker)
     pool = stack.enter_context(ThreadPoolExecutor(2))
@@ -178,8 +182,8 @@ def test_k3_a_claim_counts_for_one_step(stack: contextlib.ExitStack) -> None:
     gone.transport.shutdown()
     with pytest.raises(PeerError):
         lost.result(DEADLINE_S)
-    worker.transport.send_deferred([1], [], STEP + 1, {"w": worker.deferred}, LONG)
-    later = receiver.transport.recv_deferred(0, url, [], STEP + 1, LONG)
+    worker.transport.send_deferred([1], [], step, {"w": worker.deferred}, LONG)
+    later = receiver.transport.recv_deferred(0, url, [], step, LONG)
     assert torch.equal(later["w"], worker.deferred)
 
 

@@ -178,6 +178,7 @@ class Conversation:
         self._wire = wire
         self._slots = slots
         self._secret = secret
+        self._claimants: set[str] = set()  # over this connection
 
     def run(self) -> None:
         """Return when the peer has closed the connection, or sent an invalid request.
@@ -199,6 +200,10 @@ class Conversation:
                     return
         except BadHead as error:
             refuse(self._wire, error.status, str(error), close=True)
+        finally:
+            for slot in self._slots.values():
+                for receiver in self._claimants:
+                    slot.drop_claims(receiver)
 
     def _answer(self, request: Request) -> None:
         if not hmac.compare_digest(request.secret.encode(), self._secret.encode()):
@@ -294,7 +299,9 @@ class Conversation:
         match request.parts:
             case ("claim", "state" | "deferred" as name, step, size, chunk_bytes):
                 form = StateForm(_number(step), _number(size), _number(chunk_bytes))
-                self._slots[name].claim(request.receiver, form, request.claimed)
+                receiver, claimed = request.receiver, request.claimed
+                self._claimants.add(receiver)
+                self._slots[name].claim(receiver, form, claimed, self._wire.has_peer)
                 self._send_head(0)
             case ("copy", step):
                 self._count_apart("as many copies as possible are being fetched")

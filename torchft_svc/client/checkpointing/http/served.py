@@ -219,6 +219,11 @@ class ServedState:
             if len(self._claims) < MAX_CLAIMS:
                 self._claims[receiver] = digests
 
+    def drop_claim(self, receiver: str) -> None:
+        """``receiver`` is gone, or has nothing at hand any more: copy what others need."""
+        with self._changed:
+            self._claims.pop(receiver, None)
+
     def _is_at_hand(self, chunk: int) -> bool:
         """Whether all receivers have ``chunk``: nobody will fetch it."""
         with self._changed:
@@ -282,6 +287,14 @@ class ServedState:
         return not (self._retired or (has_all_announced and has_all_extras))
 
 
+@dataclass(frozen=True, slots=True)
+class _Claim:
+    """The chunks that a receiver has at hand, by their digests, while it ``is_there``."""
+
+    digests: dict[int, bytes]
+    is_there: Callable[[], bool]
+
+
 class OfferSlot:
     """Holds the state that was offered last; thread-safe."""
 
@@ -290,18 +303,26 @@ class OfferSlot:
         self._state: ServedState | None = None
         self._newest_step = -1
         self._refused: tuple[int, str] | None = None
-        self._claims: dict[tuple[str, StateForm], dict[int, bytes]] = {}
+        self._claims: dict[tuple[str, StateForm], _Claim] = {}
         self._closed = False
 
-    def claim(self, receiver: str, form: StateForm, digests: Mapping[int, bytes]) -> None:
+    def claim(
+        self,
+        receiver: str,
+        form: StateForm,
+        digests: Mapping[int, bytes],
+        is_there: Callable[[], bool],
+    ) -> None:
         """``receiver`` has chunks of such a state at hand, and may report more of them.
 
-        It may be gone when another group heals, so a claim counts for one step only.
+        A claim counts for one step, and while the receiver ``is_there``: another one may heal to
+        the same step, and would not get what nobody seemed to need.
         """
         with self._changed:
             for key in [key for key in self._claims if key[1].step != form.step]:
                 del self._claims[key]
-            self._claims.setdefault((receiver, form), {}).update(digests)
+            claim = self._claims.setdefault((receiver, form), _Claim({}, is_there))
+            claim.digests.update(digests)
             while len(self._claims) > MAX_CLAIMS:
                 del self._claims[next(iter(self._claims))]
             state = self._state
@@ -312,9 +333,21 @@ class OfferSlot:
         """Inform ``state``, which is offered or will be, of what its receivers have at hand."""
         with self._changed:
             claims = list(self._claims.items())
-        for (receiver, form), digests in claims:
+        for (receiver, form), claim in claims:
             if form == StateForm(state.step, state.size, state.chunk_bytes):
-                state.claim(receiver, digests)
+                if claim.is_there():
+                    state.claim(receiver, claim.digests)
+                else:
+                    self.drop_claims(receiver)
+
+    def drop_claims(self, receiver: str) -> None:
+        """Forget what ``receiver`` has claimed: its connection has ended."""
+        with self._changed:
+            for key in [key for key in self._claims if key[0] == receiver]:
+                del self._claims[key]
+            state = self._state
+        if state is not None:
+            state.drop_claim(receiver)
 
     @property
     def state(self) -> ServedState | None:

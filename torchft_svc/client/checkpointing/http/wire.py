@@ -8,6 +8,7 @@ seconds; the total time of a body is not limited.
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import ssl
@@ -95,6 +96,18 @@ class Wire:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             return  # it is closed already
+
+    def has_peer(self) -> bool:
+        """Whether the peer has not closed the connection, as far as is known; for any thread that
+        knows that nothing else is to be read."""
+        raw = self._socket
+        try:
+            with socket.socket(fileno=os.dup(raw.fileno())) as copy:  # peeking is not for TLS
+                return bool(copy.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError:
+            return False
 
     def read_head(self, begin_within_s: float | None = None) -> Head | None:
         """The next head; None if the peer closed the connection.
