@@ -567,3 +567,17 @@ def test_all_groups_are_bitwise_equal_after_each_synchronization(address: str) -
     assert len(seen["a"]) == 20
     assert seen["a"] == seen["b"]
     assert sum(losses[-8:]) < sum(losses[:8]) / 3
+
+
+@pytest.mark.parametrize("found", [torch.ones(1), torch.ones(3, 1), torch.ones(4, 3), 1.0])
+def test_agreed_weights_of_another_shape_are_refused_whole(found: Any) -> None:
+    """Some of them could be broadcast to the shape that is wanted."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    weights = AgreedWeights(model, torch.device("cpu"), False)
+    before = [value.clone() for value in weights.values]
+    state: dict[str, Any] = {name: value + 1 for name, value in weights.state_dict().items()}
+    with pytest.raises(ConfigError, match=r"1\.weight of .* here it has the shape \(3, 3\)"):
+        weights.load_state_dict({**state, "1.weight": found})
+    assert all(map(torch.equal, weights.values, before))
+    weights.load_state_dict(state)
+    assert all(map(torch.equal, weights.values, state.values()))

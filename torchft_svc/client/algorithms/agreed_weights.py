@@ -104,10 +104,16 @@ class AgreedWeights:
         """Copy ``state``, which another group has returned from `state_dict`.
 
         Raises:
-            ConfigError: it has other names.
+            ConfigError: it has other names or shapes; nothing was copied.
         """
         if list(state) != self.names:
             raise ConfigError("original_parameters", list(state)[:3], "another model's names")
+        for name, value in zip(self.names, self.values, strict=True):
+            shape = getattr(state[name], "shape", None)
+            if shape != value.shape:  # one that is broadcast would pass unnoticed
+                found = f"{name} of {'no tensor' if shape is None else tuple(shape)}"
+                reason = f"here it has the shape {tuple(value.shape)}: it is another model's"
+                raise ConfigError("original_parameters", found, reason)
         for name, value in zip(self.names, self.values, strict=True):
             value.copy_(state[name])
 
