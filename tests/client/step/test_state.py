@@ -21,7 +21,7 @@ from support.training import (
 )
 
 from torchft_svc.client import CheckpointTransport, HTTPTransport, PGTransport, ProcessGroupGloo
-from torchft_svc.client.step.state import ReadGate, StateRegistry
+from torchft_svc.client.step.state import ReadGate, StateRegistry, join
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded
 
 
@@ -284,3 +284,29 @@ def test_bad_pieces_are_refused() -> None:
         registry.register("", print, dict)
     with pytest.raises(ConfigError, match="state_dict=3"):
         registry.register("two", print, 3)  # type: ignore[arg-type]
+
+
+def test_a_preview_of_the_rest_calls_the_programs_functions_once() -> None:
+    """Marks stand where the early part that was shown before has tensors."""
+    linear, calls = torch.nn.Linear(3, 2), []
+    linear.bias.requires_grad_(requires_grad=False)
+    optimizer = torch.optim.SGD(linear.parameters(), lr=0.1, momentum=0.9)
+    linear(torch.ones(3)).sum().backward()
+    optimizer.step()
+
+    def save() -> Any:
+        calls.append(1)
+        return {"model": linear.state_dict(), "more": torch.ones(2), "epoch": 3}
+
+    registry = StateRegistry(lambda state: None, save)
+    registry.own(optimizer)
+    counters = {"step": 5}
+    early = registry.collect_early(1.0)
+    calls.clear()
+    rest = registry.collect_deferred(counters, 1.0)
+    assert len(calls) == 1
+    expected = registry.collect_rest(early, counters, 1.0)
+    assert str(rest) == str(expected)
+    assert "torchft.early_tensor" in str(rest)
+    joined = join(early.state, rest, "here")
+    assert torch.equal(joined["user"]["default"]["model"]["weight"], linear.weight)

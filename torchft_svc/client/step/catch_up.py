@@ -89,11 +89,9 @@ class LiveState:
         registry, counters = self._registry, self._worker.state.counters()
         if self._is_whole:
             return {} if is_deferred else registry.collect(counters, self._timeout_s)
-        with registry.gate.reading(self._timeout_s):  # the two parts belong to one moment
-            early = registry.collect_early(self._timeout_s)
-            if not is_deferred:
-                return early.state
-            return registry.collect_rest(early, counters, self._timeout_s)
+        if is_deferred:
+            return registry.collect_deferred(counters, self._timeout_s)
+        return registry.collect_early(self._timeout_s).state
 
     def reading(self) -> AbstractContextManager[None]:
         return self._registry.gate.reading(self._timeout_s)

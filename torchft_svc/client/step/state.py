@@ -249,6 +249,9 @@ class StateRegistry:
 
     def collect_early(self, timeout_s: float) -> EarlyTensors:
         """The tensors of the state that only an update changes; live, not copies."""
+        return self._find_early(self.collect({}, timeout_s))
+
+    def _find_early(self, state: dict[str, Any]) -> EarlyTensors:
         owned = self._owned_storages()
         early = EarlyTensors([], {})
 
@@ -259,20 +262,21 @@ class StateRegistry:
                     early.tensors.append(value)
             return value
 
-        map_nodes(self.collect({}, timeout_s), number_tensor)
+        map_nodes(state, number_tensor)
         return early.ordered(self._trained_storages())
 
     def collect_rest(
         self, early: EarlyTensors, counters: dict[str, int], timeout_s: float
     ) -> dict[str, Any]:
         """Collect the whole state, with a mark in place of each unchanged ``early`` tensor."""
+        return _without(early, self.collect(counters, timeout_s))
 
-        def refer(value: Any) -> Any:
-            number = early.numbers.get(_identity(value)) if _may_be_owned(value) else None
-            return value if number is None else {_EARLY_MARK: number}
-
-        state: dict[str, Any] = map_nodes(self.collect(counters, timeout_s), refer)
-        return state
+    def collect_deferred(self, counters: dict[str, int], timeout_s: float) -> dict[str, Any]:
+        """Collect the whole state, with marks for the tensors that `collect_early` would find now;
+        the program's functions are called once."""
+        with self.gate.reading(timeout_s):  # no update changes a tensor between the two
+            state = self.collect(counters, timeout_s)
+            return _without(self._find_early(state), state)
 
     def _trained_storages(self) -> set[int]:
         """The memory that each update changes."""
@@ -397,6 +401,17 @@ def join(early: Any, rest: Any, source: str) -> Any:
         return tensors[number]
 
     return map_nodes(rest, put)
+
+
+def _without(early: EarlyTensors, state: dict[str, Any]) -> dict[str, Any]:
+    """The ``state`` with a mark in place of each unchanged ``early`` tensor."""
+
+    def refer(value: Any) -> Any:
+        number = early.numbers.get(_identity(value)) if _may_be_owned(value) else None
+        return value if number is None else {_EARLY_MARK: number}
+
+    rest: dict[str, Any] = map_nodes(state, refer)
+    return rest
 
 
 def _may_be_owned(value: Any) -> bool:
