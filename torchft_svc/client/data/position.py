@@ -76,6 +76,7 @@ class JobPosition:
         companion: Companion | None = None,
     ) -> None:
         self._description, self._companion = description, companion
+        self.layout = description.layout  # asked for in each step
         self._following = following
         self._committed_step = committed_step
         # One value, because a background thread reads it.
@@ -84,10 +85,6 @@ class JobPosition:
         self.moved_to = 0  # the epoch of the last one
         # Of the present step: pieces that the program has not read, and gradients kept apart.
         self.num_unread = self.num_unsummed = 0
-
-    @property
-    def layout(self) -> str:
-        return self._description.layout
 
     def now(self) -> EpochPosition:
         """The position at the beginning of the next step, or of the present one until it commits;
