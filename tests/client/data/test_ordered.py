@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 import torch
-from support.reading import SIZE, AveragingGroup, Numbers, ReadingGroup, reading_groups
+from support.reading import BATCH, SIZE, AveragingGroup, Numbers, ReadingGroup, reading_groups
 from support.training import bits, lighthouse, make_manager, together
 from torch import nn
 from torch.utils.data import DataLoader
@@ -68,6 +69,29 @@ def test_ordered_sums_beside_averages_in_8_bit_numbers(number_format: str) -> No
         assert ledger.faults() == []
         assert bits(others[0].state()) == bits(others[1].state())
         assert torch.equal(others[0].weights(), expected)
+
+
+def train_plainly(model: nn.Module, num_epochs: int) -> torch.Tensor:
+    """The weights after a loop without this package, over the same order of the samples."""
+    sgd = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    sampler = ElasticSampler(Numbers(), seed=5)
+    for epoch in range(num_epochs):
+        sampler.set_epoch(epoch)
+        for features, targets, _ in DataLoader(Numbers(), BATCH, sampler=sampler):
+            sgd.zero_grad()
+            for part, wanted in zip(features.split(3), targets.split(3), strict=True):
+                loss = (model(part) - wanted).square().mean()
+                torch.autograd.backward(loss * (len(part) / len(features)))
+            sgd.step()
+    return torch.cat([each.detach().flatten() for each in model.parameters()])
+
+
+def test_the_bits_are_those_of_a_plain_loop() -> None:
+    with lighthouse(3) as address, reading_groups(address, "abc", **ORDERED) as groups:
+        expected = train_plainly(copy.deepcopy(groups[0].model), 2)
+        together(*(lambda group=group: group.until(2 * -(-SIZE // BATCH)) for group in groups))
+        for each in groups:
+            assert torch.equal(each.weights(), expected)
 
 
 # -- several loaders, models and passes in a step --------------------------------------------------
