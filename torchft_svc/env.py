@@ -56,7 +56,7 @@ def keep_grpc_quiet() -> None:
 
 
 def withdraw_preferences() -> None:
-    """Take away what this package's import has set for gRPC, which this process does not use.
+    """Remove the variables that this package's import has set for gRPC, which is not used here.
 
     The programs that a launcher starts are the user's: they find the environment as it was.
     """
@@ -80,7 +80,7 @@ def set_default(name: str, value: str) -> None:
 
 
 def is_set(name: str) -> bool:
-    """Whether the environment has the variable, of another program's."""
+    """Whether the environment has ``name``, a variable of another program."""
     return name in os.environ
 
 

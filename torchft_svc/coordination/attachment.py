@@ -146,10 +146,10 @@ class Attachment:
         return self._votes.cast(vote, timeout_s)
 
     def listen(self, timeout_s: float) -> None:
-        """Wait, but not longer, until all is read that the manager has sent before it reads this.
+        """Wait, at most for ``timeout_s``, until all news that were sent so far are read.
 
-        A stream that has ended, as it does where this process stood still, is waited for: once, and
-        not if the manager ends for good.
+        If the stream has ended, for example because this process stood still, wait for the next one
+        first: once, and not if the manager ends for good.
         """
         deadline = time.monotonic() + timeout_s
         while not self._votes.listen(max(0.0, deadline - time.monotonic())):
@@ -196,7 +196,7 @@ class Attachment:
         while True:
             outgoing = self._outgoing = Outgoing(self._hello, self._tally)
             votes = self._votes = StreamVotes(outgoing.send)
-            if self._closing.is_set():  # looked at after that which `close` ends is there
+            if self._closing.is_set():  # not before there is an `Outgoing` that `close` ends
                 return
             for event, at in list(self._events):
                 outgoing.send(_event_request(event, at))
@@ -223,7 +223,7 @@ class Attachment:
             self._closing.wait(following.pause_s)
 
     def _react(self, following: Reattach, reason: str) -> None:
-        """``reason``: why the stream has ended, if not in good order."""
+        """Inform the listeners of the end of a stream; ``reason``: why, if not in good order."""
         if following.is_broken:
             if reason:
                 level = logging.DEBUG if self._is_over else logging.WARNING
@@ -235,7 +235,7 @@ class Attachment:
             self._on_break()
 
     def _read(self, outgoing: Outgoing, votes: StreamVotes, retry: AttachRetry) -> None:
-        """One stream, from hello to its end."""
+        """Read one stream, from hello to its end."""
         attach: Any = self._channel().stream_stream(
             "/torchft.ManagerService/Attach",
             request_serializer=pb.AttachRequest.SerializeToString,

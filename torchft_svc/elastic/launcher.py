@@ -500,6 +500,6 @@ def _entrypoint_name(entrypoint: Entrypoint, args: list[Any]) -> str:
 
 
 def from_torch(config: torch_launcher.LaunchConfig, **more: Any) -> LaunchConfig:
-    """The same as one of ours, with ``more`` fields."""
+    """Our configuration with the values of torch's ``config``, and ``more`` fields."""
     fields = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
     return LaunchConfig(**fields, **more)

@@ -56,7 +56,7 @@ def check_program(command: str) -> None:
 
 
 def tied(entrypoint: Entrypoint, args: tuple[Any, ...]) -> tuple[Entrypoint, tuple[Any, ...]]:
-    """The same entrypoint and arguments, but ended by the kernel when this process ends.
+    """The entrypoint and its arguments, so that the kernel ends it when this process ends.
 
     Raises:
         ConfigError: there is no such command.

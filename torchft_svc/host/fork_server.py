@@ -153,8 +153,8 @@ class ForkServer:
         """Fork a process, where `serve` returns ``request`` and ``descriptors``; return its id.
 
         Raises:
-            DeadlineExceeded: the server is not ready within `START_S`, or does not fork within
-                `FORK_S`: then it is frozen, so it is killed, and the next call starts another.
+            DeadlineExceeded: the server is not ready within `START_S`. Or it does not fork within
+                `FORK_S`, so it is frozen: it is killed, and the next call starts another.
             QuorumFailed: the server has exited.
         """
         sys.audit(FORK_EVENT, self._program.module)

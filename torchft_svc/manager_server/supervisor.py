@@ -39,8 +39,8 @@ class ManagerSupervisor:
     behind once closed.
 
     The first one is started at once, and supervised from `await_ready` on. ``on_move`` receives the
-    address of each further one, and ``on_over`` why there will be no other, both on the thread of
-    this, before `find` returns or raises it.
+    address of each further one, and ``on_over`` why there will be no other, both on the
+    supervisor's thread, before `find` returns or raises it.
 
     In a term, a group of several workers needs its manager in each step, and is given up by the
     others sooner than a process does its imports: so the next one has done them before (rule M3).
@@ -94,8 +94,8 @@ class ManagerSupervisor:
         return self._child.pid
 
     def resume_with(self, resumed: Callable[[], Resumed | None]) -> None:
-        """Let the next manager continue the incarnation that ``resumed`` returns, on the thread of
-        this."""
+        """Let the next manager continue the incarnation that ``resumed`` returns; it is called on
+        the supervisor's thread."""
         self._resumed = resumed
 
     def close(self) -> None:

@@ -16,9 +16,9 @@ from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
-# An interrupt that is no signal to the thread that waits is seen after so long.
+# A thread that waits looks so often for an interrupt that did not come as a signal to it.
 NOTICE_S = 0.2
-# A call returns at once when its channel is closed; for all calls together.
+# `close` waits so long for all calls together: each returns at once when its channel is closed.
 _JOIN_S = 0.5
 
 

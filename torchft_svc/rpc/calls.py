@@ -60,5 +60,5 @@ def remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float:
 
 
 def time_to_wait_s(left_s: float) -> float:
-    """The same, for a caller that waits ``left_s`` itself."""
+    """How long to work for a caller that waits ``left_s``, so that it receives the last word."""
     return max(0.0, min(left_s - min(left_s * MARGIN, MAX_MARGIN_S), MAX_WAIT_S))

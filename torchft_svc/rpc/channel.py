@@ -84,7 +84,7 @@ def open_channel(
 def open_aio_channel(
     address: str, security: TlsFiles = PLAIN, keepalive_ms: int = KEEPALIVE_MS
 ) -> grpc.aio.Channel:
-    """The same for the services' event loop."""
+    """A channel for the services' event loop; otherwise as `open_channel`."""
     options = (*keepalive(keepalive_ms), *_OPTIONS, (_CONNECTING, MAX_CONNECTING_MS))
     target, credentials = parse_address(address).target, security.channel_credentials()
     if credentials is None:

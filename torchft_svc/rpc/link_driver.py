@@ -66,7 +66,7 @@ class LinkDriver(ABC, Generic[Machine]):
 
     @abstractmethod
     def _execute_own(self, order: Any) -> None:
-        """Execute an order that is neither a message nor that of all links."""
+        """Execute an order that only this kind of link has; messages go to `send`."""
 
     def feed(self, input_: Callable[[Machine, float], object]) -> None:
         """Pass an input to the machine, execute its orders, and set the timer."""

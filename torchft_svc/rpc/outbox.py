@@ -153,7 +153,7 @@ class Outbox:
         self._ends.set()
 
     async def end(self) -> None:
-        """The same, and return when that is done."""
+        """End the stream in good order behind all news; return when it has ended."""
         self.finish()
         await self._ended.wait()
 

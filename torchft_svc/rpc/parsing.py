@@ -27,7 +27,7 @@ def parser(message: Any) -> Callable[[bytes], Any]:
 
 
 def refusing_garbage(handler: Handler) -> Handler:
-    """``handler``, for requests that a `parser` has made."""
+    """Return ``handler`` for requests that a `parser` has made: garbage is refused."""
 
     async def answer(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
         return await handler(checked(request), context)
@@ -36,7 +36,7 @@ def refusing_garbage(handler: Handler) -> Handler:
 
 
 def refusing_garbage_in_stream(handler: Handler) -> Handler:
-    """The same for a handler that takes an iterator of requests."""
+    """Return ``handler``, of a stream of requests, for those that a `parser` has made."""
 
     async def answer(requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> bytes | None:
         return await handler(_CheckedStream(requests), context)

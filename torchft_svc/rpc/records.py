@@ -138,7 +138,7 @@ def list_of(codec: Codec[Any, Any]) -> Field:
 
 
 class HandWritten(Generic[R, M]):
-    """The same as a `Codec`, by two functions: for a record that is not like its message."""
+    """A `Codec` that is two functions, for a record that is not like its message."""
 
     def __init__(
         self, record: type[R], to_wire: Callable[[R], M], from_wire: Callable[[M], R]

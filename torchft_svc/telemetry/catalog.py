@@ -39,7 +39,7 @@ class Metric:
 
     @property
     def family(self) -> str:
-        """The name without what a counter's samples have at their end."""
+        """The name without the ``_total`` at the end of a counter's samples."""
         return self.name.removesuffix("_total") if self.kind is MetricKind.COUNTER else self.name
 
 

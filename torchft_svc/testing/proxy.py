@@ -171,7 +171,7 @@ class Throttle:
 
 
 class Gate:
-    """A hook that holds everything from byte ``start`` on until it is opened."""
+    """A hook that holds all pieces that begin at byte ``start`` or later, until it is opened."""
 
     def __init__(self, start: int) -> None:
         self._start = start

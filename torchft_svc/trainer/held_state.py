@@ -73,13 +73,17 @@ class _Pieces:
         return TrainingState(position=position, parts=parts)
 
     def load(self, state: TrainingState) -> None:
-        """Raises `ConfigError`: it does not fit. The models are checked before anything changes."""
+        """Load ``state``; the models are checked before anything changes.
+
+        Raises:
+            ConfigError: it does not fit.
+        """
         found = _pieces_in(state)
         for name in _ONE:
             _check_number(name, getattr(found, name), getattr(self, name))
         if found.extras.keys() != self.extras.keys():
-            ours_ = f"the program has registered {sorted(self.extras)}"
-            raise ConfigError("state", sorted(found.extras), ours_)
+            registered = f"the program has registered {sorted(self.extras)}"
+            raise ConfigError("state", sorted(found.extras), registered)
         pair_models(self.models, state)
         for name in (*_ONE, "extras"):
             pieces, states = getattr(self, name), getattr(found, name)

@@ -115,9 +115,10 @@ class Trainer:
         start_timeout_s: the longest that a worker may take to start, and to join the others.
         timeout_s: the longest that a collective may take.
         join_timeout_s: the longest that all workers may take to meet.
-        first_pause_s, max_pause_s, resources_timeout_s: without resources, the trainer looks again
-            after a time that doubles; so long without them costs another retry.
-        grow_every_s: how often a report is a moment to look for resources of missing workers.
+        first_pause_s, max_pause_s: without resources, the trainer looks again after a pause, which
+            doubles from the first to the longest one.
+        resources_timeout_s: a wait for resources that takes longer costs another retry.
+        grow_every_s: how often, at most, a report leads to a look for resources of missing workers.
         max_restarts_without_progress: when so many restarts in a row have not got beyond the last
             step, `train` ends with a `TrainingFailed` that is final, whatever retries are left
             (default: never).

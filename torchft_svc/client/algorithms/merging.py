@@ -68,7 +68,7 @@ class Fragment:
         self._seen = 0  # tokens whose progress is merged
         self._shift: list[torch.Tensor] | None = None  # what merges have changed in its own weights
         self._restarts = False  # its own weights are to be replaced by the merged ones
-        self._start = 0  # how often that was so
+        self._start = 0  # how often they were replaced
 
     def restart(self) -> None:
         """Begin anew with the merged weights in the next `adopt`."""
@@ -94,7 +94,7 @@ class Fragment:
     def deliver(self, seen: int, now: float) -> None:
         """Offer what was learned since the last contribution; replaces an earlier offer.
 
-        Right after `adopt`.
+        Called right after `adopt`.
         """
         tokens = seen - self._seen
         if tokens <= 0:

@@ -125,7 +125,7 @@ class DataLoop:
         return _Pass(self, self.epoch, self._position.num_moves)
 
     def epochs(self, num: int) -> Iterator[int]:
-        """The epochs from the job's present one on, before ``num``.
+        """The epochs from the job's present one up to ``num``, which is not included.
 
         A group that joins begins with the epoch in which the others are. An epoch whose loop was
         left early is over; leave it after the same step on all groups.

@@ -46,8 +46,8 @@ _ENDED = (
     "was wrapped"
 )
 _OTHER_KIND = (
-    "the buckets of gradients were made for what it was when the module was wrapped: wrap the "
-    "module again after .to(), .bfloat16(), or another change of its parameters"
+    "the buckets of gradients were made for the parameter as it was when the module was wrapped: "
+    "wrap the module again after .to(), .bfloat16(), or another change of its parameters"
 )
 _OVERWRITTEN = (
     "the averages across groups were overwritten in the same backward pass: the parameters are "
@@ -449,8 +449,8 @@ class Reducer:
                 bucket.copy_out()
         self.has_averaged = not self._failed
         if self._failed or self._is_alone:
-            # Other workers of the group may have their averages: all have the same gradients, since
-            # a program may reduce those that it has inside the group.
+            # Other workers of the group may have averages for all parameters. A program may reduce
+            # its gradients inside the group, so each worker needs gradients of the same ones.
             for bucket in self._buckets:
                 bucket.zero_unused()
         self._reductions = []

@@ -45,8 +45,8 @@ MAX_PATTERNS = 8
 STEPS_TO_LOOK_BACK = 3
 # Operations of a step beyond this number are always compared.
 MAX_PLACES = 4096
-# A header has the numbers of an operation, whether its group is settled, its pattern, how long its
-# group is there, and at which step and operation it was stuck.
+# A header has the six numbers of an operation, whether its group is settled, its pattern, how many
+# steps its group has committed, and the step and the operation at which it was stuck.
 HEADER_LENGTH = 16
 
 
@@ -298,7 +298,7 @@ class LaunchOrder:
         self._in_force = ()
 
     def _keep_last_step(self) -> None:
-        """Keep it for a group that differed in it, and reports that in one of the next steps."""
+        """Keep the last step, for a group that differed in it and reports that in a later one."""
         launched, stuck = self._launched, self._stuck
         if stuck is not None and stuck.operation.position == len(launched) + 1:
             launched = [*launched, stuck.operation]  # compared, and never launched

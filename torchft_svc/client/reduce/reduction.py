@@ -47,7 +47,7 @@ class Reducing(Protocol):
         """
 
     def replaced(self) -> list[str]:
-        """Names of the parameters that it sums, and in whose place the model has others now."""
+        """Names of the parameters that it sums, but that the model has replaced by others."""
 
     def unsummed(self) -> list[tuple[str, nn.Parameter]]:
         """Parameters of its model, with their names, that have a gradient which it does not sum.

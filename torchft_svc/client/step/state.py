@@ -109,7 +109,7 @@ class EarlyTensors:
     numbers: dict[tuple[Any, ...], int]
 
     def ordered(self, trained: set[int]) -> EarlyTensors:
-        """The same, first those whose memory is not ``trained``.
+        """The tensors in another order: first those whose memory is not ``trained``.
 
         So a chunk of frozen parameters has no parameter between them that changes (rule K2).
         """

@@ -86,8 +86,8 @@ class StepSums:
         self._reducers: list[weakref.ref[Reducing]] = []
         self._layout: tuple[list[str], str] | None = None  # of these parts, see `layout`
         self._has_warned = False  # about gradients that are not summed
-        self._updated: list[int] = []  # what the optimizers update: the parameters' identities,
-        self._apart: list[torch.Tensor] = []  # and those of them that no reducer sums
+        self._updated: list[int] = []  # identities of the parameters that optimizers update
+        self._apart: list[torch.Tensor] = []  # those of them that no reducer sums
         self.has_begun = False  # whether no exception has ended the beginning of the step
         self._sum_error: Exception | None = None  # of a sum, or of the way to the members
         self._has_shown_members = False  # in this step, to the program
@@ -96,9 +96,9 @@ class StepSums:
         self._part: tuple[str, float] | None = None
         # Why the step is not to be summed: its samples were not all read (rule D8).
         self.check_data: Callable[[], Exception | None] = lambda: None
-        # Of a loader whose step can be divided anew among the groups that are left (rule D11):
-        # whether there is one, and it can now, and its division, which returns whether further
-        # passes are due.
+        # For a loader that can divide its step anew among the groups that are left (rule D11):
+        # whether there is one, whether it can divide now, and the division, which returns whether
+        # further passes are due.
         self.divides: Callable[[], bool] = lambda: False
         self.may_divide: Callable[[], bool] = lambda: True
         self.divide_anew: Callable[[], bool] = lambda: False
@@ -263,8 +263,8 @@ class StepSums:
     def sum_again(self, num_launched: int) -> Again:
         """Whether all sums of this step are to be launched again, among the groups that are left.
 
-        The caller has launched these ``num_launched``, none of which is over, and still has what it
-        has put into them. Waits for the quorum.
+        ``num_launched``: how many the caller has launched. None of them is over, and it still has
+        the values that it has put into them. Waits for the quorum.
         """
         if num_launched != self.collectives.num_launched or not self._may_sum_again():
             return Again.NO
@@ -287,9 +287,10 @@ class StepSums:
         return Again.LATER if self.divide_anew() else Again.NOW
 
     def _may_sum_again(self) -> bool:
-        """Whether the loss of a member is the only error of this step.
+        """Whether this step may be summed among the groups that are left.
 
-        And the program has seen nothing of the members that will be different.
+        The loss of a member has to be its only error, and the program must not have seen who the
+        members are.
         """
         error, round_ = self._state.error, self._worker.round
         is_of_sums = error is self._sum_error and not isinstance(error, OperationsDiffer)
@@ -299,7 +300,7 @@ class StepSums:
             return False
         if self.divides():  # by what the members of the next quorum hold, whoever they are
             return True
-        if not round_.may_sum_again():  # its end may have come faster than the news of it
+        if not round_.may_sum_again():  # the member's end may be seen before the news of it
             self._deps.client.listen(_NEWS)
         with self._worker.changing() as round_:
             return round_.may_sum_again()

@@ -239,10 +239,10 @@ class Weights:
     def prepare_to_read(self) -> None:
         """End a present update: the program reads its state, see `Manager.consistent_state`.
 
-        On the training thread it is not changing the state then.
+        A program that reads its state on the training thread has ended the update.
 
         Raises:
-            RequestRefused: it is changing it, further up in the calls of this thread.
+            RequestRefused: a call of this thread, further up, is changing the state.
         """
         if not self.is_thread_of_step or self._registry.gate.is_reading():
             return

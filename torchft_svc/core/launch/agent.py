@@ -285,7 +285,7 @@ class AgentMachine:
         self._sent: AgentState | None = None
         self._orders: list[Order] = []
         self._plan: deque[Reaction] = deque()
-        #: The step of the plan that takes a while.
+        #: The step of the plan whose end is awaited.
         self._step: Reaction | None = None
         self._has_workers = False
         self._is_paused = False
@@ -303,7 +303,7 @@ class AgentMachine:
         #: Local ranks that have failed, and were not started anew.
         self._unreplaced: set[int] = set()
         self._num_failures = 0
-        #: When workers have failed since all were started, as often as matters.
+        #: The times of the last failures since all workers were started.
         self._soft_failures: deque[float] = deque(maxlen=config.max_soft_failures + 1)
         self._failure = ""
         self._is_final = False  # a restart cannot mend it
@@ -400,7 +400,7 @@ class AgentMachine:
     ) -> Orders:
         """React to workers that have ended with an error, or could not be started.
 
-        ``step``: that they have committed last (None: not known). ``is_final``: a restart cannot
+        ``step``: the last one that they committed (None: not known). ``is_final``: a restart cannot
         mend it.
         """
         return self._process(

@@ -71,7 +71,7 @@ class Fetch:
         self._fail(CheckpointError(self._primary.address, why))
 
     def lose_assigned(self, why: str) -> None:
-        """The assigned source is out of the quorum: it is given up if it stays silent.
+        """Give up the assigned source, which is out of the quorum, if it stays silent.
 
         Called repeatedly.
         """

@@ -437,8 +437,11 @@ class Job:
             reached[replica_id] = max(reached.get(replica_id, 0), activity.reached)
 
     def record_progress(self) -> None:
-        """Record how far all members of the last quorum have come in it (rule E5); before one of
-        them asks, or is gone. Those that are not back at a new lighthouse may be a step behind."""
+        """Record the step that all members of the last quorum have reached in it (rule E5).
+
+        Called before a member that asks, or is gone, is recorded as such. At a new lighthouse the
+        members that are not back yet may be a step behind the others.
+        """
         if self.term.may_go_on and not self.term.is_recorded:
             reached = [self.term.reached.get(each, 0) for each in self.members.previous_ids]
             may_be_ahead = self.members.previous is None
@@ -528,8 +531,11 @@ class Job:
 
     def late_in_term(self, step: int, due_at: float) -> list[str]:
         """The members that keep others from ``step`` of the term, because they have not begun it
-        (rule E6). What silent ones do is not known, nor what those do that have reported nothing
-        since ``due_at``: at short timeouts they may have gone on since, and the others, too."""
+        (rule E6).
+
+        What a member does is not known if it is silent, or has reported nothing since ``due_at``:
+        at short timeouts it may have gone on since, and so may the others.
+        """
         left, hangs = self.members.quorum_left(), self.hangs
         known = [
             each for each in left if each not in self.silent and hangs.reported_at(each) >= due_at
@@ -545,9 +551,11 @@ class Job:
         self.members.left_out(late)
 
     def left_behind(self) -> list[ReportStraggler]:
-        """The stragglers of the last quorum, which the next one is formed without (rule Q4). Some
-        have to know even if they have reported no activity: before the first quorum here all, and
-        later those that report a newer quorum."""
+        """The stragglers of the last quorum, without which the next one is formed (rule Q4).
+
+        A straggler that has reported no activity is informed only before the first quorum here, or
+        if it reports a newer quorum.
+        """
         members, is_first = self.members, self.members.previous is None
         quorum_id = max(members.last.quorum_id, self.reported_id if members.ahead else 0)
         behind = []
@@ -599,7 +607,7 @@ class Job:
             return (replica_id,)
         others = [key for key in self.members.quorum_left() if key != replica_id]
         if others:
-            self.term.over_from = 0  # they know: no question of theirs is news for the others
+            self.term.over_from = 0  # they are informed: no question of theirs is news for others
             self.term.lost[replica_id] = reason
             self.spent_id = self.last_id
         return (replica_id, *others)
@@ -633,8 +641,8 @@ class QuorumIds:
     """Which quorum ids a lighthouse issues, and which reported ids it believes (rule Q6).
 
     ``first`` must be above any id of an earlier lighthouse. Ids grow by ``stride``; lighthouses
-    with other remainders issue other ids. ``per_s``: by how much the first id of a lighthouse grows
-    as it starts later than ``now``.
+    with other remainders issue other ids. ``per_s``: by how much the first id of a lighthouse is
+    higher for each second that it starts after ``now``.
     """
 
     def __init__(self, first: int, stride: int, per_s: float, now: float) -> None:
@@ -1074,8 +1082,8 @@ class Jobs:
         return news
 
     def missed_command(self, job_name: str, replica_id: str, now: float) -> Kill | Drain | None:
-        """What a group has to end by that begins a session: it may not have received it, or may
-        have lost the manager that has (rule Q27; None: nothing)."""
+        """The command by which a group that begins a session has to end (rule Q27; None: there is
+        none). It may not have received it, or may have lost the manager that had received it."""
         job = self._jobs.get(job_name)  # None: it is a prepared spare
         command, at = job.commands.get(replica_id, (None, now)) if job else (None, now)
         if isinstance(command, Drain) and command.within_s is not None:
@@ -1088,7 +1096,7 @@ class Jobs:
         return job is not None and job.members.is_past(replica_id, last)
 
     def committed_step(self, job_name: str) -> int:
-        """The highest that a quorum of this job has shown, less what was given up since."""
+        """The highest step that a quorum of this job has shown, less steps given up since."""
         job = self._jobs.get(job_name)
         return job.members.committed_step if job else 0
 

@@ -50,9 +50,9 @@ ID_EPOCH_S = 1_735_689_600
 ID_STRIDE = 4096
 # Of a manager whose link breaks again and again, some sessions are dead without being noticed.
 MAX_SESSIONS_PER_GROUP = 8
-# A group receives the shortest time between its beats again when that has changed by this factor:
-# the first ones would else beat as if they were alone. No manager beats more often by itself than
-# at the shortest interval.
+# A group is sent its shortest time between beats again when that has changed by this factor:
+# otherwise the groups that came first would go on beating as if they were alone. By itself no
+# manager beats more often than at the shortest interval.
 CHANGED_INTERVAL = 1.25
 SHORTEST_INTERVAL_S = 0.05
 # Groups wait for one another in every step; longer waits are reported.
@@ -224,9 +224,9 @@ class Sessions:
     """Which stream leads to which group, which question waits as which caller; the `Outputs` of
     `Jobs`.
 
-    A group is alive as long as one of its sessions is open. A session that was cut off may go
-    unnoticed for seconds, while its manager has opened the next one; and without a token anybody
-    can open a session under the id of a living group. Every session of a group receives its news.
+    A group is alive as long as one of its sessions is open. It may have several: a session that was
+    cut off may go unnoticed for seconds after its manager has opened the next one, and without a
+    token anybody can open one under the id of a living group. So each of them receives its news.
     """
 
     def __init__(self, callers: itertools.count[int]) -> None:
@@ -328,7 +328,7 @@ class Sessions:
         return (job, replica_id) in self._streams
 
     def record_beat(self, session: Session) -> None:
-        """Record that of all sessions of its group, this one was silent for the shortest time."""
+        """Record a sign of life of ``session``, now the least silent one of its group."""
         streams = self._streams[session.key]
         if len(streams) > 1:
             streams[session.stream] = streams.pop(session.stream)

@@ -246,12 +246,13 @@ class Group:
         self._held_until = math.inf  # no step is committed before (inf: none is held)
         # The end of the group.
         self._drain_reason: str | None = None
-        self._all_gone_since = False  # the drain; whoever comes then may be of the next life
+        # Whether all workers have gone since the drain: one that comes may be of the next life.
+        self._all_gone_since = False
         self._ended_workers: dict[int, tuple[str, str]] = {}  # that have to end: their ids, and why
         # News that a worker receives when it attaches.
         self._last_command: WorkerNews | None = None
         self._pending: dict[str, WorkerNews] = {}  # why a term has to end, by its kind
-        # By group rank, who was considered gone since the last request, and as what.
+        # Workers that were considered gone since the last request: by group rank, id and news.
         self._gone: dict[int, tuple[str, OwnGroupLost]] = {}
 
     # -- calls of workers ------------------------------------------------------------------------

@@ -49,15 +49,14 @@ REFUSAL_GRACE_S = 0.25
 # A group that has trained keeps trying when its lighthouse does not trust it any more. Its workers
 # begin another step as soon as they get the error, and would compute and log for nothing.
 DISTRUST_PAUSE_S = 0.5
-# How long after it is connected a newcomer asks, where the job may be at another lighthouse (F4):
-# by then all groups that are there have looked back, and have moved. But it does not spend more
-# than this share of its question's time: groups that start over and over have to meet.
+# Where the job may be at another lighthouse, a newcomer asks so long after it is connected (F4): by
+# then all groups that are at the other one have looked back, and have moved. It waits for at most
+# this share of its question's time: groups that start over and over have to meet.
 NEWCOMER_PAUSE_S = 2 * LOOK_BACK_S + 0.5
 NEWCOMER_SHARE = 0.25
-# How long after it is connected a newcomer asks that could not reach any lighthouse before (F8):
-# the members of the job are back by then. If it could not reach one only, they may have lost that
-# at the same moment; they continue at the next one of the list without a pause, and are here far
-# sooner.
+# A newcomer that could not reach any lighthouse before asks so long after it is connected (F8): the
+# members of the job are back by then. If it could not reach only one of the list, it asks sooner:
+# members that lost that one at the same moment continue at the next one without a pause.
 RETURN_S = 1.0
 GO_ON_S = 0.25
 
@@ -125,7 +124,7 @@ class Incarnation:
     pause_s: float = 0.0  # how long a newcomer lets others come first, once it is connected (F8)
 
     def lost(self, error: TorchFTError, *, everywhere: bool) -> None:
-        """Record that a lighthouse could not be reached, does not lead, or was lost; or all."""
+        """Record that ``error`` excludes a lighthouse; ``everywhere``: as all of the list."""
         if everywhere:
             self.pause_s = RETURN_S
         elif not isinstance(error, NotLeader):
@@ -166,7 +165,7 @@ class ManagerLink(LinkMachine[OwnOrder]):
         self.seen_quorum_id, self._last_num_groups = me.quorum_id, me.num_groups
         # The last quorum that the group was in with the workers that it has now; see `hello`.
         self._last = LastQuorum(me.quorum_id, max(0, me.step - 1))
-        self._is_sole = config.resumed is None  # no group of a quorum has known another lighthouse
+        self._is_sole = config.resumed is None  # all members that it met know one lighthouse
         self._reported_why = ""  # there is no quorum yet; by the lighthouse, for the last question
         self._has_rivals: bool | None = None  # others would accept the job, too; None: not known
         self._pause_s = 0.0  # for newcomers, over the present connection

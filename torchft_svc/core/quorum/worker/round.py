@@ -799,7 +799,7 @@ class Round:
         return LoseDecision(error) if self._vote else Decide(False, error)
 
     def report(self, phase: Phase | None = None) -> PhaseReport:
-        """What the manager, or the next one, is to know of this worker (`Group.reported`).
+        """What the manager, or the next one, is to know of this worker (`Group.phase_reported`).
 
         ``phase``: if the worker waits for others meanwhile.
         """
