@@ -13,6 +13,7 @@ from support.examined import examine, levels, named, only
 from support.running import line_to, refusing, start_manager
 
 from torchft_svc.coordination import LighthouseServer
+from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
 from torchft_svc.doctor import network
 from torchft_svc.doctor.findings import Level
 from torchft_svc.doctor.network import (
@@ -185,6 +186,16 @@ def test_the_managers_of_the_other_groups() -> None:
                 (gone,) = check_peers(server_job(line), "a", elsewhere)
         assert gone.level is Level.PROBLEM
         assert f"1 of 1 cannot be reached: {closed}: Connection refused" in gone.found
+
+
+def test_groups_whose_addresses_cannot_be_read_are_not_reached() -> None:
+    unreadable = {"b:1": "nowhere", "c:1": "host:0x"}
+    groups = tuple(GroupStatus(replica_id=key, address=at) for key, at in unreadable.items())
+    reported = ReportedHost(host=str(outside().addresses[0]), source="a test")
+    (found,) = check_peers(JobStatus(job="job", groups=groups), "a", reported)
+    assert found.level is Level.PROBLEM
+    assert found.found.startswith("2 of 2 cannot be reached: ")
+    assert "nowhere" in found.found
 
 
 def server_job(line: object) -> object:

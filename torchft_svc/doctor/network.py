@@ -259,12 +259,16 @@ def check_peers(
     if not others:
         yield found_nothing("other groups", "none is known to the lighthouse yet")
         return
-    addresses = []
-    for text in others[:MAX_PEERS]:
-        with contextlib.suppress(AddressError):
-            addresses.append(parse_address(text))
-    running = [(each, Running(str(each), _local_end, each)) for each in addresses]
-    failures, local_ends = [], set()
+    asked = others[:MAX_PEERS]
+    failures, running = [], []
+    for text in asked:
+        try:
+            address = parse_address(text)
+        except AddressError as error:
+            failures.append(str(error))
+        else:
+            running.append((address, Running(text, _local_end, address)))
+    local_ends = set()
     deadline = time.monotonic() + 1.5 * CONNECT_S
     for address, thread in running:
         try:
@@ -272,10 +276,10 @@ def check_peers(
         except OSError as error:
             failures.append(f"{address}: {reason_of(error)}")
     if failures:
-        level = found_problem if len(failures) == len(addresses) else found_warning
+        level = found_problem if len(failures) == len(asked) else found_warning
         yield level(
             "other groups",
-            f"{len(failures)} of {len(addresses)} cannot be reached: {'; '.join(failures[:3])}",
+            f"{len(failures)} of {len(asked)} cannot be reached: {'; '.join(failures[:3])}",
             "open the ports between the machines of all groups, or correct the hosts they report",
         )
         return
@@ -288,9 +292,7 @@ def check_peers(
             f"set {INTERFACE_VARIABLE} to the interface with {elsewhere[0]}, if all reach it",
         )
         return
-    count = (
-        f"{len(addresses)} of {len(others)}" if len(others) > len(addresses) else f"{len(others)}"
-    )
+    count = f"{len(asked)} of {len(others)}" if len(others) > len(asked) else f"{len(others)}"
     yield found_ok("other groups", f"{count} reached, from {', '.join(sorted(local_ends))}")
 
 
