@@ -473,8 +473,9 @@ def return_what_cannot_be_read(context: TrainContext) -> Tricky:
 def test_a_result_that_cannot_be_read(processes: Sharing, tmp_path: Path) -> None:
     config = {"faults": Faults(tmp_path), "epochs": 1}
     with Trainer(return_what_cannot_be_read, config=config, backend=processes) as trainer:
-        with pytest.raises(WorkerFailed, match="not here"):
+        with pytest.raises(WorkerFailed, match="not here") as raised:
             trainer.train(max_retries=0)
+        assert raised.value.__cause__ is None, "an error that is its own cause has no end"
         assert not processes.pids
 
 

@@ -390,7 +390,7 @@ class TrainerDriver:
             while left:
                 order = left.pop(0)
                 left += self._executors[type(order)](order) or ()
-        except BaseException:  # the machine would wait for what becomes of them
+        except BaseException:  # the machine would wait for workers that nobody starts
             unstarted = [each.worker for each in left if isinstance(each, StartWorker)]
             self._unhandled += [
                 Lost(worker=each, reason="it was not started") for each in unstarted
@@ -530,7 +530,7 @@ class TrainerDriver:
 
     def _report_left_alone(self, order: ReportLeftAlone) -> None:
         self._living.discard(order.worker)
-        log.error("worker %d was killed, and its end is not seen: left alone", order.rank)
+        log.error("worker %d was killed, but its end was not seen: it is left alone", order.rank)
 
     def _end_command(self, order: EndCommand) -> None:
         self._log_unexplained()
@@ -574,7 +574,10 @@ class TrainerDriver:
                 traceback=failed.traceback,
                 is_final=ended.is_repeated or failed.is_final,
             )
-            raise _unpickled(failed) or cause from cause
+            error = _unpickled(failed)
+            if error is None:
+                raise cause
+            raise error from cause
         raise TrainingFailed(
             reason=ended.reason,
             num_retries=self._machine.retries.num,
