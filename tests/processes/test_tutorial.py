@@ -103,7 +103,9 @@ def check_dashboard(http: int, records: list[Mapping[str, Any]]) -> None:
     assert len(shown) == len(records)
     for text, record in zip(reversed(shown), records, strict=True):
         assert record["cause"] in text
-        assert seconds_after("deciding", text) == pytest.approx(record["decided_after_s"], rel=0.1)
+        assert seconds_after("deciding", text) == pytest.approx(
+            record["decided_after_s"], rel=0.1, abs=0.0006
+        )
         is_discarded = re.search(r"(\d+) steps? discarded", text)
         assert int(is_discarded[1] if is_discarded else 0) == record["steps_discarded"]
 
