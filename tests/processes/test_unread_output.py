@@ -192,17 +192,18 @@ def test_a_launcher_loses_no_line_of_a_worker_while_somebody_reads(
 ) -> None:
     (tmp_path / "worker.py").write_text(WORKER)
     command = ["-m", "torchft_svc.elastic.run", "--standalone", "--tee=3", "--max-restarts=1"]
-    command.append(f"--restart-policy={policy}")
-    done = subprocess.run(
-        [sys.executable, *command, str(tmp_path / "worker.py")],
+    command += [f"--restart-policy={policy}", str(tmp_path / "worker.py")]
+    launcher = Warm(
+        [sys.executable, *command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         cwd=ROOT,
         env=environment(),
-        timeout=RUN_S,
-        check=True,
     )
-    output = done.stdout.decode()
+    with ended(launcher):
+        output = launcher.stdout.read().decode()
+        launcher.stdout.close()
+        assert launcher.wait(RUN_S) == 0, output
     if policy == "hard":  # torch's copy repeats its header inside of a line that is being written
         output = re.sub(r"(?<=[^\n])\[default0\]:", "", output)
     lines = [line.partition(":")[2] for line in output.splitlines()]
