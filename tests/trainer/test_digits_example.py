@@ -29,7 +29,7 @@ def test_the_example_runs_on_ray() -> None:
     """The run is short, so few digits are read; nothing is killed."""
     pytest.importorskip("ray")
     options = ("--backend=ray", "--passes=1", "--kill-every=0", "--step-s=0")
-    status, said = run_example(*options, RAY_ADDRESS="local")
+    status, said = run_example(*options, warm=True, RAY_ADDRESS="local")
     match = re.search(r"(\d+\.\d+)% of the digits are read, after 0 kills", said)
     assert match, said[-4000:]
     assert float(match[1]) > 20, said[-4000:]
@@ -42,7 +42,7 @@ def test_digits_are_read_although_workers_are_killed(mode: str, tmp_path: Path) 
     pytest.importorskip("matplotlib")
     picture = tmp_path / "run.png"
     status, said = run_example(
-        "--passes=18",
+        "--passes=13",
         "--kill-every=4",
         "--step-s=0.01",
         f"--fault-tolerance={mode}",
