@@ -32,6 +32,8 @@ ROUND_S = 60.0
 UNKNOWN = b"\xfa\x7f\x80\x78" + bytes(15 * 1024)
 # Before there were bounds: 3.9 GB, and nobody was served for 8 s.
 MAX_PEAK_MB, MAX_LEFT_MB, MAX_GAP_S = 150.0, 20.0, 0.5
+# The jobs are looked at so often: each look is a load of its own.
+_LOOK_S = 0.2
 # So much is taken from a client that does not read, as long as gRPC does not make its window wider.
 _NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1))
 
@@ -142,7 +144,7 @@ async def _ask_on(lighthouse: Process, jobs: int, questions: int, num_bytes: int
             asyncio.create_task(_write_on(call, number, asked, questions))
             for number, call in enumerate(calls)
         ]
-        await asyncio.to_thread(eventually, lambda: _num_living(lighthouse) == 0, ROUND_S)
+        await asyncio.to_thread(_await_end_of_all, lighthouse)
         for each in asking:
             each.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
@@ -158,6 +160,13 @@ async def _write_on(call: Any, number: int, asked: pb.SessionRequest, questions:
     raw = mine.SerializeToString()
     for _ in range(questions):
         await call.write(raw)
+
+
+def _await_end_of_all(lighthouse: Process) -> None:
+    deadline = time.monotonic() + ROUND_S
+    while _num_living(lighthouse):
+        assert time.monotonic() < deadline, "some jobs are not put out"
+        time.sleep(_LOOK_S)
 
 
 def _num_living(lighthouse: Process) -> int:
