@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from support.running import refusing
+from support.running import eventually, refusing
 from support.training import together
 
 from torchft_svc.client.process_groups import registry
@@ -128,6 +128,46 @@ def test_groups_are_reconfigured_by_handles_as_in_the_nightly(as_set: bool) -> N
     for other in ("", "{}", "[]", "1"):
         with pytest.raises(ConfigError, match="has returned it"):
             groups[0].reconfigure(ReconfigureOptions(handles=[other, *handles]))
+    for group in groups:
+        group.shutdown()
+
+
+def test_members_meet_after_one_of_them_has_given_up_alone() -> None:
+    groups = [ProcessGroupGloo(LONG) for _ in range(2)]
+    handles = [group.get_reconfigure_handle() for group in groups]
+
+    def meet(number: int, timeout: timedelta) -> float:
+        options = ReconfigureOptions(uuid=1, handles=handles, timeout=timeout)
+        groups[number].reconfigure(options).wait()
+        return summed(groups[number])
+
+    for number in (0, 1):
+        with pytest.raises(TimeoutError, match="meeting the other members"):
+            meet(number, SHORT)
+    for _ in range(2):
+        assert together(lambda: meet(0, LONG), lambda: meet(1, LONG)) == [2.0, 2.0]
+    assert groups[0]._timeout == LONG
+    with pytest.raises(ConfigError, match="above 0"):
+        meet(0, timedelta(0))
+    for group in groups:
+        group.shutdown()
+
+
+def test_meetings_leave_nothing_behind() -> None:
+    groups = [ProcessGroupGloo(LONG) for _ in range(2)]
+    handles = [group.get_reconfigure_handle() for group in groups]
+
+    def meet(number: int, uuid: int) -> None:
+        options = ReconfigureOptions(uuid=uuid, handles=handles, timeout=LONG)
+        groups[number].reconfigure(options).wait()
+
+    store = groups[0]._store
+    assert store is not None
+    together(lambda: meet(0, 1), lambda: meet(1, 1))
+    size = store.num_keys()
+    for uuid in range(2, 8):
+        together(lambda: meet(0, uuid), lambda: meet(1, uuid))  # noqa: B023 - ends in this turn
+    eventually(lambda: store.num_keys() <= size)
     for group in groups:
         group.shutdown()
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -26,10 +25,12 @@ from torchft_svc.client.process_groups.registry import make_process_group
 from torchft_svc.client.process_groups.rendezvous import StoreConnection
 from torchft_svc.compat.errors import public_errors
 from torchft_svc.compat.futures import context_timeout, stream_timeout
+from torchft_svc.compat.meeting_places import MeetingPlaces
 from torchft_svc.compat.utils import get_stream_context, record_event, synchronize
 from torchft_svc.compat.work import _DummyWork
 from torchft_svc.errors import ConfigError
 from torchft_svc.host.address import HostPort, reachable_host
+from torchft_svc.settings import positive_s
 from torchft_svc.testing import faults
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ class ReconfigureOptions:
     """The next members of a process group, by their handles.
 
     A list is in the order of their ranks; a set is put in an order that all members find.
-    ``uuid`` names this set of members, such as by the quorum's id. ``hints`` have no effect.
+    ``uuid`` names this set of members, such as by the quorum's id. ``timeout`` is how long they may
+    take to come (default: the group's own, which is that of collectives). ``hints`` have no effect.
     """
 
     uuid: int = 0
@@ -96,7 +98,7 @@ class ProcessGroup(base.ProcessGroup):
         self._global_rank: int | None = None
         self._handle = ""
         self._store: TCPStore | None = None  # this member's own, for groups whose first it is
-        self._attempts: Counter[tuple[int, tuple[str, ...]]] = Counter()
+        self._places = MeetingPlaces()
 
     def _launch(self, name: str, args: Any, kwargs: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__} has no {name}()")
@@ -141,24 +143,13 @@ class ProcessGroup(base.ProcessGroup):
         handles = opts.handles if isinstance(opts.handles, list) else sorted(opts.handles)
         if own not in handles:
             raise ConfigError("handles", handles, "this member's own handle is not among them")
-        store = _store_of(handles[0])
-        # The place in the store is new also for members that meet again under the same uuid.
-        self._attempts[opts.uuid, tuple(handles)] += 1
-        attempt = self._attempts[opts.uuid, tuple(handles)]
-        place = f"torchft/reconfigure/{opts.uuid}/{attempt}/{len(handles)}"
-        before = self._timeout
-        self.set_timeout(opts.timeout or before)
-        try:
-            with public_errors():
-                self.configure(
-                    f"{store}/{place}",
-                    self._replica_id or json.loads(own)["id"],
-                    handles.index(own),
-                    len(handles),
-                    opts.uuid or None,
-                )
-        finally:
-            self.set_timeout(before)
+        timeout = self._timeout if opts.timeout is None else opts.timeout
+        positive_s("timeout", timeout)
+        rank = handles.index(own)
+        with public_errors():
+            place = self._places.agree_on_place(handles, rank, opts.uuid, timeout)
+            name = self._replica_id or json.loads(own)["id"]
+            self.configure(place, name, rank, len(handles), opts.uuid or None)
         return CompletedWork()
 
     def broadcast_one(self, tensor: torch.Tensor, root: int) -> dist.Work:
@@ -360,28 +351,18 @@ def reconfigure_with_store(
     Raises:
         RuntimeError, TimeoutError: a member did not arrive in time, or failed.
     """
-    own_way = getattr(type(pg), "reconfigure", None)
-    if isinstance(pg, base.ProcessGroup) and own_way in (None, ProcessGroup.reconfigure):
-        pg.set_timeout(timeout)
-        with public_errors():
-            pg.configure(store_addr, f"rank {rank}", rank, world_size)
-        return
     group: Any = pg
+    has_handles = isinstance(pg, ProcessGroup) or not isinstance(pg, base.ProcessGroup)
     store = create_store_client(store_addr, timeout)
-    store.set(f"handle/{rank}", group.get_reconfigure_handle())
+    store.set(f"handle/{rank}", group.get_reconfigure_handle() if has_handles else "")
     keys = [f"handle/{each}" for each in range(world_size)]
     store.wait(keys, timeout)
-    handles = [store.get(key).decode() for key in keys]
-    group.reconfigure(ReconfigureOptions(handles=handles, timeout=timeout)).wait()
-
-
-def _store_of(handle: str) -> str:
-    """Return the address of the store that the member with ``handle`` hosts."""
-    try:
-        return str(json.loads(handle)["store"])
-    except (ValueError, KeyError, TypeError) as error:
-        reason = "no get_reconfigure_handle() of this package has returned it"
-        raise ConfigError("handles", handle, reason) from error
+    if has_handles:
+        handles = [store.get(key).decode() for key in keys]
+        group.reconfigure(ReconfigureOptions(handles=handles, timeout=timeout)).wait()
+        return
+    with public_errors():
+        group.configure(f"{store_addr}/members", f"rank {rank}", rank, world_size)
 
 
 def _refuse_given(pg: dist.ProcessGroup | None) -> None:
