@@ -470,6 +470,17 @@ def test_a_block_that_takes_too_long_calls_back() -> None:
     assert not early.wait(2 * SHORT.total_seconds())
 
 
+@pytest.mark.parametrize("value", ["soon", "0", "-1", "nan", "1e300"])
+def test_a_timeout_of_the_watchdog_that_cannot_be_understood(
+    monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv("TORCHFT_WATCHDOG_TIMEOUT_SEC", value)
+    with pytest.raises(ConfigError, match="TORCHFT_WATCHDOG_TIMEOUT_SEC"):
+        futures.watchdog_timeout()
+    monkeypatch.setenv("TORCHFT_WATCHDOG_TIMEOUT_SEC", "")
+    assert futures.watchdog_timeout() == timedelta(seconds=30)
+
+
 def test_a_timer_thread_that_stands_still_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
     make = futures.Watchdog

@@ -16,15 +16,28 @@ from typing import Any, TypeVar
 
 import torch
 
-from torchft_svc import env
 from torchft_svc.client.process.deadlines import Timer
 from torchft_svc.client.process.watchdog import Watchdog
+from torchft_svc.core.limits import check_length
+from torchft_svc.env import Environment
 
 T = TypeVar("T")
 
-WATCHDOG_TIMEOUT_SEC = timedelta(
-    seconds=float(env.value_of("TORCHFT_WATCHDOG_TIMEOUT_SEC", "30") or "30")
-)
+_DEFAULT_WATCHDOG_S = 30.0
+
+
+def watchdog_timeout() -> timedelta:
+    """Return how long the timer thread may stand still, by the environment.
+
+    Raises:
+        ConfigError: the variable is no number of seconds above 0, or too large.
+    """
+    timeout_s = Environment().watchdog_timeout_s or _DEFAULT_WATCHDOG_S
+    check_length("TORCHFT_WATCHDOG_TIMEOUT_SEC", timeout_s)
+    return timedelta(seconds=timeout_s)
+
+
+WATCHDOG_TIMEOUT_SEC = watchdog_timeout()
 # How often in that time the thread shows life.
 _BEATS = 3
 
