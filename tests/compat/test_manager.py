@@ -243,6 +243,32 @@ def test_the_optimizer_uses_what_a_program_has_overridden(address: str) -> None:
         manager.shutdown()
 
 
+class Unreadable:
+    """What a GradScaler has found, and cannot show."""
+
+    def item(self) -> float:
+        raise ZeroDivisionError
+
+
+def test_an_update_that_has_not_begun_spoils_nothing(address: str) -> None:
+    weight = nn.Parameter(torch.ones(1))
+    manager = make_manager(address, "a", {}, use_async_quorum=False)
+    optimizer = compat.Optimizer(manager, torch.optim.SGD([weight], lr=1.0))
+    try:
+        optimizer.zero_grad()
+        weight.grad = torch.ones(1)
+        optimizer.found_inf = Unreadable()  # type: ignore[attr-defined]
+        with pytest.raises(ZeroDivisionError):
+            optimizer.step()
+        assert manager.current_step() == 0
+        optimizer.zero_grad()  # a spoiled group, the only one, would not be let in
+        weight.grad = torch.ones(1)
+        assert optimizer.step()
+        assert (manager.current_step(), weight.item()) == (1, 0.0)
+    finally:
+        manager.shutdown()
+
+
 class Container(torch.optim.Optimizer):
     """An optimizer that hands itself to the wrapper, which calls it back, as torchtitan's does."""
 

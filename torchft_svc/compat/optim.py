@@ -43,10 +43,14 @@ class OptimizerWrapper(NativeOptimizer):
     def _vote_and_apply(self) -> bool:
         committed = self.manager.should_commit()
         if committed:
+            applied = _Applied()
             try:
-                self._apply(_Applied())
+                self._apply(applied)
             except BaseException as error:
-                self.manager.report_spoiled_update(error)
+                if applied.begun:
+                    self.manager.report_spoiled_update(error)
+                else:  # these weights are still those of the step before
+                    self.manager._weights.lose_update()
                 raise
             self.manager.allow_state_dict_read()
         return committed
