@@ -5,7 +5,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from torchft_svc.errors import TorchFTError
+from torchft_svc.errors import PeerError, TorchFTError
+
+
+class PublicPeerError(PeerError, RuntimeError):
+    """A failure of a peer or the network, for programs that catch RuntimeError.
+
+    The native algorithms, which a program may use with the manager of this package, go on after a
+    PeerError.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return self.reason
 
 
 @contextlib.contextmanager
@@ -18,5 +33,7 @@ def public_errors() -> Iterator[None]:
         yield
     except (TimeoutError, ValueError):
         raise
+    except PeerError as error:
+        raise PublicPeerError(str(error)) from error
     except TorchFTError as error:
         raise RuntimeError(str(error)) from error

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.diloco_numbers import EXPECTED
 from support.training import DEADLINE_S, TIMEOUT, bits, lighthouse, make_manager, together
 from torch import nn
 
@@ -23,59 +24,6 @@ from torchft_svc.errors import ConfigError, GroupDiffers, RequestRefused
 
 # How long the group waits that is left alone when the other one is refused.
 LONELY = timedelta(seconds=5)
-# Values of both fragments before each inner step, and at the last synchronization before the inner
-# steps 0, 3, 6, 9 and 12: two fragments of one weight that start at 1, gradients of 2, inner
-# updates `p -= g`, outer ones `p -= 2 g`, six inner steps for a round of both fragments.
-EXPECTED = {
-    (0, 0.0): (
-        [1, -1, -3, -11, -13, -15, -17, -19, -21, -35, -37, -39, -41, -43, -45, -59],
-        [1, -1, -3, -5, -7, -9, -23, -25, -27, -29, -31, -33, -47, -49, -51, -53],
-        [1, -11, -11, -35, -35],
-        [1, 1, -23, -23, -47],
-    ),
-    (0, 0.5): (
-        [
-            1,
-            -1,
-            -3,
-            -8,
-            *(-10, -12, -14, -16, -18, -24.5, -26.5, -28.5, -30.5, -32.5, -34.5, -40.25),
-        ],
-        [1, -1, -3, -5, -7, -9, -17, -19, -21, -23, -25, -27, -32, -34, -36, -38],
-        [1, -11, -11, -29, -29],
-        [1, 1, -23, -23, -35],
-    ),
-    (0, 1.0): (
-        [1 - 2 * step for step in range(16)],
-        [1 - 2 * step for step in range(16)],
-        [1, -11, -11, -23, -23],
-        [1, 1, -23, -23, -23],
-    ),
-    (1, 0.0): (
-        [1, -1, -3, -7, -9, -11, -13, -15, -17, -27, -29, -31, -33, -35, -37, -47],
-        [1, -1, -3, -5, -7, -9, -19, -21, -23, -25, -27, -29, -39, -41, -43, -45],
-        [1, -7, -7, -27, -27],
-        [1, 1, -19, -19, -39],
-    ),
-    (1, 0.5): (
-        [
-            1,
-            -1,
-            -3,
-            -6,
-            *(-8, -10, -12, -14, -16, -21.5, -23.5, -25.5, -27.5, -29.5, -31.5, -35.75),
-        ],
-        [1, -1, -3, -5, -7, -9, -15, -17, -19, -21, -23, -25, -29, -31, -33, -35],
-        [1, -7, -7, -25, -25],
-        [1, 1, -19, -19, -31],
-    ),
-    (1, 1.0): (
-        [1 - 2 * step for step in range(16)],
-        [1 - 2 * step for step in range(16)],
-        [1, -7, -7, -23, -23],
-        [1, 1, -19, -19, -23],
-    ),
-}
 # Of one fragment, three inner steps a round.
 ONE = {
     (0, 0.0): [1, -1, -3, -11, -13, -15, -23],
