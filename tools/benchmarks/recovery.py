@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -41,7 +41,7 @@ _ENVIRONMENT = {
 # Well above the public release's heartbeat timeout (5 s) and a start of Python with torch on a
 # machine that is busy with other work.
 _PATIENCE_S = 150.0
-# Of each side, where two checkouts are compared: the kills are spread over them.
+# Of each side, where two are compared: the kills are spread over them.
 _WORLDS = 4
 # A kill comes at a random moment of a step, when the whole world has trained for a while.
 _CALM_S = (0.2, 0.6)
@@ -209,40 +209,52 @@ def measure_ours(
     model: list[str], num_groups: int, kinds: tuple[str, ...], kills: int, seed: int,
     before: Path | None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """A row for each kind of kill, in turns.
-
-    With another checkout beside this one, worlds of both follow each other: two at a time would
-    take each other's cores.
-    """
-    dice = random.Random(seed)
+    """A row for each kind of kill; with another checkout beside this one, also of its package."""
     with root_with_package_of(before) as root_before:
-        sides = [(ROOT, _courses("ours", kinds))]
+        sides = [Side(partial(whole_world, model, num_groups), _courses("ours", kinds))]
         if root_before is not None:
-            sides.append((root_before, _courses("ours, before", kinds)))
-        worlds = 1 if root_before is None else min(_WORLDS, kills)
-        for number in range(worlds):
-            share = kills * (number + 1) // worlds - kills * number // worlds
-            for root, courses in sides if number % 2 == 0 else sides[::-1]:
-                with whole_world(model, num_groups, root=root) as world:
-                    run_all(courses, world, share, dice)
-    return [course.row() for _, courses in sides for course in courses]
+            world_before = partial(whole_world, model, num_groups, root=root_before)
+            sides.append(Side(world_before, _courses("ours, before", kinds)))
+        return measure_in_turns(sides, kills, seed)
 
 
 def measure_peer(
     peer: str, model: list[str], num_groups: int, kills: int, seed: int
 ) -> list[dict[str, Any]]:
-    """The public release, and its program with our package in its place.
+    """The public release, and its program with our package in its place, in turns.
 
     The public release's manager is a part of its trainer: there is but one way to kill it.
     """
-    theirs, adapted = (
-        _courses(name, ("trainer",)) for name in ("public release", "its program, ours below")
-    )
-    with whole_world(model, num_groups, peer) as world:
-        run_all(theirs, world, kills, random.Random(seed))
-    with whole_world(model, num_groups, is_adapted=True) as world:
-        run_all(adapted, world, kills, random.Random(seed))
-    return [course.row() for course in (*theirs, *adapted)]
+    world = partial(whole_world, model, num_groups)
+    sides = [
+        Side(partial(world, peer), _courses("public release", ("trainer",))),
+        Side(partial(world, is_adapted=True), _courses("its program, ours below", ("trainer",))),
+    ]
+    return measure_in_turns(sides, kills, seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One side of a comparison: how its groups are started, and what happens to them."""
+
+    start_world: Callable[[], AbstractContextManager[World]]
+    courses: list[Course]
+
+
+def measure_in_turns(sides: list[Side], kills: int, seed: int) -> list[dict[str, Any]]:
+    """``kills`` of each course of each side, and a row of each course.
+
+    Worlds of several sides follow each other, in alternating order: two at a time would take each
+    other's cores.
+    """
+    dice = random.Random(seed)
+    worlds = 1 if len(sides) == 1 else min(_WORLDS, kills)
+    for number in range(worlds):
+        share = kills * (number + 1) // worlds - kills * number // worlds
+        for side in sides if number % 2 == 0 else sides[::-1]:
+            with side.start_world() as world:
+                run_all(side.courses, world, share, dice)
+    return [course.row() for side in sides for course in side.courses]
 
 
 def _courses(name: str, kinds: tuple[str, ...]) -> list[Course]:
