@@ -27,8 +27,7 @@ LONG_S = 60.0
 class Child:
     """A process of which each line is kept; `kill` is a SIGKILL to all that it has started."""
 
-    def __init__(self, *command: str, name: str = "") -> None:
-        self.name = name
+    def __init__(self, *command: str) -> None:
         self.lines: list[list[str]] = []
         self._popen = subprocess.Popen(
             [sys.executable, *command],
@@ -73,17 +72,24 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 @pytest.fixture
 def start(stack: contextlib.ExitStack) -> Callable[..., Child]:
-    def start(*command: str, name: str = "") -> Child:
-        child = Child(*command, name=name)
+    def start(*command: str) -> Child:
+        child = Child(*command)
         stack.callback(child.kill)
         return child
 
     return start
 
 
-def trainer(start: Callable[..., Child], lighthouse: Process, name: str, seed: int) -> Child:
-    script = str(SCRIPTS / "buddy_trainer.py")
-    return start(script, lighthouse.address, name, str(seed), str(EVERY), name=name)
+def trainer(
+    start: Callable[..., Child],
+    lighthouse: Process,
+    name: str,
+    seed: int,
+    every: int = EVERY,
+    step_s: float = 0.02,
+) -> Child:
+    numbers = map(str, (seed, every, step_s))
+    return start(str(SCRIPTS / "buddy_trainer.py"), lighthouse.address, name, *numbers)
 
 
 def holder(start: Callable[..., Child], lighthouse: Process, beside: str) -> Child:
@@ -116,3 +122,44 @@ def test_b5_a_killed_job_goes_on_from_the_only_copy_that_is_left(
         assert last - step <= 2 * EVERY, (last, step)
         eventually(lambda: min(each.last_step() for each in again) > last, LONG_S)
         eventually(lambda: status_of(lighthouse).copy_step > last, LONG_S)
+
+
+def test_b5_a_group_heals_from_a_living_one_and_not_from_a_copy(
+    start: Callable[..., Child],
+) -> None:
+    with lighthouse_process() as lighthouse:
+        holder(start, lighthouse, "a")
+        groups = [trainer(start, lighthouse, name, seed) for seed, name in enumerate("ab")]
+        eventually(lambda: status_of(lighthouse).copy_step >= 2 * EVERY, LONG_S)
+        groups[0].kill()
+        again = trainer(start, lighthouse, "a", 7)
+        eventually(lambda: again.begins(), LONG_S)
+        assert "fetching a copy" not in again.text()
+        assert again.begins()[0] in groups[1].begins()
+
+
+def test_b5_a_group_that_waits_to_join_while_the_others_die_begins_from_a_copy(
+    start: Callable[..., Child],
+) -> None:
+    """The group has asked while there was a living state, and is the only one that asks now."""
+    with lighthouse_process() as lighthouse:
+        holder(start, lighthouse, "a")
+        groups = [
+            trainer(start, lighthouse, name, seed, every=1, step_s=2.0)
+            for seed, name in enumerate("ab")
+        ]
+        eventually(lambda: status_of(lighthouse).copy_step >= 2, LONG_S)
+        groups[0].kill()
+        again = trainer(start, lighthouse, "a", 7, every=1, step_s=2.0)
+        eventually(
+            lambda: any(
+                group.asking and not group.in_quorum for group in status_of(lighthouse).groups
+            ),
+            LONG_S,
+        )
+        groups[1].kill()
+        eventually(lambda: again.begins(), LONG_S)
+        step, digest = again.begins()[0]
+        assert step >= 2
+        assert (step, digest) in groups[1].begins()
+        assert "the job begins there" in again.text() or "fetching a copy" in again.text()

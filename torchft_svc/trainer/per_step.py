@@ -71,6 +71,7 @@ class PerStepWorld:
             job_id=job_id,
             in_process=True,
             handle_sigterm=False,
+            buddy_every=0,  # the trainer holds a state itself (rule R5)
         )
         self._manager.register_state_dict_fn("trainer", self._take_over, self._hand_out)
         if position.step:

@@ -96,8 +96,10 @@ class FetchedCopy:
     copy: HeldCopy
 
 
-def fetch_copy(deps: Dependencies, rules: RoundRules) -> FetchedCopy | None:
-    """Fetch the newest copy of this worker's state; None: others live, or there is no copy.
+def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedCopy | None:
+    """Fetch the newest copy of this worker's state, if that is newer than ``own_step``.
+
+    None: others live, or there is no such copy.
 
     Raises:
         PeerError: there is a copy that cannot be fetched, or the lighthouse does not answer.
@@ -107,12 +109,14 @@ def fetch_copy(deps: Dependencies, rules: RoundRules) -> FetchedCopy | None:
         error: TorchFTError = RequestRefused("the lighthouse does not know all copies yet")
         try:
             view = deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
-            copy = whole_copy(view, rules)
+            copy = whole_copy(view, rules, own_step)
             if copy is None and view.knows_copies:
                 return None
-            if copy is not None and _is_one_alive(deps, rules, view.members.values()):
+            # Groups of a quorum at step 0 have no state, nor has this one, which may be among them.
+            others = view.members if view.committed_step > 0 else {}
+            if copy is not None and _is_one_alive(deps, rules, others.values()):
                 return None
-            if copy is not None and not view.members:
+            if copy is not None and not others:
                 return FetchedCopy(_fetch(deps, rules, copy), copy)
         except RequestRefused as refusal:
             log.info("no copy is looked for: %s", refusal)
@@ -125,14 +129,14 @@ def fetch_copy(deps: Dependencies, rules: RoundRules) -> FetchedCopy | None:
         time.sleep(_PAUSE_S)
 
 
-def whole_copy(view: MembersAndCopies, rules: RoundRules) -> HeldCopy | None:
-    """The copy that this worker would begin from (rule B4); None: there is no whole one."""
+def whole_copy(view: MembersAndCopies, rules: RoundRules, own_step: int) -> HeldCopy | None:
+    """The copy that this worker would begin from (rule B4); None: none is whole and newer."""
     if view.is_finished:
         return None
     place = rules.place
     fitting = [each for each in view.copies if each.group_world_size == place.group_world_size]
     whole = newest_whole(fitting)
-    return whole[place.group_rank] if whole and whole[0].step > 0 else None
+    return whole[place.group_rank] if whole and whole[0].step > own_step else None
 
 
 def _is_one_alive(deps: Dependencies, rules: RoundRules, addresses: Iterable[str]) -> bool:

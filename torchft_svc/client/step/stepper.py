@@ -30,7 +30,7 @@ from torchft_svc.core.quorum.tally import EventKind, GroupEvent
 from torchft_svc.core.quorum.worker.clearing import ClearingPattern
 from torchft_svc.core.quorum.worker.round import UNDER_WAY, Decide, RoundRequest
 from torchft_svc.core.quorum.worker.step import StepState
-from torchft_svc.errors import PeerError, QuorumFailed
+from torchft_svc.errors import PeerError, QuorumFailed, RequestRefused
 from torchft_svc.rpc.descriptors import limit_error, shortage
 
 log = logging.getLogger(__name__)
@@ -94,8 +94,8 @@ class Stepper:
         if is_first and self._worker.round.will_wait_for_heal(request.allow_heal):
             # Whether it heals depends on the other groups; the program must not depend on that.
             weights.version += 1
-        begins_anew = self._rules.copy_every > 0 and self.state.step == 0
-        if begins_anew and request.allow_heal:
+        looks_for_copy = self._rules.copy_every > 0 and request.allow_heal
+        if looks_for_copy and (is_first or self.state.step == 0):
             self._begin_from_copy()
         broken = self._deps.pg.errored()
         try:
@@ -114,7 +114,7 @@ class Stepper:
             raise
         if waits and not self._worker.round.keeps_quorum:
             self.wait_for_quorum()
-            if begins_anew and request.allow_heal:
+            if looks_for_copy:
                 self._check_no_copy()
             if self._worker.round.heals_first:
                 runner.wait_until_over()
@@ -125,7 +125,7 @@ class Stepper:
 
     def _begin_from_copy(self) -> None:
         """Load the newest copy of this worker's state, if no group with a state lives (rule B5)."""
-        found = fetch_copy(self._deps, self._rules)
+        found = fetch_copy(self._deps, self._rules, self.state.step)
         if found is not None:
             self.weights.load_copy(found.state, found.copy)
 
@@ -137,11 +137,18 @@ class Stepper:
         quorum = self._worker.round.quorum
         if quorum is None or quorum.max_step > 0 or self.state.step > 0:
             return
-        view = self._deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
-        copy = whole_copy(view, self._rules)
-        if copy is not None:
-            reason = f"a copy of step {copy.step} is held: the job begins from it"
-            self._runner.fail_step(QuorumFailed(reason))
+        try:
+            view = self._deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
+            copy = whole_copy(view, self._rules, self.state.step)
+            held = (
+                "" if copy is None else f"a copy of step {copy.step} is held: the job begins there"
+            )
+        except RequestRefused:  # from a lighthouse that knows no copies
+            held = ""
+        except PeerError as error:
+            held = f"it is not known whether a copy of the state is held: {error}"
+        if held:
+            self._runner.fail_step(QuorumFailed(held))
 
     def _end_last_step(self) -> None:
         """Wait for the round of the last step, and clean up after an interrupt of this wait."""
