@@ -478,15 +478,13 @@ def test_a_process_group_that_sums_only_on_devices_is_refused(address: str) -> N
 
 def test_the_deadline_names_what_has_failed(job: Job) -> None:
     """Somebody's own process group may not declare where it sums."""
-    for name in ("a", "b"):
-        pg = DeviceGloo(is_known=False)
-        limit = timedelta(seconds=3)
-        manager = {"pg": pg, "timeout": limit, "quorum_timeout": limit}
-        job.start(name, 0.02, manager=manager)
-    awaits(lambda: len(job.errors) == 2)
-    errors = [str(error) for error in job.errors]
+    limit = timedelta(seconds=3)
+    pg = DeviceGloo(is_known=False)
+    job.start("a", 0.02, manager={"pg": pg, "timeout": limit, "quorum_timeout": limit})
+    awaits(lambda: bool(job.errors))
+    (error,) = job.errors
     job.errors.clear()
-    assert all("No backend type associated with device type cpu" in each for each in errors), errors
+    assert "No backend type associated with device type cpu" in str(error)
 
 
 def test_an_error_of_the_merger_is_raised_in_the_next_inner_step(job: Job) -> None:
