@@ -59,7 +59,9 @@ class Group:
 @contextlib.contextmanager
 def two_groups(lighthouse: str) -> Iterator[list[Group]]:
     """One under torchrun, and the workers of another one."""
-    variables = {"TORCHFT_LIGHTHOUSE": f"http://{lighthouse}"}
+    # Otherwise the attempts of a launcher share a store, where a new one finds dead addresses.
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    variables = {"TORCHFT_LIGHTHOUSE": f"http://{lighthouse}", **own_store}
     titan = str(ROOT / "examples" / "train_titan.py")
 
     def command(number: int) -> list[str]:

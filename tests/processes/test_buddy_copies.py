@@ -113,12 +113,13 @@ def test_b5_a_killed_job_goes_on_from_the_only_copy_that_is_left(
         for group in groups:
             group.kill()
         last = max(group.last_step() for group in groups)
-        state_of_b = dict(groups[1].begins())
+        # Group b may have joined late; its states are those of group a from then on.
+        states = dict(groups[0].begins()) | dict(groups[1].begins())
 
         again = [trainer(start, lighthouse, name, 7 + seed) for seed, name in enumerate("ab")]
         eventually(lambda: all(each.begins() for each in again), LONG_S)
         step, digest = min(each.begins()[0] for each in again)
-        assert digest == state_of_b[step], "it is bitwise the state that group b had"
+        assert digest == states[step], "it is bitwise the state that the groups had"
         assert last - step <= 2 * EVERY, (last, step)
         eventually(lambda: min(each.last_step() for each in again) > last, LONG_S)
         eventually(lambda: status_of(lighthouse).copy_step > last, LONG_S)
@@ -135,7 +136,7 @@ def test_b5_a_group_heals_from_a_living_one_and_not_from_a_copy(
         again = trainer(start, lighthouse, "a", 7)
         eventually(lambda: again.begins(), LONG_S)
         assert "fetching a copy" not in again.text()
-        assert again.begins()[0] in groups[1].begins()
+        eventually(lambda: again.begins()[0] in groups[1].begins())
 
 
 def test_b5_a_group_that_waits_to_join_while_the_others_die_begins_from_a_copy(

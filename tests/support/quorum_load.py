@@ -31,7 +31,7 @@ ROUND_S = 60.0
 # A field that no version knows, 15 KB: ``data`` may have no more than 16.
 UNKNOWN = b"\xfa\x7f\x80\x78" + bytes(15 * 1024)
 # Before there were bounds: 3.9 GB, and nobody was served for 8 s.
-MAX_PEAK_MB, MAX_LEFT_MB, MAX_GAP_S = 150.0, 20.0, 0.5
+MAX_PEAK_MB, MAX_LEFT_MB, MAX_GAP_S = 150.0, 25.0, 0.5
 # The jobs are looked at so often: each look is a load of its own.
 _LOOK_S = 0.2
 # So much is taken from a client that does not read, as long as gRPC does not make its window wider.

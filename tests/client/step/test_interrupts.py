@@ -87,13 +87,15 @@ class Witness:
 def everywhere(
     interrupted: Callable[[Trainer], object],
     before: Callable[[Trainer], object] = lambda _: None,
+    after: Callable[[Trainer], object] = lambda _: None,
     stride: int = 1,
     first: int = 0,
 ) -> None:
     """Two groups train; one of them is interrupted at each ``stride``-th moment of a part of a
     step, from the ``first`` one on, which comes after another part, and goes on with the next step.
 
-    The moments are those of an undisturbed step, and the places that others show."""
+    The moments are those of an undisturbed step, and the places that others show. Where a step does
+    not come to its moment, what comes ``after`` a part that returns something true follows."""
     witness = Witness()
     over = threading.Event()
 
@@ -107,7 +109,9 @@ def everywhere(
             a.until(a.manager.current_step() + 1)
             before(a)
             with hooked() as hook:
-                interrupted(a)
+                has_ended = interrupted(a)
+            if has_ended:
+                after(a)
             moments = list(hook.moments())
             assert len(moments) > 20, "a step has many places"
             number = first
@@ -118,7 +122,9 @@ def everywhere(
                 before(a)
                 try:
                     with hooked(at) as hook:
-                        interrupted(a)
+                        has_ended = interrupted(a)
+                    if has_ended:
+                        after(a)
                 except Interrupt:
                     state = a.manager._worker.state
                     assert state.phase not in (Phase.VOTING, Phase.APPLYING), at
@@ -145,7 +151,12 @@ def test_between_the_vote_and_the_end_of_the_update(first: int) -> None:
 
 
 def test_in_the_vote_of_a_program_that_applies_the_update_itself() -> None:
-    everywhere(lambda a: a.manager.should_commit(), before=lambda a: a.backward(), stride=3)
+    everywhere(
+        lambda a: a.manager.should_commit(),
+        before=lambda a: a.backward(),
+        after=lambda a: a.inner.step(),
+        stride=3,
+    )
 
 
 def test_from_the_beginning_of_a_step_to_its_end() -> None:

@@ -142,10 +142,10 @@ def test_g1_a_prepared_spare_asks_no_lighthouse_that_would_make_it_a_member() ->
     assert isinstance(answer.outcome, RequestRefused)
     assert "knows no prepared spares: update it" in str(answer.outcome)
     link.close(1)
-    link.until(10.0)
-    link.open(2)  # it was updated
-    (asked,) = link.ask(NEWCOMER)
-    assert isinstance(asked, Question)
+    connects = [each for each in link.until(10.0) if isinstance(each, Connect)]
+    link.open(connects[-1].connection)  # it was updated
+    asked = [*link.ask(NEWCOMER), *link.until(link.now + 2.0)]
+    assert any(isinstance(each, Question) for each in asked)
 
 
 def test_an_ordinary_group_may_ask_any_lighthouse() -> None:
