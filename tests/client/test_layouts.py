@@ -6,10 +6,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.torch_world import alone_in_torch
 from support.training import lighthouse, make_manager, together
 from torch import nn
-from torch.distributed import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,11 +22,8 @@ Wrap = Callable[[Manager, nn.Module], object]
 @pytest.fixture
 def inside() -> Iterator[None]:
     """The process group of a worker that is alone in its group."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
+    with alone_in_torch():
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 def heads(*names: str) -> nn.Module:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from support.torch_world import alone_in_torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -35,9 +35,8 @@ def address() -> Iterator[str]:
 
 @pytest.fixture(autouse=True)
 def _world() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with alone_in_torch():
+        yield
 
 
 class Sharded:

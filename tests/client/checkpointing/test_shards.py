@@ -15,9 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.meeting_place import MeetingPlace
+from support.torch_world import alone_in_torch
 from support.training import TIMEOUT
 from torch import nn
-from torch.distributed import HashStore
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -39,11 +39,8 @@ from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused, Tor
 
 @pytest.fixture
 def mesh() -> Iterator[DeviceMesh]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
+    with alone_in_torch():
         yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    finally:
-        dist.destroy_process_group()
 
 
 class Averages:

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.reading import BATCH, Numbers, ReadingGroup
+from support.torch_world import alone_in_torch
 from support.training import lighthouse, make_manager
 from torch import nn
-from torch.distributed import HashStore
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
@@ -27,11 +26,8 @@ _NUM_STEPS = 3
 @pytest.fixture
 def inside() -> Iterator[None]:
     """The process group of a worker that is alone in its group."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    try:
+    with alone_in_torch():
         yield
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("inside")

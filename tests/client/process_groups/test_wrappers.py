@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from support.meeting_place import MeetingPlace
 from support.running import eventually
+from support.torch_world import alone_in_torch
 from support.training import (
     TIMEOUT,
     Trainer,
@@ -21,7 +22,7 @@ from support.training import (
     together,
 )
 from torch import nn
-from torch.distributed import HashStore, ReduceOp
+from torch.distributed import ReduceOp
 from torch.distributed._functional_collectives import all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -179,14 +180,13 @@ def test_a_swallowed_error_of_a_future(pair: list[FakeProcessGroupWrapper]) -> N
 
 
 @pytest.fixture
-def alone_in_torch() -> Iterator[None]:
+def torch_world() -> Iterator[None]:
     """Torch's own world, of this process alone."""
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with alone_in_torch():
+        yield
 
 
-@pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.usefixtures("torch_world")
 def test_torch_finds_a_registered_group_by_name() -> None:
     group = ProcessGroupGloo(TIMEOUT)
     group.register("across_groups")
@@ -225,7 +225,7 @@ def manager_of(address: str, name: str) -> Manager:
     )
 
 
-@pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.usefixtures("torch_world")
 def test_a_mesh_with_a_managed_dimension() -> None:
     with lighthouse() as address, manager_of(address, "a") as manager:
         mesh = ft_init_device_mesh(
@@ -254,7 +254,7 @@ def test_a_mesh_with_a_managed_dimension() -> None:
 
 
 @pytest.mark.skipif(torch.__version__.startswith("2.7."), reason="its HSDP cannot work on CPUs")
-@pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.usefixtures("torch_world")
 def test_fsdp_over_a_managed_dimension_averages_over_the_groups() -> None:
     with lighthouse(min_replicas=2) as address:
         managers = [manager_of(address, name) for name in ("a", "b")]
@@ -317,7 +317,7 @@ def test_a_manager_in_the_shape_of_a_group() -> None:
                 manager.shutdown()
 
 
-@pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.usefixtures("torch_world")
 def test_torch_s_own_data_parallel_works_over_it() -> None:
     with lighthouse(min_replicas=2) as address:
         managers = [manager_of(address, name) for name in ("c", "d")]
@@ -353,7 +353,7 @@ def test_torch_s_own_data_parallel_works_over_it() -> None:
     assert found == [pytest.approx([0.4, 0.4])] * 2
 
 
-@pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.usefixtures("torch_world")
 @pytest.mark.parametrize("mistake", ["no backward pass", "one that is ended"])
 def test_a_step_of_torch_s_own_data_parallel_without_its_sums_is_discarded(mistake: str) -> None:
     with lighthouse(min_replicas=2) as address:
@@ -394,7 +394,7 @@ def test_a_step_of_torch_s_own_data_parallel_without_its_sums_is_discarded(mista
     assert found == [[True, False, True][: len(found[0])]] * 2
 
 
-@pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.usefixtures("torch_world")
 def test_torch_s_data_parallel_and_ours_around_one_model_are_refused() -> None:
     with lighthouse() as address, manager_of(address, "a") as manager:
         torch_s = DistributedDataParallel(nn.Linear(2, 1))
@@ -411,7 +411,7 @@ def test_torch_s_data_parallel_and_ours_around_one_model_are_refused() -> None:
             OurDistributedDataParallel(manager, nn.Sequential(ours))
 
 
-@pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.usefixtures("torch_world")
 @pytest.mark.parametrize("views", [True, False], ids=["views", "copies"])
 def test_averages_that_torch_s_data_parallel_overwrites_are_noticed(views: bool) -> None:
     """Side by side around one model, which neither of the two can see."""
@@ -432,7 +432,7 @@ def test_averages_that_torch_s_data_parallel_overwrites_are_noticed(views: bool)
         assert manager.should_commit()
 
 
-@pytest.mark.usefixtures("alone_in_torch")
+@pytest.mark.usefixtures("torch_world")
 def test_tensor_parallel_parameters_are_refused() -> None:
     mesh = init_device_mesh("cpu", (1,))
     with lighthouse() as address, manager_of(address, "a") as manager:
