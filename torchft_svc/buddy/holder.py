@@ -10,7 +10,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -265,9 +265,7 @@ class CopyHolder:
 
     def _whole(self, view: MembersAndCopies) -> tuple[int, int, int] | None:
         """The newest state of which there is a copy of each worker."""
-        found = newest_whole(
-            each for each in view.copies if each.group_world_size == self._config.group_world_size
-        )
+        found = newest_whole(view.copies, self._config.group_world_size)
         return found[0].place if found else None
 
     # -- copies ----------------------------------------------------------------------------------
@@ -283,7 +281,8 @@ class CopyHolder:
             buddy = choose_buddy(view.members, self._config.beside)
             try:
                 copies.keep_newest(self._whole(view), room=True)
-                with _source_at(view.members[buddy], self._config.security) as manager:
+                address, security = view.members[buddy], self._config.security
+                with ManagerClient(address, _CALL, security=security) as manager:
                     metadata = manager._checkpoint_metadata(rank, _CALL)
                 state = self._receiver.recv_copy(metadata, copies.newest_step(), _SILENCE)
                 held = copies.add(state)
@@ -304,9 +303,3 @@ class CopyHolder:
             self._reasons[party] = reason
             if reason:
                 log.info("%s", reason)
-
-
-@contextlib.contextmanager
-def _source_at(address: str, security: Security) -> Iterator[ManagerClient]:
-    with ManagerClient(address, _CALL, security=security) as manager:
-        yield manager

@@ -134,8 +134,7 @@ def whole_copy(view: MembersAndCopies, rules: RoundRules, own_step: int) -> Held
     if view.is_finished:
         return None
     place = rules.place
-    fitting = [each for each in view.copies if each.group_world_size == place.group_world_size]
-    whole = newest_whole(fitting)
+    whole = newest_whole(view.copies, place.group_world_size)
     return whole[place.group_rank] if whole and whole[0].step > own_step else None
 
 

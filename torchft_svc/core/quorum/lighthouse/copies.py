@@ -63,13 +63,16 @@ class MembersAndCopies:
     is_finished: bool = False
 
 
-def newest_whole(copies: Iterable[HeldCopy]) -> list[HeldCopy]:
+def newest_whole(copies: Iterable[HeldCopy], group_world_size: int | None = None) -> list[HeldCopy]:
     """Return the newest state that is there as a whole, one copy of each worker, by rank.
 
-    Copies of different states do not fit together. Empty: no state is whole.
+    Copies of different states do not fit together. Empty: no state is whole. ``group_world_size``:
+    look at the states of groups of so many workers only.
     """
     by_place: dict[tuple[int, int, int], dict[int, HeldCopy]] = {}
     for copy in copies:
+        if group_world_size not in (None, copy.group_world_size):
+            continue
         by_place.setdefault(copy.place, {}).setdefault(copy.group_rank, copy)
     whole = [place for place, found in by_place.items() if len(found) == place[2]]
     if not whole:

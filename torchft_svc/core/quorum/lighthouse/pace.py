@@ -208,9 +208,8 @@ class PaceWatch:
 def _row(times: StepTimes) -> tuple[float, ...]:
     """The own work of a step in all `_PHASES`, as it is; and then at an even share of the
     samples. None is below the resolution."""
-    row = _seconds(times)
-    even = row if times.load in (0.0, 1.0) else _seconds(times.at_load(1.0))
-    return tuple([max(each, RESOLUTION_S) for each in row + even])
+    row = _seconds(times) + _seconds(times.at_load(1.0))
+    return tuple([max(each, RESOLUTION_S) for each in row])
 
 
 def _seconds(times: StepTimes) -> tuple[float, ...]:
