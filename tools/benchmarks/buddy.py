@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import click
-import psutil
 
+from tools.benchmarks.children.memory_trainer import peak_bytes
 from tools.benchmarks.options import gb_option, json_option
 from tools.benchmarks.processes import (
     START_TIMEOUT_S,
@@ -75,17 +75,10 @@ def measure(gb: float, step_s: float, every: int, steps: int, way: str) -> dict[
             "longest_ms": max(times),
             "mean_ms": statistics.mean(times),
             "behind": "-" if holder is None else job.committed_step - job.copy_step,
-            "group_gb": _peak_gb(group.pid),
-            "holder_gb": 0.0 if holder is None else _peak_gb(holder.pid),
+            "group_gb": peak_bytes(group.pid) / 1e9,
+            "holder_gb": 0.0 if holder is None else peak_bytes(holder.pid) / 1e9,
             "steps": times,
         }
-
-
-def _peak_gb(pid: int) -> float:
-    """The most memory that a process has had."""
-    status = Path(f"/proc/{psutil.Process(pid).pid}/status").read_text()
-    (peak,) = [line.split()[1] for line in status.splitlines() if line.startswith("VmHWM")]
-    return int(peak) * 1024 / 1e9
 
 
 @click.command(context_settings={"show_default": True})

@@ -51,9 +51,9 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
-def peak_bytes() -> int:
-    """The most that was in RAM at one time since this program was started or forked."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+def peak_bytes(pid: int | str = "self") -> int:
+    """The most that was in RAM at one time since the program of ``pid`` was started or forked."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     raise RuntimeError("this kernel does not report the peak of a process's memory (VmHWM)")
