@@ -38,11 +38,7 @@ class Reports:
         """Write one line."""
         log = _bound_log(report)
         if isinstance(report, ReportLoss):
-            whose = report.job, report.replica_id, report.reason
-            if report.is_orderly:  # texts of their own: the limit of lines goes by the text
-                log.info("group left job=%s replica=%s: %s", *whose)
-            else:
-                log.warning("group lost job=%s replica=%s: %s", *whose)
+            _write_loss(log, report)
         elif isinstance(report, ReportEviction | ReportStraggler):
             whose = report.job, report.replica_id, report.reason
             log.warning("group left out job=%s replica=%s: %s", *whose)
@@ -55,8 +51,15 @@ class Reports:
                 report.step,
                 report.for_s,
             )
-        elif isinstance(report, ReportPace | ReportPlaceTaken):
-            _write_change(log, report)
+        elif isinstance(report, ReportPace):
+            _write_pace(log, report)
+        elif isinstance(report, ReportPlaceTaken):
+            log.info(
+                "prepared spare takes a place job=%s replica=%s: one of %d was free",
+                report.job,
+                report.replica_id,
+                report.num_places,
+            )
         elif isinstance(report, ReportLeftHealing):
             log.warning(
                 "group left out job=%s replica=%s: it has been healing for %.1f s, and has to "
@@ -128,17 +131,15 @@ def _bound_log(report: Report) -> logging.LoggerAdapter[logging.Logger]:
     return logging.LoggerAdapter(_log, fields)
 
 
-def _write_change(
-    log: logging.LoggerAdapter[logging.Logger], report: ReportPace | ReportPlaceTaken
-) -> None:
-    if isinstance(report, ReportPlaceTaken):
-        log.info(
-            "prepared spare takes a place job=%s replica=%s: one of %d was free",
-            report.job,
-            report.replica_id,
-            report.num_places,
-        )
-        return
+def _write_loss(log: logging.LoggerAdapter[logging.Logger], report: ReportLoss) -> None:
+    whose = report.job, report.replica_id, report.reason
+    if report.is_orderly:  # texts of their own: the limit of lines goes by the text
+        log.info("group left job=%s replica=%s: %s", *whose)
+    else:
+        log.warning("group lost job=%s replica=%s: %s", *whose)
+
+
+def _write_pace(log: logging.LoggerAdapter[logging.Logger], report: ReportPace) -> None:
     whose = report.job, report.replica_id, report.cause
     if report.evict:
         log.warning("slow group evicted job=%s replica=%s: %s", *whose)
