@@ -101,6 +101,29 @@ def test_status_shows_how_far_a_heal_is() -> None:
     assert '"received_bytes": 3000000' in status_json([job])
 
 
+@pytest.mark.parametrize(
+    ("job", "line"),
+    [
+        (
+            JobStatus(job="j", num_holders=1, copy_step=7, committed_step=8),
+            "  1 process holds copies of the state of step 7, 1 step back",
+        ),
+        (
+            JobStatus(job="j", num_holders=2, copy_step=5, committed_step=8, ended_s=3.0),
+            "  2 processes hold copies of the state of step 5, 3 steps back",
+        ),
+        (
+            JobStatus(job="j", num_holders=1, committed_step=8),
+            "  1 process for copies of the state holds none as a whole yet",
+        ),
+    ],
+)
+def test_status_shows_how_far_back_the_copies_are(job: JobStatus, line: str) -> None:
+    (job,) = status_from_wire(status_to_wire([job]))
+    assert line in status_text([job]).splitlines()
+    assert "copies" not in status_text([JobStatus(job="j", committed_step=8)])
+
+
 @pytest.mark.parametrize("ended_s", [None, 3.0])
 def test_status_shows_that_states_differ(ended_s: float | None) -> None:
     sentence = "in the check of step 4, they\x1b[31m differ"

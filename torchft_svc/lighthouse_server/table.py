@@ -182,12 +182,15 @@ def _copies(job: JobStatus) -> Iterator[str]:
     """How far the copies of a job's state are behind it."""
     if not job.num_holders:
         return
-    holders = f"{job.num_holders} process{'es' * (job.num_holders != 1)}"
+    is_one = job.num_holders == 1
+    holders = f"{job.num_holders} process{'' if is_one else 'es'}"
+    holds = "holds" if is_one else "hold"
     if not job.copy_step:
-        yield f"  {holders} for copies of the state hold none as a whole yet"
+        yield f"  {holders} for copies of the state {holds} none as a whole yet"
         return
     behind = max(0, job.committed_step - job.copy_step)
-    yield f"  {holders} hold copies of the state of step {job.copy_step}, {behind} steps back"
+    steps = f"{behind} step{'s' * (behind != 1)}"
+    yield f"  {holders} {holds} copies of the state of step {job.copy_step}, {steps} back"
 
 
 def _differences(job: JobStatus) -> Iterator[str]:
