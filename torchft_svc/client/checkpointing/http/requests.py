@@ -59,6 +59,7 @@ IDLE_TIMEOUT_S = 60.0
 MAX_WAIT_MS = 20_000
 # The states that are served side by side, by the first word of their requests.
 STATE, DEFERRED, COPY = "state", "deferred", "copy"
+_NO_ROOM_FOR_COPY = "as many copies as possible are being fetched"
 DESCRIPTION_SEED = 1 << 63  # no chunk has this number
 
 DIGESTS_SEED = DESCRIPTION_SEED + 1
@@ -247,7 +248,7 @@ class Conversation:
             state = self._slots[name].state
             if state is not None and state.state_id == state_id:
                 if name == COPY:
-                    self._count_apart("as many copies as possible are being fetched")
+                    self._count_apart(_NO_ROOM_FOR_COPY)
                 return state
         return self._slots[STATE].by_id(state_id)
 
@@ -304,7 +305,7 @@ class Conversation:
                 self._slots[name].claim(receiver, form, claimed, self._wire.has_peer)
                 self._send_head(0)
             case ("copy", step):
-                self._count_apart("as many copies as possible are being fetched")
+                self._count_apart(_NO_ROOM_FOR_COPY)
                 self._send_description(self._slots[COPY], _number(step), request)
             case ("preview",):
                 self._send_step()
