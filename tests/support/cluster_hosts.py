@@ -13,6 +13,7 @@ import pytest
 from support.hosts import Host, network
 from support.pods import Pod
 from support.programs import Program
+from support.running import ROOT
 
 # What an image has in its search path.
 COMMANDS = {
@@ -21,13 +22,17 @@ COMMANDS = {
     "python": [sys.executable],
 }
 # In namespaces of its own for mounts (made by `ip netns exec`), the host name and the network.
+# Where this repository is in ``/tmp``, it is put there again.
 _ENTER = """
 echo "$0" > /proc/sys/kernel/hostname
 mount -t tmpfs tmpfs /mnt
 mkdir /mnt/volumes
 mount --bind "$1" /mnt/volumes
+mkdir /mnt/repository
+mount --bind "$3" /mnt/repository
 mount --bind "$2" /tmp
-shift 2
+case "$3" in /tmp/*) mkdir -p "$3"; mount --bind /mnt/repository "$3";; esac
+shift 3
 exec "$@"
 """
 
@@ -65,7 +70,7 @@ class Cluster:
         namespace = self._hosts[name].namespace
         assert namespace is not None
         enter = ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-ec", _ENTER]
-        places = [name.partition(".")[0], str(self._volumes), str(self.folder_of(name))]
+        places = [name.partition(".")[0], str(self._volumes), str(self.folder_of(name)), str(ROOT)]
         first, *others = command
         words = [*COMMANDS.get(first, [first]), *others]
         return Program([*enter, *places, *words], environment)

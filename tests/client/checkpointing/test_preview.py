@@ -182,6 +182,8 @@ def test_k3_a_claim_counts_for_one_receiver_and_step(
     gone.transport.shutdown()
     with pytest.raises(PeerError):
         lost.result(DEADLINE_S)
+    claims = worker.transport._deferred._claims
+    eventually(lambda: not any(claim.is_there() for claim in list(claims.values())))
     worker.transport.send_deferred([1], [], step, {"w": worker.deferred}, LONG)
     later = receiver.transport.recv_deferred(0, url, [], step, LONG)
     assert torch.equal(later["w"], worker.deferred)

@@ -82,6 +82,13 @@ def leave_after_reading(group: ReadingGroup) -> None:
     group.manager.shutdown()
 
 
+def leave_when_averages_have_begun(group: ReadingGroup, others: list[Any]) -> None:
+    """Be lost in the step in which all of ``others`` have begun an average by hand."""
+    group.next_batch()
+    eventually(lambda: all(other.works for other in others))
+    group.manager.shutdown()
+
+
 def leave_between_steps(group: ReadingGroup) -> None:
     group.manager.shutdown()
 
@@ -113,10 +120,13 @@ def test_averages_in_8_bit_numbers_in_the_step_of_the_loss(
     ledger = SampleLedger(SIZE, BATCH)
     with in_term("abc", ledger, kind=AveragingGroup, **options) as (*others, lost):
         until = lost.manager.current_step() + STEPS_OF_EPOCH
-        together(
-            lambda: leave_after_reading(lost),
-            *(lambda group=group: group.until(until) for group in others),
-        )
+        for each in others:
+            each.works = []
+        leave: dict[str, Callable[[], None]] = {
+            "before": lambda: leave_when_averages_have_begun(lost, others),
+            "after": lambda: leave_after_reading(lost),
+        }
+        together(leave[when], *(lambda group=group: group.until(until) for group in others))
         assert [each.num_discarded for each in others] == [num_discarded] * len(others)
         assert ledger.faults() == []
         found = [each.state() for each in others]
