@@ -46,6 +46,9 @@ async def _trained(num_groups: int) -> LighthouseDriver:
 def test_a_page_shows_jobs_and_groups() -> None:
     async def run() -> Page:
         driver = await _trained(2)
+        for name in ("s:1", "s:2"):
+            driver._core.jobs.opened_by_spare("j", name, time.monotonic())
+        driver._core.jobs.request("j", member("s:2"), 99, time.monotonic())
         driver.rpc_errors.know_methods(["Quorum"])
         driver.rpc_errors.count("Quorum", "ABORTED")
         driver.rpc_errors.count("../etc/passwd", "UNIMPLEMENTED")
@@ -58,6 +61,9 @@ def test_a_page_shows_jobs_and_groups() -> None:
     assert shown.value("torchft_groups", job="j", state="in_quorum") == 2
     assert shown.value("torchft_groups", job="j", state="hung") == 0
     assert shown.value("torchft_groups_expected", job="j") == 2
+    assert shown.value("torchft_spares", job="j", state="ready") == 1
+    assert shown.value("torchft_spares", job="j", state="starting") == 1
+    assert shown.value("torchft_places", job="j") == 2
     assert shown.value("torchft_committed_step", job="j") == 7
     assert shown.value("torchft_seconds_since_commit", job="j") < 20
     assert shown.value("torchft_group_silence_seconds", job="j", group="g0000") < 20

@@ -23,6 +23,7 @@ from support.running import (
 from torchft_svc.core.launch.world import AgentStatus, RunWaiting
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.lighthouse_server.table import MAX_ROWS, status_json, status_text
 from torchft_svc.proto import torchft_pb2 as pb
@@ -122,6 +123,27 @@ def test_status_shows_how_far_back_the_copies_are(job: JobStatus, line: str) -> 
     (job,) = status_from_wire(status_to_wire([job]))
     assert line in status_text([job]).splitlines()
     assert "copies" not in status_text([JobStatus(job="j", committed_step=8)])
+
+
+@pytest.mark.parametrize(
+    ("spares", "line"),
+    [
+        (
+            (PreparedSpare("d:1", asks=True, silent_s=0.25),),
+            "  1 spare stands by for 3 places, 1 ready: d:1 (last sign 0.2 s ago)",
+        ),
+        (
+            (PreparedSpare("d:1", silent_s=1.0), PreparedSpare("e:1", asks=True, silent_s=9.0)),
+            "  2 spares stand by for 3 places, 1 ready: d:1 (starting, last sign 1.0 s ago), "
+            "e:1 (last sign 9.0 s ago)",
+        ),
+    ],
+)
+def test_status_shows_who_stands_by(spares: tuple[PreparedSpare, ...], line: str) -> None:
+    job = JobStatus(job="j", prepared_spares=spares, num_places=3)
+    (job,) = status_from_wire(status_to_wire([job]))
+    assert line in status_text([job]).splitlines()
+    assert "spare" not in status_text([JobStatus(job="j", num_places=3)])
 
 
 @pytest.mark.parametrize("ended_s", [None, 3.0])

@@ -25,6 +25,7 @@ from support.terminals import Terminal, terminal
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
 from torchft_svc.lighthouse_server.cli import main
 from torchft_svc.lighthouse_server.top.feed import Answer, RecentIncidents, StatusFeed, View
 from torchft_svc.lighthouse_server.top.screen import Selection, draw_screen
@@ -61,6 +62,13 @@ def fleet(num: int, **changes: GroupStatus) -> JobStatus:
     return JobStatus(
         job="j", groups=tuple((groups | changes).values()), quorum_id=5, num_expected=num
     )
+
+
+def test_a_job_shows_who_stands_by() -> None:
+    spare = PreparedSpare("s:1", asks=True, silent_s=0.5)
+    shown = drawn(view_of(replace(fleet(3), prepared_spares=(spare,), num_places=3)))
+    assert "1 spare stands by for 3 places, 1 ready: s:1 (last sign 0.5 s ago)" in shown
+    assert "spare" not in drawn(view_of(fleet(3)))
 
 
 def test_of_a_thousand_groups_those_that_need_somebody_come_first() -> None:

@@ -38,6 +38,7 @@ _JOB_VALUES: tuple[tuple[catalog.Metric, Callable[[JobStatus], float]], ...] = (
     (catalog.SINCE_COMMIT, lambda job: job.stalled_s),
     (catalog.STATE_DIFFERENCES, lambda job: job.num_differences),
     (catalog.GROUPS_SLOW, lambda job: sum(group.slow for group in job.groups)),
+    (catalog.PLACES, lambda job: job.num_places),
 )
 
 
@@ -83,6 +84,7 @@ class LighthouseMetrics:
             states = Counter(group.state for group in job.groups)
             by_state += [((job.job, state), states[state]) for state in GROUP_STATES]
         yield values(catalog.GROUPS, by_state)
+        yield values(catalog.SPARES, list(_spares(jobs)))
         for metric, read in _JOB_VALUES:
             yield values(metric, [((job.job,), read(job)) for job in jobs])
         yield values(catalog.GROUP_SILENCE, _silences(jobs))
@@ -166,6 +168,13 @@ def _state_of_job(job: JobStatus) -> str:
     if job.ended_s is None:
         return "alive"
     return "finished" if job.finished else "lost"
+
+
+def _spares(jobs: list[JobStatus]) -> Iterator[tuple[tuple[str, str], float]]:
+    for job in jobs:
+        num_ready = sum(each.asks for each in job.prepared_spares)
+        yield (job.job, "ready"), num_ready
+        yield (job.job, "starting"), len(job.prepared_spares) - num_ready
 
 
 def _silences(jobs: list[JobStatus]) -> Iterator[tuple[tuple[str, str], float]]:

@@ -199,13 +199,22 @@ def _differences(job: JobStatus) -> Iterator[str]:
         yield f"  {checks} found states that differ; the last one: {job.last_difference}"
 
 
+def spares_line(job: JobStatus) -> str:
+    """Describe the prepared spares of a job: how many could take a place now, and their age."""
+    spares = job.prepared_spares
+    names = [
+        f"{each.replica_id} ({'starting, ' * (not each.asks)}last sign {each.silent_s:.1f} s ago)"
+        for each in spares
+    ]
+    stand = "spare stands" if len(spares) == 1 else "spares stand"
+    num_ready = sum(each.asks for each in spares)
+    places = f"{job.num_places} place{'s' * (job.num_places != 1)}"
+    return f"{len(spares)} {stand} by for {places}, {num_ready} ready: {name_some(names)}"
+
+
 def _prepared_spares(job: JobStatus) -> Iterator[str]:
     if job.prepared_spares:
-        names = [
-            each.replica_id if each.asks else f"{each.replica_id} (it starts)"
-            for each in job.prepared_spares
-        ]
-        yield f"  {len(names)} stand by for {job.num_places} places: {name_some(names)}"
+        yield f"  {spares_line(job)}"
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:

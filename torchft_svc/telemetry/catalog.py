@@ -106,6 +106,21 @@ GROUPS = _of(
     "job",
     "state",
 )
+SPARES = _of(
+    Program.LIGHTHOUSE,
+    MetricKind.GAUGE,
+    "torchft_spares",
+    "Prepared spares of a job: ready to take a place, or still starting.",
+    "job",
+    "state",
+)
+PLACES = _of(
+    Program.LIGHTHOUSE,
+    MetricKind.GAUGE,
+    "torchft_places",
+    "Places of the job that prepared spares fill when a group is lost.",
+    "job",
+)
 GROUPS_EXPECTED = _of(
     Program.LIGHTHOUSE,
     MetricKind.GAUGE,

@@ -18,6 +18,7 @@ from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.lighthouse.pace import Pace
+from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
 from torchft_svc.lighthouse_server.http.differences import Document, difference
 from torchft_svc.lighthouse_server.http.documents import (
     PACE_UPDATES,
@@ -82,6 +83,17 @@ def test_a_group_has_the_state_that_matters_most() -> None:
         "g": "lost",
         "h": "left",
     }
+
+
+def test_a_summary_has_the_spares_and_a_long_silence_of_one() -> None:
+    fresh = PreparedSpare("s:1", asks=True, silent_s=0.5)
+    shown = document(JobStatus(job="j", prepared_spares=(fresh,)))["summary"]
+    assert (shown["spares"], shown["spares_ready"]) == (1, 1)
+    assert "spares_seen_at" not in shown  # it would change with each beat
+    silent = PreparedSpare("s:2", silent_s=8.0)
+    shown = document(JobStatus(job="j", prepared_spares=(fresh, silent)))["summary"]
+    assert (shown["spares"], shown["spares_ready"], shown["spares_seen_at"]) == (2, 1, NOW - 8)
+    assert not {"spares", "spares_ready"} & document()["summary"].keys()
 
 
 def test_the_goodput_is_in_it_where_it_is_known() -> None:

@@ -24,7 +24,8 @@ class JobSummary:
     """One job without its groups; the fields are those of a whole job.
 
     ``num_groups`` are alive; of them, ``num_in_quorum`` train together, ``num_healing`` download
-    the state, and ``num_hung`` have stood still for longer than the hang timeout.
+    the state, and ``num_hung`` have stood still for longer than the hang timeout. ``num_spares``
+    stand by for ``num_places``; ``num_spares_ready`` of them could take one now.
     """
 
     job: str
@@ -43,6 +44,9 @@ class JobSummary:
     last_difference: str
     copy_step: int
     num_holders: int
+    num_places: int
+    num_spares: int
+    num_spares_ready: int
     stalled_s: float
     ended_s: float | None
     finished: bool
@@ -56,6 +60,8 @@ class JobSummary:
             num_in_quorum=sum(group.in_quorum for group in status.groups),
             num_healing=sum(group.phase is Phase.HEALING for group in status.groups),
             num_hung=sum(group.hung for group in status.groups),
+            num_spares=len(status.prepared_spares),
+            num_spares_ready=sum(spare.asks for spare in status.prepared_spares),
             **shared,
         )
 

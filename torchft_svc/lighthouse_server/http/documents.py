@@ -75,6 +75,9 @@ def summary(job: JobStatus, now: float) -> Document:
         moved_at=_instant(now, job.stalled_s),
         ended_at=_instant(now, job.ended_s),
         finished=job.finished,
+        spares=len(job.prepared_spares) or None,
+        spares_ready=sum(each.asks for each in job.prepared_spares) or None,
+        spares_seen_at=_oldest_sign(job, now),
     )
     return {**known, "groups": len(job.groups), "states": dict(states)}
 
@@ -208,6 +211,13 @@ def _are_close(paces: Sequence[Document], others: Sequence[Document]) -> bool:
 
 # Ratios are rounded to 0.1, so those that differ by that may be nearly the same.
 _PACE_RESOLUTION = (("seconds", RESOLUTION_S), ("to_best", 0.15), ("to_own_best", 0.15))
+
+
+def _oldest_sign(job: JobStatus, now: float) -> float | None:
+    """Return when the spare that is silent for the longest time gave a sign of life, if that
+    was long ago."""
+    silent_s = max((each.silent_s for each in job.prepared_spares), default=0.0)
+    return round(now - silent_s) if silent_s >= LASTING_S else None
 
 
 def _gone(gone: GoneGroup, now: float) -> Document:

@@ -17,7 +17,13 @@ from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.host.log_format import escaped
-from torchft_svc.lighthouse_server.table import GROUP_HEAD, goodput_line, pace_cells, phase_cell
+from torchft_svc.lighthouse_server.table import (
+    GROUP_HEAD,
+    goodput_line,
+    pace_cells,
+    phase_cell,
+    spares_line,
+)
 from torchft_svc.lighthouse_server.top.feed import View, sort_jobs
 
 KEYS = "q quit   tab next job   up/down, page up/down groups"
@@ -173,6 +179,8 @@ def _job_lines(job: JobStatus, view: View, width: int) -> Iterator[Text]:
         "bold",
     )
     yield from _goodput(job)
+    if job.prepared_spares:
+        yield _line(spares_line(job))
     if job.waiting_for:
         yield from _sentence(f"no quorum now: {job.waiting_for}", "yellow", width)
     if job.stalled_s > _STALLED_S:

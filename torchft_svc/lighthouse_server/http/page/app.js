@@ -424,7 +424,7 @@ class JobPage {
     const isLarge = names.length > MANY;
     this.map.hidden = this.tools.hidden = !isLarge;
     const counted = sharesOf(job.summary).map(([name, size]) => `${whole.format(size)} ${name}`).join(", ");
-    setText(this.groupCount, `${counted || "none"}; at least ${job.summary.min_replicas} train, ${job.summary.expected} are expected`);
+    setText(this.groupCount, `${counted || "none"}; at least ${job.summary.min_replicas} train, ${job.summary.expected} are expected${spareText(job.summary, now)}`);
     if (isLarge) this.updateMap(names, job.groups);
     let shown = names;
     if (this.filter) shown = names.filter((name) => name.toLowerCase().includes(this.filter) || (job.groups[name].id || "").toLowerCase().includes(this.filter));
@@ -627,6 +627,13 @@ function anatomyBar(parts, words, longest) {
     bar.append(piece);
   }
   return bar;
+}
+
+// What stands by, how many of these could take a place now, and a silence that is long.
+function spareText(summary, now) {
+  if (!summary.spares) return "";
+  const silence = summary.spares_seen_at === undefined ? "" : `, one silent for ${whole.format(Math.max(0, now - summary.spares_seen_at))} s`;
+  return `; ${whole.format(summary.spares)} ${summary.spares === 1 ? "spare stands" : "spares stand"} by, ${whole.format(summary.spares_ready || 0)} ready${silence}`;
 }
 
 function timeline(points, incidents, expected, width) {
