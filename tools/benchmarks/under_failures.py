@@ -40,8 +40,11 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 PLAIN, PUBLIC, OURS = "plain DDP, torchrun", "public release", "ours"
-_SIDES = (PLAIN, PUBLIC, OURS)
-_COLORS = {PLAIN: "#8a8f98", PUBLIC: "#d9772b", OURS: "#3568b8"}
+SPARE = "ours, with a spare"
+_SIDES = (PLAIN, PUBLIC, OURS, SPARE)
+_COLORS = {PLAIN: "#8a8f98", PUBLIC: "#d9772b", OURS: "#3568b8", SPARE: "#2f9e63"}
+# Groups that have committed one of so many last steps train.
+_RECENT_STEPS = 3
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -139,19 +142,29 @@ class TorchrunJob(Job):
 
 
 class GroupsJob(Job):
-    """Replica groups, of ours or (``peer``: a Python) of the public release."""
+    """Replica groups, of ours or (``peer``: a Python) of the public release.
+
+    With ``num_spares`` so many more stand by, and a group that was killed is started as one.
+    """
 
     def __init__(
-        self, num_groups: int, trainer: list[str], peer: str | None, stack: ExitStack
+        self,
+        num_groups: int,
+        trainer: list[str],
+        peer: str | None,
+        stack: ExitStack,
+        num_spares: int = 0,
     ) -> None:
         super().__init__(num_groups)
+        self._num_spares = num_spares
+        self._steps: dict[int, int] = {}  # the last one that each trainer has committed
         lighthouse = stack.enter_context(start_lighthouse(min_replicas=1, peer=peer))
         self._trainer = [*trainer, f"--lighthouse={lighthouse_address(lighthouse)}"]
         self._peer = peer
         self._stack = stack
         self._trainers: dict[int, Child] = {}
-        for group in range(num_groups):
-            self._start(group)
+        for group in range(num_groups + num_spares):
+            self._start(group, is_spare=group >= num_groups)
 
     def read_commits(self, timeout_s: float) -> list[Commit]:
         found: list[Commit] = []
@@ -164,20 +177,29 @@ class GroupsJob(Job):
                 kind, *words = line.split()
                 if kind == "commit":
                     found.append(Commit(*map(int, words)))
+                    self._steps[groups[descriptor]] = found[-1].step
             if has_ended:
                 self.num_crashes += 1
                 self._restart(groups[descriptor])
         return sorted(found, key=operator.attrgetter("at_ns"))
 
     def kill(self, group: int) -> bool:
+        """SIGKILL the ``group``-th of those that train."""
+        newest = max(self._steps.values(), default=0)
+        trains = [each for each, step in self._steps.items() if step > newest - _RECENT_STEPS]
+        if self._num_spares:
+            if len(trains) < self.num_groups:
+                return False
+            group = sorted(trains)[group]
         self._trainers[group].kill()
         self._restart(group)
         return True
 
-    def _start(self, group: int) -> None:
+    def _start(self, group: int, *, is_spare: bool = False) -> None:
         name = f"tools.benchmarks.children.trainer_{'ours' if self._peer is None else 'public'}"
         python = {} if self._peer is None else {"python": self._peer}
-        command = program(name, *self._trainer, f"--name=group-{group}", **python)
+        role = ["--spare"] * is_spare
+        command = program(name, *self._trainer, f"--name=group-{group}", *role, **python)
         child = self._stack.enter_context(Child(command, _ENVIRONMENT))
         child.send("train")
         self._trainers[group] = child
@@ -185,7 +207,8 @@ class GroupsJob(Job):
     def _restart(self, group: int) -> None:
         # The stack ends it for good; until then its output is nobody's.
         self._trainers.pop(group).close()
-        self._start(group)
+        self._steps.pop(group, None)
+        self._start(group, is_spare=self._num_spares > 0)
 
 
 @dataclass(slots=True)
@@ -282,7 +305,8 @@ class Plan:
                 every = self.checkpoint_every
                 yield TorchrunJob(self.groups, trainer, every, folder, stack)
             else:
-                yield GroupsJob(self.groups, trainer, self.peer if side == PUBLIC else None, stack)
+                peer, num_spares = self.peer if side == PUBLIC else None, int(side == SPARE)
+                yield GroupsJob(self.groups, trainer, peer, stack, num_spares)
 
 
 def await_all(job: Job) -> None:
@@ -427,7 +451,8 @@ def _draw_side(panel: Axes, row: dict[str, Any]) -> None:
 
 @click.command(context_settings={"show_default": True})
 @click.option("--groups", type=click.IntRange(2), default=3, help="Replica groups.")
-@click.option("--side", "sides", type=click.Choice(_SIDES), multiple=True, default=_SIDES)
+@click.option("--side", "sides", type=click.Choice(_SIDES), multiple=True,
+              default=(PLAIN, PUBLIC, OURS), help="May be repeated.")  # fmt: skip
 @click.option("--every", "intervals_s", type=click.FloatRange(0.5), multiple=True,
               default=(20.0, 60.0), help="Seconds between two kills; may be repeated.")  # fmt: skip
 @click.option("--steps", type=click.IntRange(1), default=1800,

@@ -58,6 +58,7 @@ def main() -> None:
         load_state_dict=load_state_dict,
         lighthouse_addr=flags.lighthouse,
         replica_id=flags.name,
+        spare=flags.spare,
         **place,
     )
 

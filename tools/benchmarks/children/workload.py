@@ -57,6 +57,7 @@ def shape_from_flags() -> tuple[Shape, argparse.Namespace]:
     parser.add_argument("--store-port", type=int, default=0)
     parser.add_argument("--lighthouse", default="")
     parser.add_argument("--wrapper", choices=WRAPPERS, default=WRAPPERS[0])
+    parser.add_argument("--spare", action="store_true")
     parser.add_argument("--pause-s", type=float, default=0.0)
     parser.add_argument("--checkpoint", default="")
     parser.add_argument("--checkpoint-every", type=int, default=100)
