@@ -27,6 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousError
 
 from torchft_svc import env
+from torchft_svc.core.launch.replica_groups import GroupsRules
 from torchft_svc.core.launch.restart import RestartPolicy
 from torchft_svc.core.launch.world import FAILURE_WINDOW_S, MAX_FAILURES
 from torchft_svc.elastic.launcher import (
@@ -37,6 +38,7 @@ from torchft_svc.elastic.launcher import (
 )
 from torchft_svc.elastic.policy import MAX_SOFT_FAILURES, STOPPED_TIMEOUT_S
 from torchft_svc.elastic.rendezvous.config import BACKEND, EXIT_BARRIERS
+from torchft_svc.elastic.replica_groups import GroupsConfig, command_of_group, run_replica_groups
 from torchft_svc.elastic.warm_start import DEFAULT_PRELOAD, preload_list
 from torchft_svc.elastic.workers import check_program
 from torchft_svc.errors import ConfigError, PeerError, UsageError
@@ -49,6 +51,7 @@ from torchft_svc.telemetry.exporting import exporting
 
 _DEFAULT_MASTER_PORT = 29500  # torchrun's
 _USAGE = 2  # argparse's
+_SHUTDOWN_S = "30"  # torch's
 _POLICIES = tuple(policy.value for policy in RestartPolicy)
 
 
@@ -61,10 +64,34 @@ def get_args_parser() -> ArgumentParser:
     for name in ("rdzv_backend", "node_rank"):
         if not env.is_set(f"PET_{name.upper()}"):
             parser.set_defaults(**{name: None})  # to distinguish it from a default that is given
+    _add_groups_arguments(parser)
     _add_restart_arguments(parser)
     _add_failure_arguments(parser)
     _add_health_arguments(parser)
     return parser
+
+
+def _add_groups_arguments(parser: ArgumentParser) -> None:
+    group = parser.add_argument_group("replica groups of a job that survives them")
+    _add(
+        group,
+        "--replica-groups",
+        "Run so many replica groups of one job on this machine (default 1), each with "
+        "--nproc-per-node workers that have a Manager; one that fails is started again, at most "
+        "--max-restarts times.",
+        type=int,
+        default=1,
+        metavar="NUMBER",
+    )
+    _add(
+        group,
+        "--spares",
+        "Let so many more groups stand by (default 0): one of them takes the place of a group that "
+        "is lost, which is started again as a spare.",
+        type=int,
+        default=0,
+        metavar="NUMBER",
+    )
 
 
 def _add_restart_arguments(parser: ArgumentParser) -> None:
@@ -195,7 +222,8 @@ def _add_failure_arguments(parser: ArgumentParser) -> None:
 def _add(group: Any, flag: str, text: str, **more: Any) -> None:
     """Add a flag in both spellings, as torchrun has them, that the environment may set."""
     action = more.pop("action", from_argument_or_environment)
-    group.add_argument(flag, "--" + flag[2:].replace("-", "_"), action=action, help=text, **more)
+    spellings = dict.fromkeys((flag, "--" + flag[2:].replace("-", "_")))
+    group.add_argument(*spellings, action=action, help=text, **more)
 
 
 def parse_args(args: Sequence[str] | None = None) -> Namespace:
@@ -222,6 +250,8 @@ def parse_args(args: Sequence[str] | None = None) -> Namespace:
         except ValueError:
             raise ConfigError(flag, streams, "use 0 to 3, or 0:1,1:3 for some ranks") from None
     _check_script(parsed)
+    if _runs_groups(parsed):
+        _check_groups(parsed)
     numa_binding = getattr(parsed, "numa_binding", None)  # torch has it since 2.9
     if numa_binding is not None and not torch.cuda.is_available():
         raise ConfigError(
@@ -251,6 +281,59 @@ def _check_numbers(parsed: Namespace) -> None:
         raise ConfigError("--max-restarts-without-progress", limit, "use 1 or more")
     if parsed.nproc_per_node.lstrip("+-").isdigit() and int(parsed.nproc_per_node) < 1:
         raise ConfigError("--nproc-per-node", parsed.nproc_per_node, "use 1 or more")
+
+
+def _runs_groups(parsed: Namespace) -> bool:
+    """Whether the workers are several groups of a job, or stand by for one."""
+    return bool(parsed.replica_groups != 1 or parsed.spares != 0)
+
+
+def _check_groups(parsed: Namespace) -> None:
+    """Refuse what cannot work together with replica groups, each of which has its own world."""
+    _groups_rules(parsed)  # refuses numbers that cannot work
+    if not parsed.nproc_per_node.isdigit():
+        reason = "use a number: that of the workers of each replica group"
+        raise ConfigError("--nproc-per-node", parsed.nproc_per_node, reason)
+    if parsed.restart_policy != RestartPolicy.HARD.value:
+        reason = "a lost worker ends its replica group, which is started again as a whole"
+        raise ConfigError("--restart-policy", parsed.restart_policy, reason)
+    if parsed.nnodes.strip() not in ("1", "1:1"):
+        reason = (
+            "a replica group is on one machine: start this launcher on each, with one "
+            "TORCHFT_LIGHTHOUSE for all and a REPLICA_GROUP_ID of its own"
+        )
+        raise ConfigError("--nnodes", parsed.nnodes, reason)
+    for name, default in _OF_ONE_WORLD.items():
+        if getattr(parsed, name) not in (None, default):
+            reason = "it is for one world of workers, and each replica group has its own"
+            raise ConfigError(_flag(name), getattr(parsed, name), f"{reason}: leave it out")
+    if env.Environment().is_spare:
+        reason = "--replica-groups and --spares decide which groups stand by: leave it out"
+        raise ConfigError("TORCHFT_SPARE", "1", reason)
+
+
+# Arguments of a single world, and what they are if nobody gives them.
+_OF_ONE_WORLD: dict[str, str | None] = {
+    "rdzv_backend": None,
+    "rdzv_endpoint": "",
+    "rdzv_id": "none",
+    "rdzv_conf": "",
+    "node_rank": None,
+    "master_addr": "127.0.0.1",
+    "master_port": None,
+    "max_node_failures": None,
+    "max_run_failures": None,
+    "max_restarts_without_progress": None,
+}
+
+
+def _groups_rules(parsed: Namespace) -> GroupsRules:
+    return GroupsRules(
+        num_groups=parsed.replica_groups,
+        num_spares=parsed.spares,
+        max_restarts=parsed.max_restarts,
+        final_status=final_exit_code(),
+    )
 
 
 def _flag(name: str) -> str:
@@ -310,14 +393,32 @@ def run(args: Namespace) -> None:
     elastic_launch(config, entrypoint)(*arguments)
 
 
+def _run_groups(parsed: Namespace, arguments: Sequence[str]) -> int:
+    """Run several replica groups, each by a launcher of its own; returns the exit status."""
+    config_from_args(parsed)  # refuses what the launcher of each group would refuse
+    timeout_s = getattr(parsed, "shutdown_timeout", None)  # torch has it since 2.9
+    if timeout_s is None:
+        timeout_s = float(env.value_of("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", _SHUTDOWN_S))
+    groups = GroupsConfig(
+        rules=_groups_rules(parsed),
+        command=command_of_group(arguments, 1 + len(parsed.training_script_args)),
+        num_workers=int(parsed.nproc_per_node),
+        shutdown_timeout_s=timeout_s,
+    )
+    return run_replica_groups(groups)
+
+
 def main(args: Sequence[str] | None = None) -> None:
     """The command. Failed workers and signals end it as they end torchrun.
 
     Where a restart of this launcher cannot mend the error, its exit status says so.
     """
+    arguments = sys.argv[1:] if args is None else args
     try:
-        parsed = parse_args(args)
+        parsed = parse_args(arguments)
         with _logging_to_stderr(parsed.rdzv_id):
+            if _runs_groups(parsed):
+                sys.exit(_run_groups(parsed, arguments))
             run(parsed)
     except (UsageError, PeerError, RendezvousError, DistError) as error:
         is_usage = isinstance(error, UsageError)

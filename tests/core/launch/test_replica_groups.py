@@ -1,0 +1,158 @@
+"""Rules G5 and G6: who is started again, and as what, when a group of a launcher ends."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from torchft_svc.core.launch.replica_groups import (
+    ALONE_S,
+    LOOK_S,
+    MAX_LOCAL_GROUPS,
+    EndLaunch,
+    EndReplicaGroups,
+    GiveUpReplicaGroup,
+    GroupsRules,
+    LookAtJob,
+    ReplicaGroups,
+    SeenJob,
+    StartReplicaGroup,
+)
+from torchft_svc.errors import ConfigError
+
+KILLED = -9
+TRAINS = SeenJob(trains=True, num_places=2, own_members=frozenset({0, 1}))
+NOBODY = SeenJob(trains=False, num_places=2)
+
+
+def begun(num_groups: int = 2, num_spares: int = 1, max_restarts: int = 3) -> ReplicaGroups:
+    rules = GroupsRules(num_groups=num_groups, num_spares=num_spares, max_restarts=max_restarts)
+    launch = ReplicaGroups(rules)
+    orders = launch.start_all(0.0)
+    roles = [index >= num_groups for index in range(num_groups + num_spares)]
+    assert orders == tuple(StartReplicaGroup(index, role) for index, role in enumerate(roles))
+    return launch
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"num_groups": 0}, "--replica-groups=0 cannot work: use 1 or more"),
+        ({"num_spares": -1}, "--spares=-1 cannot work: use 0 or more"),
+        ({"num_spares": MAX_LOCAL_GROUPS}, "use 256 or less"),
+        ({"num_spares": 1, "max_restarts": 0}, "give --max-restarts, too"),
+    ],
+)
+def test_what_cannot_work_is_refused(given: dict[str, int], sentence: str) -> None:
+    values = {"num_groups": 2, "num_spares": 1, "max_restarts": 3, **given}
+    with pytest.raises(ConfigError, match=sentence):
+        GroupsRules(**values)
+
+
+def test_g5_a_lost_group_is_started_again_as_a_spare() -> None:
+    launch = begun()
+    assert launch.ended(1, KILLED, 10.0) == (LookAtJob(),)
+    assert launch.looked(TRAINS, 10.1) == (StartReplicaGroup(1, is_spare=True),)
+    assert launch.next_deadline() == math.inf  # a group of this launcher trains
+
+
+def test_g5_a_lost_spare_stands_by_again() -> None:
+    launch = begun()
+    launch.ended(2, KILLED, 10.0)
+    assert launch.looked(TRAINS, 10.1) == (StartReplicaGroup(2, is_spare=True),)
+
+
+@pytest.mark.parametrize("num_places", [0, 1])
+def test_g6_before_the_job_was_whole_a_group_is_started_as_one(num_places: int) -> None:
+    launch = begun()
+    launch.ended(1, KILLED, 1.0)
+    view = SeenJob(trains=bool(num_places), num_places=num_places)
+    assert launch.looked(view, 1.1) == (StartReplicaGroup(1, is_spare=False),)
+
+
+def test_without_spares_a_group_is_started_again_at_once() -> None:
+    launch = begun(num_spares=0)
+    assert launch.ended(1, KILLED, 10.0) == (StartReplicaGroup(1, is_spare=False),)
+    assert launch.next_deadline() == math.inf
+
+
+def test_g6_groups_that_are_lost_together_are_started_as_groups() -> None:
+    launch = begun()
+    assert launch.ended(0, KILLED, 10.0) == (LookAtJob(),)
+    assert launch.ended(1, KILLED, 10.0) == ()  # the same look answers for both
+    assert launch.looked(NOBODY, 10.1) == (
+        StartReplicaGroup(0, is_spare=False),
+        StartReplicaGroup(1, is_spare=False),
+    )
+
+
+def test_g6_a_spare_becomes_a_group_if_nobody_trains() -> None:
+    launch = begun()
+    launch.ended(0, KILLED, 10.0)
+    launch.looked(TRAINS, 10.1)  # the lighthouse did not know yet that both are lost
+    launch.ended(1, KILLED, 10.2)
+    launch.looked(TRAINS, 10.3)
+    at, orders = 10.3, launch.looked(NOBODY, 10.4)
+    assert orders == ()
+    at = 10.4
+    while not orders:
+        assert launch.next_deadline() == pytest.approx(at + LOOK_S)
+        at += LOOK_S
+        assert launch.tick(at) == (LookAtJob(),)
+        orders = launch.looked(NOBODY, at)
+    assert at >= 10.4 + ALONE_S
+    assert [type(each) for each in orders] == [EndReplicaGroups]
+    assert orders[0].indices == (0,)  # type: ignore[union-attr]
+    # Its end is no failure, and it needs no look.
+    assert launch.ended(0, 0, at + 1) == (StartReplicaGroup(0, is_spare=False),)
+
+
+def test_no_spare_is_ended_while_all_groups_start() -> None:
+    launch = begun()
+    for at in (2.0, 20.0, 200.0):
+        launch.tick(at)
+        assert launch.looked(SeenJob(), at) == ()
+
+
+def test_a_lighthouse_that_is_away_is_asked_again() -> None:
+    launch = begun()
+    launch.ended(1, KILLED, 10.0)
+    assert launch.looked(None, 10.1) == ()
+    assert launch.next_deadline() == pytest.approx(10.1 + LOOK_S)
+    assert launch.tick(10.1 + LOOK_S) == (LookAtJob(),)
+    assert launch.looked(TRAINS, 12.2) == (StartReplicaGroup(1, is_spare=True),)
+
+
+def test_a_group_without_restarts_is_given_up() -> None:
+    launch = begun(max_restarts=1)
+    launch.ended(1, KILLED, 10.0)
+    launch.looked(TRAINS, 10.1)
+    assert launch.ended(1, KILLED, 20.0) == (GiveUpReplicaGroup(1, KILLED),)
+    assert launch.ended(0, 0, 30.0) == ()
+    assert launch.ended(2, 0, 30.0) == (EndLaunch(0),)  # two groups have finished
+
+
+def test_too_few_groups_that_finish_are_a_failure() -> None:
+    launch = begun(num_spares=0, max_restarts=0)
+    assert launch.ended(0, 1, 1.0) == (GiveUpReplicaGroup(0, 1),)
+    assert launch.ended(1, 0, 1.0) == (EndLaunch(1),)
+
+
+def test_a_final_error_ends_all_groups() -> None:
+    launch = begun()
+    orders = launch.ended(1, 93, 1.0)
+    reason = "group 1 has an error that no restart mends"
+    assert orders == (EndReplicaGroups((0, 2), reason),)
+    assert launch.ended(0, -15, 2.0) == ()
+    assert launch.ended(2, 0, 2.0) == (EndLaunch(93),)
+
+
+def test_an_interrupt_ends_all_groups_and_starts_none() -> None:
+    launch = begun()
+    launch.ended(1, KILLED, 1.0)  # it waits for a look
+    assert launch.interrupt("SIGTERM") == (EndReplicaGroups((0, 2), "SIGTERM"),)
+    assert launch.looked(TRAINS, 1.1) == ()
+    assert launch.interrupt("SIGTERM") == ()
+    launch.ended(0, 0, 2.0)
+    assert launch.ended(2, 0, 2.0) == (EndLaunch(1),)

@@ -1,0 +1,266 @@
+"""Decides what a launcher does when one of its replica groups ends: who is started again, as what.
+
+A launcher runs ``num_groups`` groups of one job, and ``num_spares`` prepared spares beside them.
+The lighthouse lets a spare take the place of a group that is lost; the launcher starts the lost one
+again, as a spare (rule G5). A spare waits for a group that trains, so if there is none, it is
+started as a group (rule G6). Groups are numbers from 0; the spares come last.
+
+    launch.start_all(now)                 # Start orders for all of them
+    launch.ended(index, status, now)      # a group has ended; LookAtJob may follow
+    launch.looked(view, now)              # answers LookAtJob
+    launch.tick(now)                      # at next_deadline()
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from torchft_svc.errors import ConfigError
+
+# Each of them is a launcher with its workers on this machine.
+MAX_LOCAL_GROUPS = 256
+# The pause between two looks at the job, where its lighthouse does not answer, or nobody trains.
+LOOK_S = 2.0
+# For so long nobody trains before a spare is ended, to be started as a group.
+ALONE_S = 10.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupsRules:
+    """The groups of a launcher, and how often each of them is started again.
+
+    ``final_status``: the exit status of a group whose error no restart mends.
+    """
+
+    num_groups: int
+    num_spares: int = 0
+    max_restarts: int = 0
+    final_status: int = 93
+
+    def __post_init__(self) -> None:
+        if self.num_groups < 1:
+            raise ConfigError("--replica-groups", self.num_groups, "use 1 or more")
+        if self.num_spares < 0:
+            raise ConfigError("--spares", self.num_spares, "use 0 or more")
+        total = self.num_groups + self.num_spares
+        if total > MAX_LOCAL_GROUPS:
+            reason = f"with --replica-groups there are {total}; use {MAX_LOCAL_GROUPS} or less"
+            raise ConfigError("--spares", self.num_spares, reason)
+        if self.num_spares and not self.max_restarts:
+            reason = "a killed group would not stand by again: give --max-restarts, too"
+            raise ConfigError("--spares", self.num_spares, reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeenJob:
+    """What the lighthouse knows of the job.
+
+    ``trains``: a living group is in its last quorum. ``num_places``: those that spares fill.
+    ``own_members``: the groups of this launcher that are in the quorum.
+    """
+
+    trains: bool = False
+    num_places: int = 0
+    own_members: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class StartReplicaGroup:
+    """Start group ``index``, as a prepared spare or as an ordinary group."""
+
+    index: int
+    is_spare: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LookAtJob:
+    """Call `ReplicaGroups.looked` with what the lighthouse knows; None: it does not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndReplicaGroups:
+    """Signal the groups ``indices`` to end; each end is reported as any other."""
+
+    indices: tuple[int, ...]
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class GiveUpReplicaGroup:
+    """Log that group ``index`` is not started again: it has used up its restarts."""
+
+    index: int
+    status: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndLaunch:
+    """End the launcher with exit status ``status``: no group runs."""
+
+    status: int
+
+
+GroupsOrder = StartReplicaGroup | LookAtJob | EndReplicaGroups | GiveUpReplicaGroup | EndLaunch
+GroupsOrders = tuple[GroupsOrder, ...]
+
+
+class _Stage(Enum):
+    RUNNING = auto()
+    CONVERTING = auto()  # a spare that was signalled, to be started as a group
+    WAITING = auto()  # it has ended, and is started again after a look at the job
+    FINISHED = auto()  # with status 0
+    GIVEN_UP = auto()
+
+
+@dataclass(slots=True)
+class _Slot:
+    is_spare: bool
+    stage: _Stage = _Stage.RUNNING
+    num_restarts: int = 0
+    is_member: bool = False  # of the job's quorum, when the lighthouse was asked last
+
+
+class ReplicaGroups:
+    """The groups of one launcher."""
+
+    def __init__(self, rules: GroupsRules) -> None:
+        self.rules = rules
+        total = rules.num_groups + rules.num_spares
+        self._slots = [_Slot(is_spare=index >= rules.num_groups) for index in range(total)]
+        self._orders: list[GroupsOrder] = []
+        self._end_status: int | None = None  # all groups were signalled
+        self._look_at = math.inf
+        self._is_looking = False
+        self._alone_since: float | None = None
+
+    def start_all(self, now: float) -> GroupsOrders:
+        """Start all groups."""
+        for index, slot in enumerate(self._slots):
+            self._orders.append(StartReplicaGroup(index, slot.is_spare))
+        if self.rules.num_spares:
+            self._look_at = now + LOOK_S
+        return self._pop_orders()
+
+    def next_deadline(self) -> float:
+        """The instant at which `tick` is due (infinity: none)."""
+        return self._look_at
+
+    def tick(self, now: float) -> GroupsOrders:
+        """Look at the job again, if that is due."""
+        if now >= self._look_at:
+            self._request_look()
+        return self._pop_orders()
+
+    def ended(self, index: int, status: int, now: float) -> GroupsOrders:
+        """A group has ended with exit status ``status`` (negative: a signal)."""
+        slot, rules = self._slots[index], self.rules
+        was_converting = slot.stage is _Stage.CONVERTING
+        slot.is_member = False
+        if self._end_status is not None:
+            slot.stage = _Stage.FINISHED if status == 0 else _Stage.GIVEN_UP
+        elif was_converting:
+            self._start(index, is_spare=False)
+        elif status == 0:
+            slot.stage = _Stage.FINISHED
+        elif status == rules.final_status:
+            slot.stage = _Stage.GIVEN_UP
+            self._end_all(status, f"group {index} has an error that no restart mends")
+        elif slot.num_restarts >= rules.max_restarts:
+            slot.stage = _Stage.GIVEN_UP
+            self._orders.append(GiveUpReplicaGroup(index, status))
+        else:
+            slot.num_restarts += 1
+            slot.stage = _Stage.WAITING
+            if rules.num_spares:
+                self._request_look()
+            else:
+                self._start(index, is_spare=False)
+        self._end_if_over()
+        return self._pop_orders()
+
+    def looked(self, view: SeenJob | None, now: float) -> GroupsOrders:
+        """Start what has ended, by what the lighthouse knows of the job; None: it is away."""
+        self._is_looking = False
+        if self._end_status is not None:
+            return self._pop_orders()
+        if view is None:
+            self._look_at = now + LOOK_S
+            return self._pop_orders()
+        for index, slot in enumerate(self._slots):
+            slot.is_member = index in view.own_members and slot.stage is _Stage.RUNNING
+        # Before the job had all of its groups, no spare would take the place of the missing one.
+        has_place = view.trains and view.num_places >= self.rules.num_groups
+        for index, slot in enumerate(self._slots):
+            if slot.stage is _Stage.WAITING:
+                self._start(index, is_spare=has_place)
+        self._replace_spare_if_alone(view, now)
+        trains_here = any(slot.is_member for slot in self._slots)
+        self._look_at = math.inf if trains_here else now + LOOK_S
+        return self._pop_orders()
+
+    def interrupt(self, reason: str) -> GroupsOrders:
+        """End all groups, because the launcher was signalled."""
+        self._end_all(1, reason)
+        self._end_if_over()
+        return self._pop_orders()
+
+    # -- parts -------------------------------------------------------------------------------------
+
+    def _request_look(self) -> None:
+        self._look_at = math.inf
+        if not self._is_looking:
+            self._is_looking = True
+            self._orders.append(LookAtJob())
+
+    def _start(self, index: int, *, is_spare: bool) -> None:
+        slot = self._slots[index]
+        slot.stage, slot.is_spare, slot.is_member = _Stage.RUNNING, is_spare, False
+        self._orders.append(StartReplicaGroup(index, is_spare))
+
+    def _replace_spare_if_alone(self, view: SeenJob, now: float) -> None:
+        """End a spare, to start it as a group, if nobody trains and groups are missing."""
+        running = [slot for slot in self._slots if slot.stage is _Stage.RUNNING]
+        num_groups = sum(not slot.is_spare for slot in running)
+        num_converting = sum(slot.stage is _Stage.CONVERTING for slot in self._slots)
+        if view.trains or num_groups + num_converting >= self.rules.num_groups:
+            self._alone_since = None
+            return
+        if self._alone_since is None:
+            self._alone_since = now
+        if now < self._alone_since + ALONE_S:
+            return
+        for index, slot in enumerate(self._slots):
+            if slot.stage is _Stage.RUNNING and slot.is_spare:
+                slot.stage = _Stage.CONVERTING
+                reason = f"nobody has trained for {ALONE_S:g} s: this spare becomes a group"
+                self._orders.append(EndReplicaGroups((index,), reason))
+                return
+
+    def _end_all(self, status: int, reason: str) -> None:
+        if self._end_status is None:
+            self._end_status = status
+            self._look_at = math.inf
+            for slot in self._slots:
+                if slot.stage is _Stage.WAITING:
+                    slot.stage = _Stage.GIVEN_UP
+            running = tuple(index for index, slot in enumerate(self._slots) if slot.stage in _RUNS)
+            if running:
+                self._orders.append(EndReplicaGroups(running, reason))
+
+    def _end_if_over(self) -> None:
+        if any(slot.stage in _RUNS or slot.stage is _Stage.WAITING for slot in self._slots):
+            return
+        self._look_at = math.inf
+        num_finished = sum(slot.stage is _Stage.FINISHED for slot in self._slots)
+        is_done = num_finished >= self.rules.num_groups
+        status = self._end_status
+        self._orders.append(EndLaunch((0 if is_done else 1) if status is None else status))
+
+    def _pop_orders(self) -> GroupsOrders:
+        orders, self._orders = tuple(self._orders), []
+        return orders
+
+
+_RUNS = (_Stage.RUNNING, _Stage.CONVERTING)
