@@ -9,11 +9,14 @@ import signal
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import pytest
+from support.launched import worker_variables
 from support.programs import Program
 from support.running import lighthouse_process
+from torch.distributed import TCPStore
 
 pytestmark = pytest.mark.processes
 
@@ -24,78 +27,185 @@ SYNCS_BETWEEN_KILLS = 8
 
 
 @contextlib.contextmanager
-def group(address: str, name: str, algorithm: str) -> Iterator[Program]:
+def group(
+    address: str, name: str, algorithm: str, of_worker: Mapping[str, str] | None = None
+) -> Iterator[Program]:
     command = [sys.executable, "tests/support/scripts/slow_link_worker.py", algorithm, "1000000"]
-    variables = {"TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": name}
+    variables = {"TORCHFT_LIGHTHOUSE": address, "REPLICA_GROUP_ID": name, **(of_worker or {})}
     with Program(command, variables, warm=True) as program:
         yield program
 
 
-def agreed(program: Program) -> dict[int, tuple[str, float]]:
-    """Digest and loss after each synchronization of a process."""
+@dataclass(frozen=True)
+class Agreed:
+    """What a process shows after a synchronization; ``tokens``: merged, and its own of them."""
+
+    digest: str
+    loss: float
+    tokens: tuple[int, ...] = ()
+
+
+def agreed(program: Program) -> dict[int, Agreed]:
+    """What a process has shown so far, by the number of synchronizations."""
     found = {}
     for line in list(program.read_so_far()):
         if line.startswith("agreed "):
-            _, step, digest, loss, _ = line.split()
-            found[int(step)] = digest, float(loss)
+            _, step, digest, loss, _, *tokens = line.split()
+            found[int(step)] = Agreed(digest, float(loss), tuple(map(int, tokens)))
     return found
 
 
-@pytest.mark.timeout(120 + 60 * KILLS)
-@pytest.mark.parametrize("algorithm", ["local_sgd", "diloco", "streaming", "quantized"])
-def test_kills_at_random_moments(algorithm: str) -> None:
+@dataclass
+class Killed:
+    """Groups of which one after the other was killed, and started again.
+
+    ``lives``: all processes; ``epochs``: those that lived between two kills, and the number of
+    synchronizations at the kill that followed.
+    """
+
+    lives: list[Program]
+    epochs: list[tuple[list[Program], int]]
+
+    def check_bits(self) -> None:
+        """Check for equal bits after equal synchronizations, and a loss that falls."""
+        found: dict[int, set[str]] = defaultdict(set)
+        losses: dict[int, float] = {}
+        for program in self.lives:
+            for step, shown in agreed(program).items():
+                found[step].add(shown.digest)
+                losses[step] = shown.loss
+        different = {step: digests for step, digests in found.items() if len(digests) > 1}
+        assert not different
+        in_order = [losses[step] for step in sorted(losses)]
+        assert sum(in_order[-3:]) < 0.7 * sum(in_order[:3])
+
+    def check_tokens(self) -> None:
+        """Check that each token of a living learner is in one merge, and that none goes back."""
+        began_at = 0
+        lost = 0  # what the dead have contributed
+        for living, ended_at in self.epochs:
+            shown = [agreed(program) for program in living]
+            for steps in shown:
+                assert list(steps) == sorted(steps)
+            together = [
+                step
+                for step in sorted(set.intersection(*map(set, shown)))
+                if began_at < step <= ended_at
+            ]
+            assert together, "learners that live together show the same merges"
+            for step in together:
+                merged = {steps[step].tokens[0] for steps in shown}
+                assert len(merged) == 1
+                by_the_dead = merged.pop() - sum(steps[step].tokens[1] for steps in shown)
+                if step == together[0]:
+                    assert by_the_dead >= lost
+                    lost = by_the_dead
+                assert by_the_dead == lost, f"merge {step} of those up to {ended_at}"
+            began_at = ended_at
+
+
+@contextlib.contextmanager
+def killed_groups(algorithm: str) -> Iterator[Killed]:
+    """Three groups of ``algorithm`` after the kills."""
     chance = random.Random(algorithm)
     with lighthouse_process("--min-replicas=2") as lighthouse, contextlib.ExitStack() as stack:
         living = {
             name: stack.enter_context(group(lighthouse.address, name, algorithm)) for name in GROUPS
         }
-        all_of_them = list(living.values())
+        killed = Killed(list(living.values()), [])
         victims = set()
         for _ in range(KILLS):
             for program in living.values():
                 program.wait_for("agreed ")
             step = max(max(agreed(program)) for program in living.values())
             for program in living.values():
-                program.wait_until(
-                    lambda line, step=step: (
-                        line.startswith("agreed ")
-                        and int(line.split()[1]) >= step + SYNCS_BETWEEN_KILLS
-                    ),
-                    "more synchronizations",
-                )
+                wait_until_after(program, step + SYNCS_BETWEEN_KILLS - 1, "more synchronizations")
             time.sleep(chance.uniform(0.0, 0.15))  # about two synchronizations
             victim = chance.choice(GROUPS)
             victims.add(victim)
             living[victim].signal(signal.SIGKILL)
+            last = max(max(agreed(program)) for program in living.values())
+            killed.epochs.append((list(living.values()), last))
             survivors = [program for name, program in living.items() if name != victim]
             living[victim] = stack.enter_context(group(lighthouse.address, victim, algorithm))
-            all_of_them.append(living[victim])
-            last = max(max(agreed(program)) for program in survivors)
+            killed.lives.append(living[victim])
             for program in survivors:
-                program.wait_until(
-                    lambda line, last=last: (
-                        line.startswith("agreed ") and int(line.split()[1]) > last
-                    ),
-                    "synchronizations without the victim",
-                )
+                wait_until_after(program, last, "synchronizations without the victim")
         for name, program in living.items():
             program.wait_for("agreed ")
             if name in victims:
                 program.wait_for("healed to step")
-        found: dict[int, set[str]] = defaultdict(set)
-        losses: dict[int, float] = {}
-        for program in all_of_them:
+        for program in killed.lives:
+            text = "\n".join(program.lines)
+            assert "Traceback" not in text, text
+        yield killed
+
+
+def wait_until_after(program: Program, step: int, what: str) -> None:
+    program.wait_until(
+        lambda line: line.startswith("agreed ") and int(line.split()[1]) > step, what
+    )
+
+
+@pytest.mark.timeout(120 + 60 * KILLS)
+@pytest.mark.parametrize("algorithm", ["local_sgd", "diloco", "streaming", "quantized"])
+def test_kills_at_random_moments(algorithm: str) -> None:
+    with killed_groups(algorithm) as killed:
+        killed.check_bits()
+        for program in killed.lives:
             steps = agreed(program)
             assert list(steps) == list(range(min(steps), max(steps) + 1)), "none is lost"
             text = "\n".join(program.lines)
-            assert "Traceback" not in text, text
             assert "was refused: the weights are" not in text, "nobody lost inner steps"
-            for step, (digest, loss) in steps.items():
-                found[step].add(digest)
-                losses[step] = loss
-        different = {step: digests for step, digests in found.items() if len(digests) > 1}
-        assert not different
-        assert sum(map(losses.get, list(losses)[-3:])) < 0.7 * sum(map(losses.get, [1, 2, 3]))  # type: ignore[arg-type]
+
+
+@pytest.mark.timeout(120 + 60 * KILLS)
+def test_kills_of_decoupled_learners() -> None:
+    with killed_groups("decoupled") as killed:
+        killed.check_bits()
+        killed.check_tokens()
+
+
+@pytest.mark.timeout(240)
+def test_a_worker_of_a_learner_is_killed() -> None:
+    """The other worker ends, the other learner trains on, and the next life heals all shards."""
+    with lighthouse_process("--min-replicas=1") as lighthouse, contextlib.ExitStack() as stack:
+
+        def start(name: str) -> list[Program]:
+            """Two workers that shard the model."""
+            store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            stack.callback(lambda: store)  # it lives as long as they
+            return [
+                stack.enter_context(
+                    group(lighthouse.address, name, "decoupled", worker_variables(rank, store.port))
+                )
+                for rank in range(2)
+            ]
+
+        def train_together(programs: list[Program]) -> int:
+            """The newest merge, after some with all of ``programs``."""
+            for program in programs:
+                program.wait_for("agreed ")
+            step = max(max(agreed(program)) for program in programs)
+            for program in programs:
+                wait_until_after(program, step + SYNCS_BETWEEN_KILLS, "more merges")
+            return max(max(agreed(program)) for program in programs)
+
+        first, second = start("a"), start("b")
+        train_together(first + second)
+        second[1].signal(signal.SIGKILL)
+        assert second[0].wait() != 0, "a lone worker would train nothing"
+        last = train_together(first)
+        epochs = [(first + second, last)]
+        again = start("b")
+        epochs.append((first + again, train_together(first + again)))
+        assert min(agreed(again[0])) > max(agreed(second[0])), "it begins with what is merged"
+        assert list(agreed(again[0])) == list(agreed(again[1])), "they adopt at the same steps"
+        for rank in range(2):
+            living = [first[rank], again[rank]]
+            assert all("Traceback" not in "\n".join(each.lines) for each in living)
+            Killed([*living, second[rank]], []).check_bits()
+        Killed([], epochs).check_tokens()
 
 
 def test_the_examples_learn() -> None:

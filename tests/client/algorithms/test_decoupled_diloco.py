@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.running import eventually
 from support.training import bits, lighthouse, make_manager, together
 from torch import nn
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader
 from torchft_svc.client import Manager, ProcessGroupGloo
 from torchft_svc.client.algorithms import DecoupledDiLoCo, DiLoCo, LocalSGD
 from torchft_svc.client.algorithms.agreed_weights import AgreedWeights, BucketedAverage
+from torchft_svc.client.algorithms.learner_workers import LearnerWorkers
 from torchft_svc.client.algorithms.merge_rule import LearnerReport
 from torchft_svc.client.algorithms.merging import Delivery, Fragment, launch_average
 from torchft_svc.client.data import ElasticDataLoader
@@ -418,6 +420,18 @@ def test_settings_that_cannot_work(address: str) -> None:
         pytest.raises(ConfigError, match="it returns the model"),
     ):
         make_learner(manager, model, inner)
+
+
+def test_workers_without_a_world_are_refused() -> None:
+    """Several workers that nothing connects would deliver and adopt at different inner steps."""
+    with pytest.raises(ConfigError, match=r"not initialized.*init_process_group in all 2 of them"):
+        LearnerWorkers(2, timedelta(seconds=1))
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ConfigError, match="a world of 1"):
+            LearnerWorkers(2, timedelta(seconds=1))
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

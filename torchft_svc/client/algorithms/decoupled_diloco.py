@@ -7,10 +7,12 @@ see docs/design/decoupled-diloco.md.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +26,7 @@ from torchft_svc.client.algorithms.agreed_weights import (
     BucketedAverage,
     Rounding,
 )
+from torchft_svc.client.algorithms.learner_workers import LearnerWorkers
 from torchft_svc.client.algorithms.merge_rule import MergeRule
 from torchft_svc.client.algorithms.merging import Fragment, Merger
 from torchft_svc.client.algorithms.periodic_sync import (
@@ -34,12 +37,14 @@ from torchft_svc.client.algorithms.periodic_sync import (
     check_owns_steps,
     check_serves_one,
 )
-from torchft_svc.errors import ConfigError, RequestRefused
+from torchft_svc.errors import ConfigError, DeadlineExceeded, RequestRefused
 
 if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
 _CPU = torch.device("cpu")
+# Workers of a learner apply a merge at the same moment, but for their machine's other work.
+_SETTLE_PAUSE_S = 0.005
 _NO_FUNCTION = "a function is needed that makes an optimizer of the weights which it is given"
 _ONLY_ON_DEVICES = (
     "the merged weights are on the CPU, where it sums nothing: give the manager ProcessGroupGloo"
@@ -50,7 +55,7 @@ _OTHER_WEIGHTS = "it was made without some of the weights that it is to train: g
 class DecoupledDiLoCo:
     """Trains at this learner's own pace; merges with the others happen beside training.
 
-    A *learner* is a replica group of one worker. With ``n`` fragments it *delivers* one after each
+    A *learner* is a replica group. With ``n`` fragments it *delivers* one after each
     ``sync_every / n`` inner steps: a copy of what it has learned in that fragment since its last
     contribution. A thread of its own runs the manager's steps. In one of them the fragment is
     *merged*: when all living learners have delivered it, or a grace window after ``min_replicas``
@@ -66,10 +71,14 @@ class DecoupledDiLoCo:
     A learner that joins has the merged weights before its first inner step. Its inner optimizer
     begins anew.
 
+    In a learner of several workers each of them merges its own shards. Their world is that of
+    ``torch.distributed``; they make the same inner steps, and deliver and adopt at the same ones,
+    which are those of the deliveries. So they wait there for one another, as they do within each
+    step. One that is lost ends them all, and its group starts again.
+
     Args:
-        manager: of a group of one worker, with ``use_async_quorum=False`` and a process group that
-            sums on CPUs, such as gloo. Its state functions must not return the model: only merged
-            weights are healed.
+        manager: with ``use_async_quorum=False`` and a process group that sums on CPUs, such as
+            gloo. Its state functions must not return the model: only merged weights are healed.
         model_fragments: disjoint parts of the model.
         inner_optimizer: applies the inner steps.
         outer_optimizer: makes the optimizer of the merged weights that it is given, which are on
@@ -135,8 +144,14 @@ class DecoupledDiLoCo:
             f"{rounding}: {layout}",
             agreed,
         )
-        self._merger = Merger(manager, self._fragments, rule)
+        timeouts = manager._rules.timeouts
+        self._quorum_s = timeouts.quorum_s
+        # A worker may wait for a quorum, and for a step after that, while another one is here.
+        patience = timedelta(seconds=timeouts.quorum_s + timeouts.collective_s)
+        self._workers = LearnerWorkers(manager.place_in_group()[1], patience)
+        self._merger = Merger(manager, self._fragments, rule, self._workers)
         manager.register_reducer(self._synced)
+        self._merges = 0  # that were adopted
         self._count = 0  # inner steps since the last delivery
         self._seen = 0  # tokens
         self._new_tokens = 0  # of the inner step that is under way
@@ -146,8 +161,8 @@ class DecoupledDiLoCo:
 
     @property
     def merges(self) -> int:
-        """The number of merges of the job, each of one fragment."""
-        return self._merger.merges
+        """The number of merges of the job, each of one fragment, that this learner has adopted."""
+        return self._merges
 
     @property
     def merged_tokens(self) -> int:
@@ -161,11 +176,13 @@ class DecoupledDiLoCo:
 
     @property
     def tokens(self) -> int:
-        """How many tokens this learner has seen."""
+        """How many tokens this worker has seen."""
         return self._seen
 
     def add_tokens(self, count: int) -> None:
         """Count tokens of the present inner step; one without any counts as one token.
+
+        Of a learner of several workers, each counts those that it has seen itself.
 
         Raises:
             ConfigError: ``count`` is negative.
@@ -177,17 +194,21 @@ class DecoupledDiLoCo:
     def load_merged_weights(self) -> None:
         """Set the model to the merged weights, such as to evaluate or save it.
 
-        What this learner has learned since its last contribution is lost.
+        What this learner has learned since its last contribution is lost. All workers of a learner
+        call it at the same inner step, or after the block.
         """
-        with self._merger.lock:
+        with self._settled():
             for fragment in self._fragments:
                 fragment.restart()
-                fragment.adopt(self._seen)
+            self._adopt()
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of what a whole job can continue from: the merged weights, the outer optimizers,
-        and the number of merges; equal in all learners after the same merge."""
-        with self._merger.lock:
+        and the number of merges; equal in all learners after the same merge.
+
+        All workers of a learner call it at the same inner step; each gets its own shards.
+        """
+        with self._settled():
             return copy.deepcopy(self._merger.save_state())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -201,6 +222,7 @@ class DecoupledDiLoCo:
                 "load it before the block: from then on the learners share the merged weights"
             )
         self._merger.load_state(state)
+        self._merges = self._merger.merges
 
     def __enter__(self) -> DecoupledDiLoCo:
         """Join the learners, and begin to train; waits for the merged weights.
@@ -213,8 +235,9 @@ class DecoupledDiLoCo:
             raise ConfigError("DecoupledDiLoCo", "entered twice", "it is used once")
         check_owns_steps(self._manager, type(self).__name__)
         self._is_entered = True
-        self._merger.start(self._manager._rules.timeouts.quorum_s)
-        self._adopt()
+        self._merger.start(self._quorum_s)
+        with self._settled():
+            self._adopt()
         self._delivered_at = time.monotonic()
         ref = weakref.ref(self)  # the optimizer must not keep this alive
 
@@ -234,25 +257,54 @@ class DecoupledDiLoCo:
         for hook in self._hooks:
             hook.remove()
         self._merger.stop()
-        self._adopt()
+        if not self._workers.are_several:  # which may not end together
+            with self._merger.lock:
+                self._adopt()
 
     def _adopt(self) -> None:
-        with self._merger.lock:
-            for fragment in self._fragments:
-                fragment.adopt(self._seen)
+        """Apply what was merged to this worker's weights; needs the merger's lock."""
+        for fragment in self._fragments:
+            fragment.adopt(self._seen)
+        self._merges = self._merger.merges
+
+    def _have_equal_merges(self) -> bool:
+        """Whether all workers of this learner have applied the same merges; needs the lock."""
+        found = self._workers.gather_in_training([self._merger.merges])
+        return all(each == found[0] for each in found)
+
+    @contextlib.contextmanager
+    def _settled(self) -> Iterator[None]:
+        """Hold the merger's lock at a moment at which all workers have applied the same merges."""
+        deadline = time.monotonic() + self._quorum_s
+        while True:
+            with self._merger.lock:
+                if self._have_equal_merges():
+                    yield
+                    return
+            if time.monotonic() > deadline:
+                raise DeadlineExceeded("applying the same merges in all workers", self._quorum_s)
+            time.sleep(_SETTLE_PAUSE_S)
 
     def _end_inner_step(self) -> None:
-        """Adopt what was merged, and deliver the next fragment if it is time; never waits."""
+        """Adopt what was merged, and deliver the next fragment if it is time.
+
+        Never waits, but for the workers of the same learner, which come at the same time.
+        """
         self._merger.raise_error()
         self._seen += self._new_tokens or 1
         self._new_tokens = 0
         self._count += 1
-        if not self._merger.lock.acquire(blocking=False):
+        is_due = self._count >= self._interval
+        are_several = self._workers.are_several
+        if are_several and not is_due:
+            return
+        if not self._merger.lock.acquire(blocking=are_several):
             return  # a merge is being applied: the next inner step does this
         try:
-            for fragment in self._fragments:
-                fragment.adopt(self._seen)
-            if self._count >= self._interval:
+            if not self._have_equal_merges():
+                return  # a merge is being applied in one of them: the next inner step does this
+            self._adopt()
+            if is_due:
                 now = time.monotonic()
                 self._merger.next_fragment.deliver(self._seen, now)
                 self._merger.pace_s = now - self._delivered_at
@@ -264,9 +316,6 @@ class DecoupledDiLoCo:
 def _check(manager: Manager, num: int, sync_every: int) -> None:
     check_fragments(manager, num, sync_every)
     manager._sums.check_reduces_on(_CPU, _ONLY_ON_DEVICES)
-    if manager.place_in_group()[1] != 1:
-        reason = "a learner is a replica group of one worker"
-        raise ConfigError("world_size", manager.place_in_group()[1], reason)
 
 
 def _check_outer(fragment: Fragment) -> None:

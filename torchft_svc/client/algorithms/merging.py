@@ -6,12 +6,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from torchft_svc.client.algorithms.agreed_weights import AgreedWeights, BucketedAverage
+from torchft_svc.client.algorithms.learner_workers import LearnerWorkers
 from torchft_svc.client.algorithms.merge_rule import LearnerReport, MergeRule, usual_pace_s
 from torchft_svc.errors import DeadlineExceeded, PeerError
 
@@ -35,16 +36,35 @@ _FIELDS = 3  # of a report
 class Delivery:
     """What a learner has learned in a fragment since its contribution to a merge before.
 
-    ``deltas``: the merged weights minus its own. ``tokens``: how many it has seen since then;
-    ``seen``: how many in all. ``since``: when it first delivered this fragment (monotonic).
-    ``start``: how often the learner had begun anew with the merged weights.
+    ``number``: from 1 on, of this fragment's deliveries. ``deltas``: the merged weights minus its
+    own. ``tokens``: how many it has seen since then; ``seen``: how many in all. ``since``: when it
+    first delivered this fragment (monotonic). ``start``: how often the learner had begun anew with
+    the merged weights.
     """
 
+    number: int
     deltas: list[torch.Tensor]
     tokens: int
     seen: int
     since: float
     start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a learner offers in one look: a delivery, whose tokens are those of all its workers.
+
+    ``waiting_s`` and ``pace_s``: see `LearnerReport`; those of its first worker.
+    """
+
+    delivery: Delivery | None
+    waiting_s: float
+    pace_s: float
+
+    def report(self) -> LearnerReport:
+        if self.delivery is None:
+            return LearnerReport(0.0, 0.0, self.pace_s)
+        return LearnerReport(float(self.delivery.tokens), self.waiting_s, self.pace_s)
 
 
 class Fragment:
@@ -69,6 +89,7 @@ class Fragment:
         self._shift: list[torch.Tensor] | None = None  # what merges have changed in its own weights
         self._restarts = False  # its own weights are to be replaced by the merged ones
         self._start = 0  # how often they were replaced
+        self._num_delivered = 0
 
     def restart(self) -> None:
         """Begin anew with the merged weights in the next `adopt`."""
@@ -105,7 +126,8 @@ class Fragment:
             for value, each in zip(self.weights.values, own, strict=True)
         ]
         since = now if self.delivery is None else self.delivery.since
-        self.delivery = Delivery(deltas, tokens, seen, since, self._start)
+        self._num_delivered += 1
+        self.delivery = Delivery(self._num_delivered, deltas, tokens, seen, since, self._start)
 
     @torch.no_grad()
     def merge(self, averages: Sequence[torch.Tensor], contribution: Delivery | None) -> None:
@@ -160,10 +182,20 @@ class Merger:
     In each step all living learners report whether they have delivered the next fragment. All of
     them compute from the same reports whether it is merged. Training never waits for this thread.
 
-    ``lock`` protects the fragments. The thread that trains only tries to take it.
+    All workers of a learner look at the same time: they exchange what each of them has delivered,
+    and their manager counts their votes, so they merge the same delivery, or none.
+
+    ``lock`` protects the fragments. The thread that trains only tries to take it, where a learner
+    has one worker. Nothing is waited for while it is held, but the same moment in other workers.
     """
 
-    def __init__(self, manager: Manager, fragments: Sequence[Fragment], rule: MergeRule) -> None:
+    def __init__(
+        self,
+        manager: Manager,
+        fragments: Sequence[Fragment],
+        rule: MergeRule,
+        workers: LearnerWorkers,
+    ) -> None:
         self.lock = threading.Lock()
         self.pace_s = 0.0  # of this learner; 0: unknown
         self.merges = 0
@@ -172,7 +204,9 @@ class Merger:
         self._manager = manager
         self._fragments = fragments
         self._rule = rule
+        self._workers = workers
         self._error: BaseException | None = None
+        self._num_heals = 0
         self._is_in_phase = False  # this learner's weights follow from the merged ones
         self._sent: tuple[Fragment, Delivery] | None = None  # in a merge whose result is not known
         self._pause_s = _SHORTEST_PAUSE_S
@@ -224,6 +258,7 @@ class Merger:
     def load_state(self, state: dict[str, Any]) -> None:
         """Replace the merged weights and the outer optimizers."""
         with self.lock:
+            self._num_heals += 1
             sent, self._sent = self._sent, None
             if state["merges"] == self.merges:
                 sent = None  # no learner has committed that merge
@@ -237,30 +272,65 @@ class Merger:
 
     def _run(self) -> None:
         try:
-            while not self._stopping.wait(self._pause_s if self._begun.is_set() else 0.0):
-                self._try_step()
+            while self._run_look():
+                pass
         except BaseException as error:  # noqa: BLE001 - raised on the thread that trains
             self._error = error
         self._begun.set()
 
-    def _try_step(self) -> None:
-        """Run a step of the manager; an error of the network is logged, and followed by another."""
+    def _run_look(self) -> bool:
+        """Run a step of the manager after a pause; whether another one follows.
+
+        An error of the network is logged.
+        """
+        self._stopping.wait(self._pause_s if self._begun.is_set() else 0.0)
+        with self.lock:
+            heals, delivery = self._num_heals, self.next_fragment.delivery
+        offer = self._exchange_offers(delivery)
+        if offer is None:
+            return False
         try:
-            self._run_step()
+            self._run_step(offer, heals)
         except PeerError as error:
             reason = str(error)
             if reason != self._last_reason:
                 log.warning("no merges for now, training goes on: %s", reason)
             self._last_reason = reason
             self._stopping.wait(_RETRY_PAUSE_S)
+        return True
 
-    def _run_step(self) -> None:
+    def _exchange_offers(self, delivery: Delivery | None) -> Offer | None:
+        """Return what this learner offers, equal in all of its workers; None: one of them ends."""
+        # A worker that has lost a decision heals before it contributes again; the others do not.
+        mine = [float(self._manager.current_step()), 0.0]
+        tokens, waiting_s = 0, 0.0
+        if delivery is not None:
+            mine[1] = delivery.number
+            tokens, waiting_s = delivery.tokens, time.monotonic() - delivery.since
+        is_stopping = self._stopping.is_set()
+        found = self._workers.gather_in_merger([*mine, is_stopping, tokens, waiting_s, self.pace_s])
+        if any(each[2] for each in found):
+            return None
+        *_, waiting_s, pace_s = found[0]
+        if delivery is None or any(each[:2] != mine for each in found):
+            return Offer(None, 0.0, pace_s)  # not all workers have delivered it
+        tokens = sum(int(each[3]) for each in found)
+        return Offer(replace(delivery, tokens=tokens), waiting_s, pace_s)
+
+    def _run_step(self, offer: Offer, heals: int) -> None:
+        """Merge the next fragment, if the learners' offers make it due.
+
+        ``heals``: how many there were when the offer was made. One that came later may have merged
+        it, or made another fragment the next one.
+        """
         self._manager.start_quorum()
         contributes = self._manager.is_participating()  # a spare does not
         with self.lock:
             fragment = self.next_fragment
-            delivery = fragment.delivery if contributes else None
-        reports = self._exchange_reports(delivery)
+            if not contributes or heals != self._num_heals:
+                offer = replace(offer, delivery=None)
+        delivery = offer.delivery
+        reports = self._exchange_reports(offer)
         is_due = self._rule.is_due(reports)
         if is_due:
             self._sent = None if delivery is None else (fragment, delivery)
@@ -285,15 +355,13 @@ class Merger:
         self._pause_s = min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
         self._begun.set()
 
-    def _exchange_reports(self, delivery: Delivery | None) -> list[LearnerReport]:
+    def _exchange_reports(self, offer: Offer) -> list[LearnerReport]:
         """Return the reports of all learners, bitwise equal in all of them; none after an error,
         which discards the step."""
         own = self._manager.participating_rank()
         numbers: list[float] = [0.0] * (_FIELDS * self._manager.num_participants())
         if own is not None:
-            waiting_s = 0.0 if delivery is None else time.monotonic() - delivery.since
-            tokens = 0 if delivery is None else delivery.tokens
-            numbers[_FIELDS * own : _FIELDS * (own + 1)] = [tokens, waiting_s, self.pace_s]
+            numbers[_FIELDS * own : _FIELDS * (own + 1)] = astuple(offer.report())
         sums = self._manager._sums.sum_numbers(numbers)
         if sums is None:
             return []
