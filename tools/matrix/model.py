@@ -112,6 +112,12 @@ class Net(nn.Module):
         outputs: Tensor = self.last(torch.tanh(hidden))
         return outputs
 
+    def fragments(self) -> list[nn.Module]:
+        """Two parts that have all parameters, for what is synchronized one after the other."""
+        first = [self.first, self.norm]
+        rest = [part for part in self.children() if part not in first]
+        return [nn.ModuleList(first), nn.ModuleList(rest)]
+
     def shardable(self, program: Program) -> list[nn.Module]:
         """The parts that FSDP may shard by themselves, besides the whole."""
         if program.has(Feature.TIED):

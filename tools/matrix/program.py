@@ -31,6 +31,8 @@ class Wrapper(Enum):
     HSDP = "hsdp"  # over a mesh of ft_init_device_mesh
     LOCAL_SGD = "local sgd"  # of the weights, from time to time
     DILOCO = "diloco"
+    STREAMING = "streaming diloco"  # two fragments, whose averages travel during an inner step
+    DECOUPLED = "decoupled diloco"  # of which a thread of its own makes the manager's steps
 
 
 class Transport(Enum):
@@ -86,8 +88,9 @@ class Moment(Enum):
 
 
 _SHARDED = frozenset({Wrapper.FSDP, Wrapper.HSDP})
-_SYNCHRONIZED = frozenset({Wrapper.LOCAL_SGD, Wrapper.DILOCO})
-_QUANTIZABLE = frozenset({Wrapper.BY_HAND, Wrapper.DILOCO})
+_HEALS_BEFORE = frozenset({Wrapper.DILOCO, Wrapper.STREAMING, Wrapper.DECOUPLED})
+_TRAINS_ALONE = _HEALS_BEFORE | {Wrapper.LOCAL_SGD}
+_QUANTIZABLE = _HEALS_BEFORE | {Wrapper.BY_HAND}
 # What an algorithm whose groups train alone for some steps has no place for.
 _EACH_STEP = frozenset(
     {
@@ -147,9 +150,14 @@ class Program:
         return self.wrapper in _SHARDED
 
     @property
-    def is_synchronized(self) -> bool:
-        """Whether groups train alone, and average their weights from time to time."""
-        return self.wrapper in _SYNCHRONIZED
+    def trains_alone(self) -> bool:
+        """Whether groups train alone, and average what they have learned from time to time."""
+        return self.wrapper in _TRAINS_ALONE
+
+    @property
+    def is_decoupled(self) -> bool:
+        """Whether nothing waits for the manager's steps, which merge beside training."""
+        return self.wrapper is Wrapper.DECOUPLED
 
     @property
     def is_refused(self) -> bool:
@@ -260,16 +268,20 @@ def reason_against(program: Program) -> str | None:
             "8-bit sums of float64 are refused",
         ),
         (
-            wrapper is Wrapper.DILOCO and program.use_async_quorum,
+            wrapper in _HEALS_BEFORE and program.use_async_quorum,
             "a group heals before it contributes to DiLoCo",
         ),
         (
-            program.is_synchronized and bool(program.features & _EACH_STEP),
+            program.trains_alone and bool(program.features & _EACH_STEP),
             "one optimizer makes the inner steps, and its wrapper is not there",
         ),
         (
-            program.is_synchronized and program.transport is Transport.IN_PLACE,
+            program.trains_alone and program.transport is Transport.IN_PLACE,
             "the algorithm has state of its own, which is not received in place here",
+        ),
+        (
+            program.is_decoupled and has(Feature.PIECES),
+            "a learner heals nothing but what is merged",
         ),
     )
     return next((reason for applies, reason in rules if applies), None)

@@ -6,6 +6,7 @@ The order of the calls is that of the documentation, so this is also a list of w
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import signal
@@ -58,7 +59,7 @@ from torchft_svc.client import (
     replicate_across_groups,
     sharded_state_dict,
 )
-from torchft_svc.client.algorithms import DiLoCo, LocalSGD, PeriodicSync
+from torchft_svc.client.algorithms import DecoupledDiLoCo, DiLoCo, LocalSGD, PeriodicSync
 from torchft_svc.coordination import QuorumResult
 
 TIMEOUT = timedelta(seconds=20)
@@ -70,7 +71,9 @@ _PARTS = 2  # of a batch, where gradients are accumulated
 
 
 _STUMBLE_EVERY = 6  # steps
-_SYNC_EVERY = 2  # inner steps
+# Inner steps from one synchronization to the next, and those during which an average travels.
+_INTERVAL, _DELAY = 2, 1
+_ALPHA = 0.5
 
 
 def make_scheduler(optimizer: torch.optim.Optimizer, seed: int) -> Any:
@@ -179,11 +182,13 @@ class Training:
         self.number_format: bool | str = False
         if program.has(Feature.QUANTIZED):
             self.number_format = ("int8", "float8")[program.seed % 2]
+        self.outer: list[torch.optim.Optimizer] = []
         self.algorithm = self._make_algorithm()
+        self.learner = self._make_learner()
         if self.writes_calls:
             for optimizer in self.optimizers:
                 self.manager.register_optimizer(optimizer)
-        elif self.algorithm is None:
+        elif not program.trains_alone:
             self.optimizer = OptimizerWrapper(self.manager, self.optimizers)
         self.scheduler = make_scheduler(self.optimizers[0], program.seed)
         # Grows until gradients are infinite, which has to be survived.
@@ -247,7 +252,8 @@ class Training:
             check_every=2,  # programs are short, and their groups must never seem to differ
             **settings,
         )
-        manager.set_state_dict_fns(self.load_state_dict, self.state_dict)
+        if not program.is_decoupled:  # of which only what is merged is healed
+            manager.set_state_dict_fns(self.load_state_dict, self.state_dict)
         if program.has(Feature.PIECES):
             manager.register_state_dict_fn("rest", self._load_rest, self._rest)
         return manager
@@ -273,7 +279,7 @@ class Training:
         return net
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
-        trained = [parameter for parameter in self.net.parameters() if parameter.requires_grad]
+        trained = _trained(self.net)
         if not self.program.has(Feature.TWO_OPTIMIZERS):
             return [torch.optim.Adam(trained, lr=1e-2)]
         half = len(trained) // 2
@@ -283,19 +289,38 @@ class Training:
         ]
 
     def _make_algorithm(self) -> PeriodicSync | None:
-        if not self.program.is_synchronized:
+        program = self.program
+        if not program.trains_alone or program.is_decoupled:
             return None
         (inner,) = self.optimizers
-        if self.program.wrapper is Wrapper.LOCAL_SGD:
-            return LocalSGD(self.manager, self.net, inner, _SYNC_EVERY)
-        trained = inner.param_groups[0]["params"]
-        outer = torch.optim.SGD(trained, lr=0.7, momentum=0.9, nesterov=True)
+        if program.wrapper is Wrapper.LOCAL_SGD:
+            return LocalSGD(self.manager, self.net, inner, _INTERVAL)
+        streams = program.wrapper is Wrapper.STREAMING
+        fragments = self.net.fragments() if streams else [self.net]
+        self.outer = [_outer_optimizer(_trained(each)) for each in fragments]
         return DiLoCo(
             self.manager,
-            [self.net],
+            fragments,
             inner,
-            outer,
-            _SYNC_EVERY,
+            self.outer,
+            _INTERVAL * len(fragments),
+            should_quantize=self.number_format,
+            error_feedback=bool(self.number_format),
+            fragment_sync_delay=_DELAY if streams else 0,
+            fragment_update_alpha=_ALPHA if streams else 0.0,
+        )
+
+    def _make_learner(self) -> DecoupledDiLoCo | None:
+        if not self.program.is_decoupled:
+            return None
+        (inner,) = self.optimizers
+        fragments = self.net.fragments()
+        return DecoupledDiLoCo(
+            self.manager,
+            fragments,
+            inner,
+            _outer_optimizer,
+            _INTERVAL * len(fragments),
             should_quantize=self.number_format,
             error_feedback=bool(self.number_format),
         )
@@ -340,6 +365,11 @@ class Training:
 
     def digest(self) -> str:
         """Digest of all that must be equal in groups that have committed the same step."""
+        if self.program.wrapper is Wrapper.STREAMING:  # whose groups keep a part of their weights
+            assert self.algorithm is not None
+            agreed = [each.state_dict() for each in self.algorithm._agreed]
+            outer = [each.state_dict() for each in self.outer]
+            return self._digest_with({"agreed": agreed, "outer": outer})
         return self._digest_with(shared_part(self._model_state(), self.program))
 
     def whole_digest(self) -> str:
@@ -347,11 +377,11 @@ class Training:
 
         Empty where the inner steps of a source are not seen from outside.
         """
-        return "" if self.algorithm is not None else self._digest_with(self._model_state())
+        return "" if self.program.trains_alone else self._digest_with(self._model_state())
 
     def _digest_with(self, model: dict[str, Any]) -> str:
         whole = {"model": model, "manager": self.manager.state_dict()}
-        if self.algorithm is None:  # else each group's own
+        if not self.program.trains_alone:  # else each group's own
             whole |= self._rest()
         return fingerprint(tree_map(_local, whole))
 
@@ -398,23 +428,29 @@ class Training:
     def _train_alone(self, inputs: list[Tensor], algorithm: PeriodicSync) -> tuple[bool, float]:
         """Inner steps up to the next synchronization: whether it was committed, and a loss."""
         before = self.manager.current_step()
-        (inner,) = self.optimizers
+        streams = self.program.wrapper is Wrapper.STREAMING
         is_over = False
         while not is_over:
-            inner.zero_grad()
-            loss = self._pass(inputs)
-            if self.program.has(Feature.CLEARS_TWICE):
-                inputs = [part + 0.1 * _sign(part.grad) for part in inputs]
-                inner.zero_grad()
-                loss = self._pass(inputs)
-            inputs = [part.detach() for part in inputs]
-            if algorithm.inner_steps == _SYNC_EVERY - 1:
-                self.bomb.at(Moment.QUORUM)
-                self.bomb.at(Moment.VOTE)
-            inner.step()
+            left = _INTERVAL - algorithm.inner_steps
+            moments = [Moment.QUORUM] * (left == 1 + _DELAY * streams) + [Moment.VOTE] * (left == 1)
+            loss, inputs = self.inner_step(inputs, *moments)
             is_over = algorithm.inner_steps == 0
         self._report_heal(is_whole=False)
         return self.manager.current_step() > before, loss
+
+    def inner_step(self, inputs: list[Tensor], *moments: Moment) -> tuple[float, list[Tensor]]:
+        """An update of this group alone, and the next inputs; ``moments``: right before it."""
+        (inner,) = self.optimizers
+        inner.zero_grad()
+        loss = self._pass(inputs)
+        if self.program.has(Feature.CLEARS_TWICE):
+            inputs = [part + 0.1 * _sign(part.grad) for part in inputs]
+            inner.zero_grad()
+            loss = self._pass(inputs)
+        for moment in moments:
+            self.bomb.at(moment)
+        inner.step()
+        return loss, [part.detach() for part in inputs]
 
     def _pass(self, inputs: list[Tensor]) -> float:
         loss = 0.0
@@ -447,7 +483,7 @@ class Training:
         if self.program.is_sharded:
             self.net.set_requires_gradient_sync(is_last)  # type: ignore[operator]
             yield
-        elif is_last or self.algorithm is not None or self.program.wrapper is Wrapper.BY_HAND:
+        elif is_last or self.program.trains_alone or self.program.wrapper is Wrapper.BY_HAND:
             yield
         else:
             with self.model.no_sync():  # type: ignore[operator]
@@ -499,6 +535,14 @@ def updates_fail(program: Program, options: WorkerOptions) -> bool:
         return False
     is_back = options.group == program.kills[0].group and options.incarnation > 0
     return is_back and options.worker == 0
+
+
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def _outer_optimizer(weights: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(weights, lr=0.7, momentum=0.9, nesterov=True)
 
 
 def _sign(gradient: Tensor | None) -> Tensor:
@@ -555,11 +599,14 @@ def run(options: WorkerOptions) -> None:
             "MASTER_PORT": str(group_store(options)),
             "TORCHELASTIC_USE_AGENT_STORE": "True",  # it is there already
         }
-    if program.is_sharded:
+    if program.is_sharded or (program.is_decoupled and options.num_workers > 1):
         dist.init_process_group(
             "gloo", rank=options.worker, world_size=options.num_workers, timeout=TIMEOUT
         )
     training = Training(options, program, log)
+    if training.learner is not None:
+        _run_learner(training, training.learner, options, commands)
+        return
     with training.manager as manager, training.algorithm or contextlib.nullcontext():
         log.write(Joined)
         last = options.steps
@@ -567,6 +614,46 @@ def run(options: WorkerOptions) -> None:
             last = int(commands.pop_command("last") or last)
             _one_step(training, options, log)
         log.write(Finished, step=manager.current_step())
+
+
+def _run_learner(
+    training: Training, learner: DecoupledDiLoCo, options: WorkerOptions, commands: Commands
+) -> None:
+    """Train until so many merges as the command ``last`` names; each of them is a commit.
+
+    The learner's thread merges while this one is anywhere in an inner step, so the phase that
+    begins is its whole life: it must not go back behind what was merged before that.
+    """
+    manager, log = training.manager, training.log
+    log.write(PhaseBegan, step=0, phase="forward")
+    with manager, learner:
+        log.write(Joined)
+        last, shown = options.steps, learner.merges
+        for number in itertools.count():
+            last = int(commands.pop_command("last") or last)
+            parts = range(_PARTS if training.program.has(Feature.ACCUMULATION) else 1)
+            inputs = [_inputs(options, number, part) for part in parts]
+            loss, _ = training.inner_step(inputs, Moment.QUORUM, Moment.VOTE)
+            quorum = manager.last_quorum()
+            if learner.merges > shown and quorum is not None:
+                state = learner.state_dict()
+                shown = state["merges"]
+                training.bomb.at(Moment.AFTER)
+                training.bomb.count(quorum)
+                log.write(
+                    Committed,
+                    step=shown,
+                    loss=loss,
+                    digest=fingerprint(state),
+                    num_participants=learner.num_learners,
+                    participating=True,
+                    quorum_id=quorum.quorum_id,
+                    members=" ".join(quorum.replica_ids),
+                )
+            if shown >= last:
+                break
+            time.sleep(options.step_s)
+        log.write(Finished, step=shown)
 
 
 def _one_step(training: Training, options: WorkerOptions, log: EventLog) -> None:

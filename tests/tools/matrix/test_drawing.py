@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from tools.chaos.options import WorkerOptions
 from tools.demo.fingerprint import fingerprint
+from tools.matrix.model import Net
 from tools.matrix.program import (
     Feature,
     Kill,
@@ -81,7 +82,7 @@ def test_every_scheduler_makes_steps_and_travels(kind: int) -> None:
 
 def test_schedulers_of_all_sorts_are_drawn() -> None:
     weight = torch.nn.Parameter(torch.zeros(1))
-    seeds = {program.seed for program in MANY if program.has(Feature.SCHEDULER)}
+    seeds = {seed for seed in range(800) if draw(seed).has(Feature.SCHEDULER)}
     made = {type(make_scheduler(torch.optim.Adam([weight]), seed)) for seed in seeds}
     assert len(made) == 15
 
@@ -102,6 +103,14 @@ def test_updates_fail_in_a_group_that_is_not_killed_any_more(tmp_path: Path) -> 
 
     assert [fails(0, 0), fails(1, 0), fails(1, 1), fails(1, 1, 1)] == [False, False, True, False]
     assert not fails(1, 1, drawn=dataclasses.replace(program, features=frozenset()))
+
+
+@pytest.mark.parametrize("features", [[], [Feature.TIED, Feature.FROZEN, Feature.MIXED_TYPES]])
+def test_each_parameter_is_in_one_fragment(features: list[Feature]) -> None:
+    net = Net(Program(seed=0, wrapper=Wrapper.STREAMING, features=frozenset(features)))
+    parts = [set(map(id, part.parameters())) for part in net.fragments()]
+    assert all(parts)
+    assert sum(map(len, parts)) == len(set().union(*parts)) == len(list(net.parameters()))
 
 
 def test_the_last_group_that_is_up_to_date_lives() -> None:
