@@ -107,6 +107,9 @@ class Recorder:
     def refuse(self, caller: int, error: TorchFTError) -> None:
         self._records.append(RefuseRequest(caller, error))
 
+    def await_quorum(self, caller: int, now: float) -> None:
+        """Record nothing: the report of the place precedes it."""
+
     def report(self, report: JobReport) -> None:
         self._records.append(report)
 

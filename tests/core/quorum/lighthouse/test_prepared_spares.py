@@ -23,8 +23,10 @@ from torchft_svc.core.quorum.session_messages import (
     Drain,
     Hello,
     Leave,
+    NoQuorumYet,
     Question,
     Refusal,
+    Withdrawal,
 )
 from torchft_svc.core.quorum.types import NO_QUORUM, LastQuorum, Member, QuorumConfig
 from torchft_svc.errors import GroupDiffers, RequestRefused
@@ -163,6 +165,21 @@ def test_g2_a_spare_takes_the_place_in_the_next_quorum() -> None:
     assert scene.last == ("a", "b", "s")
 
 
+def test_g2_a_spare_that_has_taken_a_place_learns_what_it_waits_for() -> None:
+    scene = running("a", "b", "c", join_timeout_s=60.0)
+    assert taken(scene.lose("c")) == ["s"]
+    orders = scene.pass_time(5.0, "a", "b", "s")
+    stream = scene.streams["s"]
+    reasons = [
+        each.news.reason
+        for each in orders
+        if isinstance(each, Send) and isinstance(each.news, NoQuorumYet) and stream in each.streams
+    ]
+    assert len(reasons) == 1, orders
+    assert "a, b" in reasons[0]
+    assert [each.job for each in orders if isinstance(each, ReportPause)] == [JOB]
+
+
 def test_g2_a_spare_that_has_not_asked_takes_no_place_yet() -> None:
     scene = running("a", "b")
     scene.open("t", is_spare=True)
@@ -234,6 +251,22 @@ def test_g2_a_straggler_keeps_its_place() -> None:
     assert (scene.last, taken(orders)) == (("a", "b"), [])
 
 
+def test_g2_a_newcomer_that_asks_again_keeps_its_place() -> None:
+    """A question that was out of time was withdrawn."""
+    scene = running("a", "b", join_timeout_s=60.0)
+    scene.lose("s")
+    scene.lose("b")
+    scene.open("b2")
+    scene.ask("b2")
+    scene.open("s", is_spare=True)
+    assert taken(scene.ask("s")) == []
+    number = scene.core._sessions.by_stream[scene.streams["b2"]].number
+    orders = scene.core.received(scene.streams["b2"], Withdrawal(number), scene.now)
+    assert taken(orders) == []
+    assert taken(scene.ask("b2")) == []
+    assert taken(scene.lose("b2")) == ["s"]
+
+
 def test_g2_after_a_total_loss_spares_wait_for_an_ordinary_group() -> None:
     scene = running("a", "b")
     scene.lose("s")
@@ -267,6 +300,21 @@ def test_g4_spares_end_with_the_job() -> None:
     orders = scene.lose("b", ENDS)
     drains = [each for each in orders if isinstance(each, Send) and isinstance(each.news, Drain)]
     assert drains == [Send((scene.streams["s"],), Drain("the job has finished"))]
+
+
+def test_g4_a_spare_whose_session_has_broken_ends_when_it_is_back() -> None:
+    scene = running("a", "b")
+    for name in ("a", "b"):
+        scene.lose(name, ENDS)
+    scene.lose("s")
+    assert Send((scene._number + 1,), Drain("the job has finished")) in scene.open(
+        "s", is_spare=True
+    )
+    assert not [
+        each
+        for each in scene.open("t", is_spare=True)  # of the next run
+        if isinstance(each, Send) and isinstance(each.news, Drain)
+    ]
 
 
 def test_a_request_that_is_withdrawn_takes_no_place() -> None:

@@ -99,6 +99,8 @@ MAX_AHEAD_S, MAX_AHEAD_OF_NEW_JOB_S = 15 * 3600.0, 30 * 3600.0
 
 # The reason of a loss if the group's last session ends, and no message has explained why.
 _SESSION_ENDED = "its session ended"
+# The command by which the prepared spares of a job end with it (rule G4).
+_JOB_FINISHED = Drain("the job has finished")
 
 
 # -- outputs ---------------------------------------------------------------------------------------
@@ -226,6 +228,9 @@ class Outputs(Protocol):
 
     def refuse(self, caller: int, error: TorchFTError, /) -> None:
         """Answer ``caller`` with an error."""
+
+    def await_quorum(self, caller: int, now: float, /) -> None:
+        """Count ``caller``, which has waited for a place, among those that wait for a quorum."""
 
     def report(self, report: JobReport, /) -> None:
         """Log ``report``."""
@@ -365,8 +370,7 @@ class Job:
         members = self.members
         if members.previous is None or not any(map(members.knows, members.previous_ids)):
             return 0
-        num_taken = len(members) - len(members.groups[GroupState.NEWCOMER])
-        return max(0, self.history.num_places - num_taken)
+        return max(0, self.history.num_places - members.num_have_asked)
 
     def record_places(self, quorum: Quorum) -> None:
         """Record how many places the job has, by a quorum that is published."""
@@ -626,7 +630,8 @@ class EndedJob:
     """A job without a living group, since ``at``: so a restart is not taken for a start.
 
     ``last_id``: the highest id that was issued, or reported. ``is_finished``: every group of its
-    last quorum ended on purpose, so the next run is another one.
+    last quorum ended on purpose, so the next run is another one; ``spares`` stood by then, and have
+    to end, too.
     """
 
     last: LastQuorum
@@ -635,6 +640,7 @@ class EndedJob:
     accounts: TimeAccounts
     at: float
     is_finished: bool = False
+    spares: frozenset[str] = frozenset()
 
 
 class QuorumIds:
@@ -1084,7 +1090,9 @@ class Jobs:
     def missed_command(self, job_name: str, replica_id: str, now: float) -> Kill | Drain | None:
         """The command by which a group that begins a session has to end (rule Q27; None: there is
         none). It may not have received it, or may have lost the manager that had received it."""
-        job = self._jobs.get(job_name)  # None: it is a prepared spare
+        job, ended = self._jobs.get(job_name), self._ended.get(job_name)
+        if ended is not None and replica_id in ended.spares:
+            return _JOB_FINISHED
         command, at = job.commands.get(replica_id, (None, now)) if job else (None, now)
         if isinstance(command, Drain) and command.within_s is not None:
             return replace(command, within_s=max(0.0, command.within_s - (now - at)))
@@ -1240,6 +1248,7 @@ class Jobs:
                     del self._spares[job.name]
                 places = job.history.num_places
                 self._outputs.report(ReportPlaceTaken(job.name, member.replica_id, places))
+                self._outputs.await_quorum(caller, now)
                 job.former_spares.add(member.replica_id)
                 try:
                     self.request(job.name, member, caller, now)
@@ -1249,11 +1258,13 @@ class Jobs:
         finally:
             self._fills_places = False
 
-    def _end_spares(self, job_name: str) -> None:
-        """Let the prepared spares of a job that has finished end, too."""
+    def _end_spares(self, job_name: str) -> frozenset[str]:
+        """Let the prepared spares of a job that has finished end, too; returns them."""
         spares = self._spares.get(job_name)
-        if spares is not None:
-            self._outputs.send(job_name, spares.replica_ids, Drain("the job has finished"))
+        if spares is None:
+            return frozenset()
+        self._outputs.send(job_name, spares.replica_ids, _JOB_FINISHED)
+        return frozenset(spares.replica_ids)
 
     def _hold_request(self, job: Job, member: Member, caller: int) -> None:
         """Keep a request until the earlier incarnation, which has the name, is gone (rule Q20)."""
@@ -1553,10 +1564,15 @@ class Jobs:
         job.accounts.end(self._unix_s(now))
         if job.members.last.quorum_id or job.highest_id > self._ids.first:
             is_finished = job.history.end() or job.members.is_finished
-            if is_finished and self._spares:
-                self._end_spares(job.name)
+            spares = self._end_spares(job.name) if is_finished else frozenset()
             self._ended[job.name] = EndedJob(
-                job.members.last, job.highest_id, job.history, job.accounts, now, is_finished
+                job.members.last,
+                job.highest_id,
+                job.history,
+                job.accounts,
+                now,
+                is_finished,
+                spares,
             )
         while len(self._ended) > self._config.max_jobs:
             _, forgotten = self._ended.popitem(last=False)

@@ -345,15 +345,24 @@ class Sessions:
         self.questions[caller] = question
         self.expiry_at = min(self.expiry_at, question.expires_at)
         if not question.is_of_spare:
-            pause = self.pauses.get(question.job)
-            if pause is None:
-                pause = self.pauses[question.job] = OpenPause(at, at + REPORT_PAUSE_AFTER_S)
-            pause.waiting[caller] = ""
+            self._add_to_pause(question.job, caller, at)
         if question.session is not None:
             question.session.caller = caller
         else:
             self.calls[question.call] = caller
         return caller
+
+    def await_quorum(self, caller: int, now: float) -> None:
+        """Count ``caller``, which has waited for a place, among those that wait for a quorum."""
+        question = self.questions[caller]
+        question.is_of_spare = False
+        self._add_to_pause(question.job, caller, now)
+
+    def _add_to_pause(self, job: str, caller: int, at: float) -> None:
+        pause = self.pauses.get(job)
+        if pause is None:
+            pause = self.pauses[job] = OpenPause(at, at + REPORT_PAUSE_AFTER_S)
+        pause.waiting[caller] = ""
 
     def close_question(self, caller: int) -> OpenQuestion | None:
         """Remove the question that waits as ``caller`` (None: there is none)."""

@@ -600,6 +600,12 @@ class Membership:
         """How many living members of the last quorum have not asked, and may be waited for."""
         return sum(len(self.groups[state]) for state in AWAITED_MEMBERS)
 
+    @property
+    def num_have_asked(self) -> int:
+        """How many living groups have asked for a quorum once, or were in one before."""
+        newcomers = self.groups[GroupState.NEWCOMER]
+        return len(self._known) - sum(self._known[each].gave_up is None for each in newcomers)
+
     def state(self, replica_id: str) -> GroupState | None:
         """The state of a group (None: it is not alive)."""
         group = self._known.get(replica_id)
