@@ -12,7 +12,7 @@ SECONDS ?= 60
 RUNNERS ?= 4
 PARALLEL ?= -n $(RUNNERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test quick check docs proto proto-check bench soak soak-rounds sim programs chaos clean
+.PHONY: demo test quick check style types layers collect docs proto proto-check bench soak soak-rounds sim programs chaos clean
 
 demo: $(READY)
 	$(BIN)/python -m tools.demo $(DEMO_FLAGS)
@@ -27,11 +27,21 @@ quick: RUNNERS = 3
 quick: $(READY)
 	$(BIN)/python -m pytest -q -m "not processes" --ignore tests/tools/sim $(PARALLEL)
 
-check: $(READY) proto-check docs
+check: style types layers proto-check docs collect
+
+style: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+
+types: $(READY)
 	$(BIN)/mypy
+
+layers: $(READY)
 	$(BIN)/lint-imports
+
+# All tests can be imported. This compiles them, too, which else each process of `make test` does.
+collect: $(READY)
+	$(BIN)/python -m pytest --collect-only -q > /dev/null
 
 # The site in build/site. Every warning is an error: a link, an anchor, a docstring.
 docs: $(READY)
@@ -72,6 +82,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "installing torch and the tools into $(VENV): this takes some minutes, without any output"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[dashboard,demo,dev,docs,metrics,otel,ray,torchx]'
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt -e '.[dashboard,demo,dev,docs,metrics,otel,ray,torchx]'
+	$(BIN)/python -m compileall -q -j 0 $(VENV)/lib > /dev/null || true  # some are for another Python
 	touch $(READY)
