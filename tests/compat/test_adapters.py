@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from support.reconfigurable import add_to_torch, make_groups
 from support.running import eventually, refusing
 from support.training import together
 
@@ -203,6 +204,24 @@ def test_a_program_s_group_gets_the_handles_of_all_members(store: str) -> None:
         *[lambda r=r: reconfigure_with_store(groups[r], f"{store}/own", r, 2, LONG) for r in (0, 1)]  # type: ignore[misc]
     )
     assert {group.given for group in groups} == {("handle of 0", "handle of 1")}
+
+
+def test_torch_s_own_groups_meet_at_a_store(
+    hosted: dist.TCPStore, store: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_to_torch(monkeypatch)
+    groups = make_groups(hosted, 2)
+    for turn in range(2):
+
+        def use(rank: int, turn: int = turn) -> float:
+            reconfigure_with_store(groups[rank], f"{store}/own/{turn}", rank, 2, LONG)
+            value = torch.ones(3)
+            groups[rank].allreduce([value]).wait()
+            return float(value[0])
+
+        assert together(lambda: use(0), lambda: use(1)) == [2.0, 2.0]
+    with pytest.raises(ConfigError, match="enable_reconfigure=True"):
+        reconfigure_with_store(dist.ProcessGroup(0, 1), f"{store}/fixed", 0, 1, LONG)
 
 
 def test_a_member_that_does_not_come_is_a_timeout_or_a_runtime_error(store: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from support.reconfigurable import add_to_torch, make_groups
 from support.training import together
 from torch import nn
 from torch.nn import parallel
@@ -103,6 +104,22 @@ def test_groups_train_equal_models_and_a_later_one_heals(address: str, wrap: Any
     finally:
         for each in first:
             each.manager.shutdown()
+
+
+def test_torch_s_own_group_stays_the_manager_s(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    add_to_torch(monkeypatch)
+    shared = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    (group,) = make_groups(shared, 1)
+    manager = make_manager(address, "a", {}, pg=group)
+    try:
+        manager.start_quorum()
+        assert manager.should_commit()
+        assert manager._pg is group
+        assert (len(group.uuids), group.size()) == (1, 1)
+    finally:
+        manager.shutdown()
 
 
 def test_the_environment_goes_before_arguments(

@@ -20,7 +20,6 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.process.deadlines import guard_future
 from torchft_svc.client.process.driven import DrivenManager
 from torchft_svc.client.process.profiling import profiled
-from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.reduce.collectives import uncompiled
 from torchft_svc.client.reduce.reduction import Reducing, Reduction
 from torchft_svc.client.runtime.runtime import CallerParts, Runtime, start_runtime
@@ -65,7 +64,8 @@ class Manager:
 
     Args:
         pg: carries the collectives between groups: a process group, or the name of one for which
-            `register_process_group` was called (default: gloo).
+            `register_process_group` was called (default: gloo). Or torch's own one, from 2.14 on,
+            if it was made with ``enable_reconfigure=True``.
         load_state_dict, state_dict: load and return all state that a joining group needs, usually
             the model's and the optimizer's. `register_state_dict_fn` adds more.
         min_replica_size: a step with fewer contributing groups is discarded.
@@ -131,7 +131,7 @@ class Manager:
 
     def __init__(
         self,
-        pg: ProcessGroup | str | None = None,
+        pg: dist.ProcessGroup | str | None = None,
         load_state_dict: Callable[[Any], None] | None = None,
         state_dict: Callable[[], Any] | None = None,
         min_replica_size: int = 1,

@@ -18,8 +18,8 @@ from torch.distributed import ReduceOp
 from torchft_svc import env
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.manager import Manager as NativeManager
-from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import WrappedWork
+from torchft_svc.client.process_groups.torch_group import TorchGroup
 from torchft_svc.compat.errors import public_errors
 from torchft_svc.compat.forward_gate import ForwardGate
 from torchft_svc.env import Environment
@@ -72,7 +72,7 @@ class Manager(NativeManager):
 
     def __init__(
         self,
-        pg: ProcessGroup,
+        pg: dist.ProcessGroup,
         load_state_dict: Callable[[Any], None] | None,
         state_dict: Callable[[], Any] | None,
         min_replica_size: int,
@@ -139,8 +139,9 @@ class Manager(NativeManager):
     # -- names that real programs read, although they are private --------------------------------
 
     @property
-    def _pg(self) -> ProcessGroup:
-        return self._runtime.deps.pg
+    def _pg(self) -> dist.ProcessGroup:
+        pg = self._runtime.deps.pg
+        return pg.group if isinstance(pg, TorchGroup) else pg
 
     @property
     def _use_async_quorum(self) -> bool:

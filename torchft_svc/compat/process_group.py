@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from torchft_svc.client import device_mesh, managed
-from torchft_svc.client.process_groups import base, dummy, gloo, nccl, wrappers
+from torchft_svc.client.process_groups import base, dummy, gloo, nccl, torch_group, wrappers
 from torchft_svc.client.process_groups.isolated import group as isolated
 from torchft_svc.client.process_groups.members import Members
 from torchft_svc.client.process_groups.operations import CompletedWork
@@ -30,6 +30,7 @@ from torchft_svc.compat.utils import get_stream_context, record_event, synchroni
 from torchft_svc.compat.work import _DummyWork
 from torchft_svc.errors import ConfigError
 from torchft_svc.host.address import HostPort, reachable_host
+from torchft_svc.host.uninterruptible import nothing
 from torchft_svc.settings import positive_s
 from torchft_svc.testing import faults
 
@@ -348,12 +349,19 @@ def reconfigure_with_store(
 ) -> None:
     """Connect ``world_size`` members that meet at the store ``host:port/prefix``.
 
+    Torch's own groups, too, if they were made with ``enable_reconfigure=True`` (torch 2.14).
+
     Raises:
         RuntimeError, TimeoutError: a member did not arrive in time, or failed.
     """
     group: Any = pg
-    has_handles = isinstance(pg, ProcessGroup) or not isinstance(pg, base.ProcessGroup)
+    is_ours = isinstance(pg, base.ProcessGroup)
+    has_handles = isinstance(pg, ProcessGroup) or not is_ours
     store = create_store_client(store_addr, timeout)
+    if torch_group.torch_reconfigures() and not is_ours:
+        torch_group.check_reconfigurable(pg)
+        torch_group.reconnect(pg, store, rank, world_size, timeout, nothing)
+        return
     store.set(f"handle/{rank}", group.get_reconfigure_handle() if has_handles else "")
     keys = [f"handle/{each}" for each in range(world_size)]
     store.wait(keys, timeout)

@@ -39,6 +39,12 @@ class ProcessGroupGloo(DelegatingProcessGroup):
         self._life = _Life()
 
     def _make_backend(self, store: Store, rank: int, world_size: int) -> Any:
+        backend = self._connect(store, rank, world_size)
+        self._life = _Life()
+        return backend
+
+    def _connect(self, store: Store, rank: int, world_size: int) -> Any:
+        """Implements `_make_backend`."""
         # All members have arrived. One that hangs now must not block the others for that long.
         # Gloo waits this long for its address, and five times as long for its connection.
         connect_timeout = min(timedelta(seconds=CONNECT_TIMEOUT_S), self._timeout)
@@ -53,7 +59,6 @@ class ProcessGroupGloo(DelegatingProcessGroup):
             limit_s = connect_timeout.total_seconds() * _CONNECT_TIMEOUTS
             backend = call.result(self._check_wanted, limit_s, "connecting over gloo")
         backend._set_default_timeout(self._timeout)
-        self._life = _Life()
         return _GlooBackend(backend, store, rank, world_size)
 
     def cut(self) -> None:

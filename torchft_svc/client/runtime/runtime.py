@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
+
 from torchft_svc import coordination
 from torchft_svc.client import checkpointing
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
@@ -23,6 +25,7 @@ from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.recording import FlightRecorder
 from torchft_svc.client.process_groups.registry import make_process_group
+from torchft_svc.client.process_groups.torch_group import adopt_torch_group
 from torchft_svc.client.runtime.bootstrap import (
     GroupServices,
     GroupStore,
@@ -57,7 +60,7 @@ _JOIN_S = 0.5
 class CallerParts:
     """What the caller supplies; what is None is created here."""
 
-    pg: ProcessGroup | str | None
+    pg: dist.ProcessGroup | str | None
     transport: CheckpointTransport[Any] | None
     registry: StateRegistry
     step: StepMachine
@@ -190,10 +193,12 @@ def start_runtime(
     return runtime
 
 
-def _process_group(given: ProcessGroup | str | None, timeout: timedelta) -> ProcessGroup:
+def _process_group(given: dist.ProcessGroup | str | None, timeout: timedelta) -> ProcessGroup:
     """Return the caller's process group, or a new one of the backend that it names."""
     if isinstance(given, ProcessGroup):
         return given
+    if isinstance(given, dist.ProcessGroup):
+        return adopt_torch_group(given, timeout)
     made: ProcessGroup = make_process_group("gloo" if given is None else given, timeout)
     return made
 
