@@ -25,6 +25,11 @@ PEER_VARIABLE = "TORCHFT_PEER_PYTHON"
 # Importing torch takes seconds, and several children do it at once.
 START_TIMEOUT_S = 150.0
 _STOP_TIMEOUT_S = 3.0
+_ENVIRONMENT = {
+    "PYTHONUNBUFFERED": "1",
+    # What is installed has been compiled: no start may pay for that, on one side of a comparison.
+    "PYTHONDONTWRITEBYTECODE": "",
+}
 
 
 class ChildError(RuntimeError):
@@ -50,7 +55,7 @@ class Child:
         self._process = Popen(
             self.command,
             cwd=root,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **(env or {})},
+            env={**os.environ, **_ENVIRONMENT, **(env or {})},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

@@ -54,6 +54,8 @@ _COLUMNS = (
     Column("rejoin_s", "rejoin, s", 2),
     Column("rejoin_worst_s", "worst", 2),
     Column("built_s", "imports and model, s", 2),
+    Column("ready_s", "manager, s", 2),
+    Column("heal_s", "heal, s", 2),
     Column("rest_s", "the rest, s", 2),
 )
 
@@ -74,12 +76,12 @@ class World:
     start: Callable[[int], Child]
     num_groups: int
     trainers: dict[int, Child] = field(default_factory=dict)
-    _built_at_ns: dict[int, int] = field(default_factory=dict)
+    _stages_ns: dict[int, dict[str, int]] = field(default_factory=dict)
 
     def start_trainer(self, group: int) -> int:
         """Start a group's trainer; the instant before (ns)."""
         at_ns = time.monotonic_ns()
-        self._built_at_ns.pop(group, None)
+        self._stages_ns[group] = {}
         self.trainers[group] = self.start(group)
         self.trainers[group].send("train")
         return at_ns
@@ -100,8 +102,8 @@ class World:
         """Yield the commits of all groups as they are printed, for ``timeout_s``."""
         for group, line in printed_lines(self.trainers, timeout_s):
             kind, *words = line.split()
-            if kind == "built":
-                self._built_at_ns[group] = int(words[0])
+            if kind in ("built", "ready"):
+                self._stages_ns[group][kind] = int(words[0])
             elif kind == "commit":
                 yield Commit(group, int(words[1]), int(words[2]))
 
@@ -127,9 +129,10 @@ class World:
         for _ in self.commits(duration_s):
             pass
 
-    def built_at_ns(self, group: int) -> int:
-        """Time when torch was imported and the trainer's model made."""
-        return self._built_at_ns[group]
+    def stages_ns(self, group: int) -> tuple[int, int]:
+        """Times when a trainer had imported torch and made its model, and when it could train."""
+        stages = self._stages_ns[group]
+        return stages["built"], stages["ready"]
 
 
 @dataclass(slots=True)
@@ -142,6 +145,8 @@ class Course:
     pauses_ms: list[float] = field(default_factory=list)
     rejoins_s: list[float] = field(default_factory=list)
     builts_s: list[float] = field(default_factory=list)
+    readies_s: list[float] = field(default_factory=list)
+    heals_s: list[float] = field(default_factory=list)
 
     def run(self, world: World, dice: random.Random) -> None:
         """One kill and one restart."""
@@ -151,9 +156,12 @@ class Course:
         paused_ns = world.all_commit(world.num_groups - 1, killed_ns) - killed_ns
         began_ns = world.start_trainer(victim)
         whole_ns = world.all_commit(world.num_groups, began_ns) - began_ns
+        built_ns, ready_ns = world.stages_ns(victim)
         self.pauses_ms.append(paused_ns / 1e6)
         self.rejoins_s.append(whole_ns / 1e9)
-        self.builts_s.append((world.built_at_ns(victim) - began_ns) / 1e9)
+        self.builts_s.append((built_ns - began_ns) / 1e9)
+        self.readies_s.append((ready_ns - built_ns) / 1e9)
+        self.heals_s.append((began_ns + whole_ns - ready_ns) / 1e9)
 
     def row(self) -> dict[str, Any]:
         return {
@@ -165,6 +173,8 @@ class Course:
             "rejoin_s": statistics.median(self.rejoins_s),
             "rejoin_worst_s": max(self.rejoins_s),
             "built_s": statistics.median(self.builts_s),
+            "ready_s": statistics.median(self.readies_s),
+            "heal_s": statistics.median(self.heals_s),
             "rest_s": statistics.median(map(operator.sub, self.rejoins_s, self.builts_s)),
             "pauses_ms": self.pauses_ms,
             "rejoins_s": self.rejoins_s,
@@ -179,16 +189,20 @@ def whole_world(
     root: Path = ROOT,
     *,
     is_adapted: bool = False,
+    is_early: bool = False,
 ) -> Iterator[World]:
     """All groups train together; ``peer``: the Python of the public release, None: ours.
 
-    ``is_adapted``: the program for the public release, with our package in its place.
+    ``is_adapted``: the program for the public release, with our package in its place. ``is_early``:
+    our trainers start their managers before they import torch.
     """
     with ExitStack() as stack:
         lighthouse = start_lighthouse(min_replicas=1, peer=peer, root=root)
         stack.enter_context(lighthouse)
-        where = f"--lighthouse={lighthouse_address(lighthouse)}"
-        kind = "public" if peer or is_adapted else "ours"
+        address = lighthouse_address(lighthouse)
+        where = f"--lighthouse={address}"
+        variables = {**_ENVIRONMENT, "TORCHFT_LIGHTHOUSE": f"http://{address}"}
+        kind = "public" if peer or is_adapted else "early" if is_early else "ours"
         name = f"tools.benchmarks.children.trainer_{kind}"
         run: Callable[..., list[str]] = (
             by_public_names if is_adapted else partial(program, python=peer or sys.executable)
@@ -196,7 +210,7 @@ def whole_world(
 
         def start(group: int) -> Child:
             command = run(name, *model, where, f"--name=group-{group}")
-            return stack.enter_context(Child(command, _ENVIRONMENT, root=root))
+            return stack.enter_context(Child(command, variables, root=root))
 
         world = World(start, num_groups)
         for group in range(num_groups):
@@ -207,11 +221,14 @@ def whole_world(
 
 def measure_ours(
     model: list[str], num_groups: int, kinds: tuple[str, ...], kills: int, seed: int,
-    before: Path | None,
+    before: Path | None, early: bool,
 ) -> list[dict[str, Any]]:  # fmt: skip
     """A row for each kind of kill; with another checkout beside this one, also of its package."""
     with root_with_package_of(before) as root_before:
         sides = [Side(partial(whole_world, model, num_groups), _courses("ours", kinds))]
+        if early:
+            world_early = partial(whole_world, model, num_groups, is_early=True)
+            sides.append(Side(world_early, _courses("ours, early manager", kinds)))
         if root_before is not None:
             world_before = partial(whole_world, model, num_groups, root=root_before)
             sides.append(Side(world_before, _courses("ours, before", kinds)))
@@ -275,14 +292,16 @@ def run_all(courses: list[Course], world: World, kills: int, dice: random.Random
 @click.option("--kills", type=click.IntRange(1), default=20, help="Kills of each kind.")
 @click.option("--peer-kills", type=click.IntRange(0), default=5,
               help="Kills of the public release's trainers, which take longer.")  # fmt: skip
+@click.option("--early", is_flag=True,
+              help="Measure groups that start their managers before torch, too.")  # fmt: skip
 @click.option("--width", type=click.IntRange(1), default=64, help="Width of the MLP's layers.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Number of its layers.")
 @click.option("--seed", type=int, default=0, help="Draws the victims and the moments.")
 @before_option
 @json_option
 def main(
-    groups: int, kinds: tuple[str, ...], kills: int, peer_kills: int, width: int, depth: int,
-    seed: int, before: Path | None, json_file: Path | None,
+    groups: int, kinds: tuple[str, ...], kills: int, peer_kills: int, early: bool, width: int,
+    depth: int, seed: int, before: Path | None, json_file: Path | None,
 ) -> None:  # fmt: skip
     """SIGKILL one of several replica groups, restart it, and look how long each takes."""
     result = Result(
@@ -294,11 +313,12 @@ def main(
             "pause: from the kill to the first commit without the killed group, of the last "
             "survivor",
             "rejoin: from the start of the process until all have committed together; "
-            "the rest: rejoin less what any trainer needs to import torch and make its model",
+            "the rest: rejoin less what any trainer needs to import torch and make its model: "
+            "until it has a manager and wrappers, and until it has healed and committed",
         ],
     )
     model = [f"--width={width}", f"--depth={depth}", "--batch=8"]
-    result.rows = measure_ours(model, groups, kinds, kills, seed, before)
+    result.rows = measure_ours(model, groups, kinds, kills, seed, before, early)
     peer = peer_python()
     if peer is not None and peer_kills:
         result.rows += measure_peer(peer, model, groups, peer_kills, seed)

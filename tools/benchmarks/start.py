@@ -33,7 +33,6 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "TORCHFT_LOG": "error",
-    "PYTHONDONTWRITEBYTECODE": "",  # what is installed has been compiled
 }
 _STEP_S = 0.02
 # A trainer's stages in their order; "client" is gRPC alone in a plain one.

@@ -195,7 +195,7 @@ def started(
             for command in commands
         ]
         for trainer in trainers:
-            while trainer.read_line(START_TIMEOUT_S) != "ready":
+            while not trainer.read_line(START_TIMEOUT_S).startswith("ready "):
                 pass
         yield Pair(name, trainers, lighthouse)
 

@@ -151,12 +151,14 @@ def test_step_time_of_groups_of_two_workers(run: Run) -> None:
 
 def test_recovery(run: Run) -> None:
     tiny = ("--groups=2", "--kind=trainer and manager", "--kills=1", "--width=8", "--depth=1")
-    output, result = run(recovery.main, *tiny)
-    assert "trainer and manager" in output
-    (row,) = result["rows"]
-    assert (row["trainer"], row["kills"]) == ("ours", 1)
-    assert row["pause_ms"] > 0
-    assert row["rejoin_s"] > row["built_s"] > 0
+    output, result = run(recovery.main, *tiny, "--early")
+    assert "imports" in output
+    assert [row["trainer"] for row in result["rows"]] == ["ours", "ours, early manager"]
+    for row in result["rows"]:
+        assert (row["killed"], row["kills"]) == ("trainer and manager", 1)
+        assert row["pause_ms"] > 0
+        assert row["rejoin_s"] > row["built_s"] > 0
+        assert row["rest_s"] == pytest.approx(row["ready_s"] + row["heal_s"])
 
 
 def test_under_failures(run: Run, tmp_path: Path) -> None:

@@ -1,8 +1,8 @@
 """The training that every trainer of a benchmark does, its commands and its output.
 
 Only torch is needed, so that the public release's trainer runs this very code. A trainer prints
-``built AT_NS`` when it has a model and ``ready`` when it can train, and then obeys lines on its
-standard input (instants are those of the monotonic clock, which all processes share):
+``built AT_NS`` when it has a model and ``ready AT_NS`` when it can train, and then obeys lines on
+its standard input (instants are those of the monotonic clock, which all processes share):
 
 ``measure N``  train N steps; answers with one line of JSON: milliseconds for each phase of each.
 ``train``      train until killed, with a line ``commit STEP PARTICIPANTS AT_NS`` for each commit.
@@ -103,7 +103,7 @@ class Training:
 
     def obey(self) -> None:
         """Serve standard input until it ends."""
-        print_line("ready")
+        print_line(f"ready {time.monotonic_ns()}")
         for line in sys.stdin:
             command, *arguments = line.split()
             if command == "measure":
