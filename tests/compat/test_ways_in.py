@@ -40,8 +40,10 @@ def put_back() -> Iterator[None]:
             del sys.modules[name]
 
 
-def run(*arguments: str | Path, path: Path | None = None) -> subprocess.CompletedProcess[str]:
-    variables = environment()
+def run(
+    *arguments: str | Path, path: Path | None = None, **changes: str
+) -> subprocess.CompletedProcess[str]:
+    variables = environment(**changes)
     if path is not None:
         variables["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(path)])
     command = [sys.executable, "-W", "ignore", *map(str, arguments)]
@@ -142,6 +144,33 @@ def test_torchrun_starts_such_programs(program: Path) -> None:
     result = run(*torchrun, "-m", "torchft_svc.compat", program, "a")
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("__main__ ['a']") == 2
+
+
+WAITING = """
+import sys
+from torchft_svc.manager_server.early import EARLY
+print("torch" in sys.modules, EARLY.is_there)
+EARLY.kill_process()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("lighthouse", "rank", "waits"),
+    [
+        ("http://localhost:29510", "0", True),
+        ("http://localhost:29510", "1", False),
+        ("", "0", False),
+    ],
+)
+def test_the_manager_of_a_worker_starts_before_torch(
+    tmp_path: Path, lighthouse: str, rank: str, waits: bool
+) -> None:
+    path = tmp_path / "waiting.py"
+    path.write_text(WAITING)
+    result = run("-m", "torchft_svc.compat", path, TORCHFT_LIGHTHOUSE=lighthouse, RANK=rank)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["False", str(waits)]
 
 
 @pytest.mark.processes
