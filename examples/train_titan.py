@@ -4,12 +4,14 @@ The program imports `torchft`, and runs with the public release as with this pac
 
     lighthouse --bind :29510
     export TORCHFT_LIGHTHOUSE=http://localhost:29510
+    export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1  # see docs/worker-groups.md
     torchrun --standalone --nproc-per-node 2 --max-restarts 9 \\
         -m torchft_svc.compat examples/train_titan.py --group 0
     torchrun --standalone --nproc-per-node 2 --max-restarts 9 \\
         -m torchft_svc.compat examples/train_titan.py --group 1
 
-Kill a worker: its launcher restarts that group, which heals from the other one.
+Kill a worker: its launcher restarts that group, which heals from the other one. `torchft-run` may
+stand in the place of `torchrun`.
 """
 
 import argparse

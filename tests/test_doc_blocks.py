@@ -19,6 +19,7 @@ from support.page_programs import PROGRAMS, program_of
 from support.running import ROOT
 from torch.distributed.run import get_args_parser as torchrun_parser
 
+from torchft_svc.compat._torchft import _with_hyphens
 from torchft_svc.core.quorum.lighthouse.incidents import IncidentKind
 from torchft_svc.elastic.run import get_args_parser
 from torchft_svc.lighthouse_server import cli as lighthouse_cli
@@ -102,6 +103,9 @@ def test_the_commands_of_a_block_exist_and_accept_their_flags(page: Path, block:
 def check_command(program: str, *arguments: str) -> None:
     if program in SERVICES:
         SERVICES[program].make_context(program, list(arguments))
+    elif program == "torchft_lighthouse":
+        hyphenated = [_with_hyphens(each) for each in arguments]
+        SERVICES["lighthouse"].make_context(program, hyphenated)
     elif program == "torchft-run":
         check_program(get_args_parser().parse_args(arguments).training_script)
     elif program == "torchrun":
