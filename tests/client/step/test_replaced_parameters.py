@@ -102,16 +102,38 @@ class WithoutWrapper(Loading):
             self.manager.allreduce(parameter.grad)
 
 
-def test_parameters_of_an_optimizer_are_compared_without_a_wrapper_too() -> None:
+def assigns_the_same_memory(model: nn.Module, state: dict[str, Any]) -> None:
+    """Do what ``assign=True`` does with a state that was received in place."""
+    model.load_state_dict(state)
+    model.load_state_dict(model.state_dict(), assign=True)
+
+
+def replaces_a_layer(model: nn.Module, state: dict[str, Any]) -> None:
+    assert isinstance(model, nn.Sequential)
+    model[2] = nn.Linear(8, 2)
+    model.load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("load", "names"),
+    [
+        (assigns, r"Linear\.weight and 3 more"),
+        (assigns_the_same_memory, r"Linear\.weight and 3 more"),
+        (replaces_a_layer, "parameters of Adam"),
+    ],
+)
+def test_parameters_of_an_optimizer_are_compared_without_a_wrapper_too(
+    load: Callable[[nn.Module, dict[str, Any]], None], names: str
+) -> None:
     with lighthouse() as address, WithoutWrapper(address, "a", 0) as a:
         a.parallel = a.model  # type: ignore[assignment]
         a.steps(2)
         with WithoutWrapper(address, "b", 1) as b:
             b.parallel = b.model  # type: ignore[assignment]
-            b.load = assigns
+            b.load = load
 
             def joins() -> bool:
-                with pytest.raises(ConfigError, match=r"parameters of Adam.*assign=True"):
+                with pytest.raises(ConfigError, match=rf"{names}.*assign=True"):
                     b.step()
                 b.manager.shutdown()
                 return True

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from torchft_svc.client.checkpointing.encoding.shards import put_together, take_apart
 from torchft_svc.client.checkpointing.encoding.tree import map_nodes
+from torchft_svc.client.step.assignments import Assignments
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TornState
 
 log = logging.getLogger(__name__)
@@ -326,13 +327,16 @@ class StateRegistry:
         """
         pieces = put_together(state[USER_KEY], self.save_all, _SOURCE)
         replaced, apart = self._replaced(), self._kept_apart()
-        for key, piece in self._pieces.items():
-            try:
-                piece.load(pieces[key])
-            except Exception as error:
-                raise TornState(_SOURCE, f"{key!r} cannot be loaded: {error!r}") from error
+        updated, assigned = set(map(id, self.updated_parameters())), Assignments()
+        with assigned.watch():
+            for key, piece in self._pieces.items():
+                try:
+                    piece.load(pieces[key])
+                except Exception as error:
+                    raise TornState(_SOURCE, f"{key!r} cannot be loaded: {error!r}") from error
         gone = [name for name in self._replaced() if name not in replaced]
-        held = self._held_storages() if apart else set()
+        gone = gone or assigned.find_replaced(updated)
+        held = self._held_storages() if apart and not gone else set()
         if held:
             gone += [each for each, tensors in apart if not held.issuperset(_storages(tensors))]
         if gone:
