@@ -111,6 +111,15 @@ def test_the_first_event_is_there_and_the_agent_learns_of_the_start(agent: FileC
     assert agent.receive(0) is None
 
 
+def test_a_worker_that_is_ended_before_its_first_event_knows_why(agent: FileChannel) -> None:
+    agent.send(EndNotice("worker 1 failed").to_message())
+    began_at = time.monotonic()
+    for ask in (get_worker_event, get_worker_info):
+        with pytest.raises(WorkerEnding, match="worker 1 failed"):
+            ask()
+    assert time.monotonic() - began_at < PATIENCE_S
+
+
 def test_a_worker_without_a_world_is_paused_and_waits_for_one(agent: FileChannel) -> None:
     expected = send_event(agent, paused(1, 3))
     assert get_worker_event() == expected

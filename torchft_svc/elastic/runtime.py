@@ -194,6 +194,7 @@ def get_worker_event() -> WorkerEvent:
     Raises:
         ConfigError: this process was started neither by torchft-run nor by torchrun.
         ChannelClosed: the agent has ended.
+        WorkerEnding: there is no event, as the agent ends this worker: end soon.
     """
     return _worker().event()
 
@@ -354,7 +355,11 @@ class _ChannelWorker:
         self._group: WorldGroup | None = None
         self._left_round: int | None = None  # the newest that this worker has left
         self._calls: list[Callable[[WorkerEvent], object]] = []
-        self._newest = self._first_event()
+        try:
+            self._newest = self._first_event()
+        except BaseException:
+            channel.close()
+            raise
         self.changed = False
         self._send(WorkerStarted(os.getpid()))
         threading.Thread(target=self._receive, name="torchft-worker-events", daemon=True).start()
@@ -473,6 +478,8 @@ class _ChannelWorker:
             message = self._next(left_s)
             if isinstance(message, WorkerEvent):
                 return message
+            if message is not None:  # it is the last one: no event follows
+                raise WorkerEnding(message.reason)
         raise DeadlineExceeded("waiting for the first event", _FIRST_EVENT_TIMEOUT_S)
 
     def _receive(self) -> None:
