@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.bounds import check
 from support.running import eventually
 from support.trained import (
     BATCH_SIZE,
@@ -32,7 +33,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from torchft_svc.errors import ConfigError, TrainingFailed, WorkerFailed
-from torchft_svc.trainer import TrainContext, Trainer
+from torchft_svc.trainer import TrainContext, Trainer, driver
 from torchft_svc.trainer.backend import Lost, Received
 from torchft_svc.trainer.messages import Position, Reported
 
@@ -541,6 +542,39 @@ def test_the_user_interrupts_while_workers_are_started(
         trainer.train()
     monkeypatch.undo()
     assert not processes.pids
+    assert trainer.train(max_retries=0)["result"] == STEPS
+
+
+@pytest.mark.parametrize("num_started", [0, 1])
+def test_workers_that_cannot_be_started(
+    running: Any,
+    processes: Sharing,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    num_started: int,
+) -> None:
+    """The folder of the program is removed: the error is raised at once, and nothing is left."""
+    folder, fork = tmp_path / "removed", processes._server.fork
+    folder.mkdir()
+
+    def fork_and_remove(*arguments: Any) -> int:
+        pid = fork(*arguments)
+        folder.rmdir()
+        return pid
+
+    trainer = running()
+    monkeypatch.chdir(folder)
+    if num_started:
+        monkeypatch.setattr(processes._server, "fork", fork_and_remove)
+    else:
+        folder.rmdir()
+    began_at = time.monotonic()
+    with pytest.raises(FileNotFoundError):
+        trainer.train()
+    check("the end after a start that failed", time.monotonic() - began_at, driver._INTERRUPT_S / 2)
+    monkeypatch.undo()
+    assert not processes.pids
+    assert not processes._shares._reserved
     assert trainer.train(max_retries=0)["result"] == STEPS
 
 

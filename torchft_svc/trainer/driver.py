@@ -224,7 +224,7 @@ class TrainerDriver:
                     self._run_once()
         except BaseException as error:
             if self._ended is None:
-                self._interrupt(f"{type(error).__name__} in the trainer")
+                self._end_after(error)
             raise
         finally:
             self._task = None
@@ -388,8 +388,8 @@ class TrainerDriver:
         left = list(given)
         try:
             while left:
-                order = left.pop(0)
-                left += self._executors[type(order)](order) or ()
+                left += self._executors[type(left[0])](left[0]) or ()
+                del left[0]
         except BaseException:  # the machine would wait for workers that nobody starts
             unstarted = [each.worker for each in left if isinstance(each, StartWorker)]
             self._unhandled += [
@@ -538,6 +538,13 @@ class TrainerDriver:
 
     # -- ends ------------------------------------------------------------------------------------
 
+    def _end_after(self, error: BaseException) -> None:
+        """End the command because of ``error``, which the caller raises whatever fails here."""
+        try:
+            self._interrupt(f"{type(error).__name__} in the trainer")
+        except Exception:
+            log.exception("the workers were not ended in good order")
+
     def _interrupt(self, reason: str) -> None:
         """End the command, for instance because of Ctrl-C."""
         deadline = time.monotonic() + _INTERRUPT_S
@@ -546,8 +553,7 @@ class TrainerDriver:
             while self._ended is None and time.monotonic() < deadline:
                 self._run_once()
         finally:
-            for worker in self._living:
-                self._backend.kill(worker)
+            self._kill_living()
             self._execute(self._machine.interrupt(reason, time.monotonic(), waits=False))
 
     def _await_ends(self, timeout_s: float) -> None:
@@ -561,8 +567,15 @@ class TrainerDriver:
             for worker in self._living:
                 if max(began_at, self._received_at.get(worker, 0.0)) < silent_before:
                     self._backend.kill(worker)
+        self._kill_living()
+
+    def _kill_living(self) -> None:
+        """End all workers at once; one that cannot be ended does not keep the others."""
         for worker in self._living:
-            self._backend.kill(worker)
+            try:
+                self._backend.kill(worker)
+            except Exception:
+                log.exception("worker %d was not ended", worker)
 
     def _raise_failure(self, ended: EndCommand) -> None:
         failed = None if ended.error is None else ended.error.payload

@@ -99,6 +99,25 @@ class LocalBackend:
     def start(self, worker: int, job: bytes, resources: Mapping[str, float]) -> None:
         with self._changed:
             devices = self._shares.reserve(worker, resources)
+        try:
+            started = self._fork(worker, job, resources, devices)
+        except BaseException as error:
+            reason = f"it could not be started: {str(error) or type(error).__name__}"
+            with self._changed:
+                self._shares.release_share(worker)
+                self._events.append(Lost(worker=worker, reason=reason))
+                self._changed.notify_all()
+            if not isinstance(error, PeerError):  # for instance Ctrl-C
+                raise
+            return
+        with self._changed:
+            self._workers[worker] = started
+            self._wake_thread()
+
+    def _fork(
+        self, worker: int, job: bytes, resources: Mapping[str, float], devices: str | None
+    ) -> _LocalWorker:
+        """Return the process of ``worker``; after an error, it ends if it was forked."""
         variables = {} if devices is None else {"CUDA_VISIBLE_DEVICES": devices}
         start = LocalStart(
             worker=worker,
@@ -114,23 +133,14 @@ class LocalBackend:
         try:
             with theirs:
                 pid = self._server.fork(b"worker", theirs.fileno())
-        except BaseException as error:
-            ours.close()  # so it ends, if it was forked
-            reason = f"it could not be started: {str(error) or type(error).__name__}"
-            with self._changed:
-                self._shares.release_share(worker)
-                self._events.append(Lost(worker=worker, reason=reason))
-                self._changed.notify_all()
-            if not isinstance(error, PeerError):  # for instance Ctrl-C
-                raise
-            return
-        ours.setblocking(False)
-        self._scratch.make_folders()
-        started = _LocalWorker(worker, ForkedProcess(pid, self._server), ours)
-        started.outgoing += frame(start)
-        with self._changed:
-            self._workers[worker] = started
-            self._wake_thread()
+            ours.setblocking(False)
+            self._scratch.make_folders()
+            started = _LocalWorker(worker, ForkedProcess(pid, self._server), ours)
+            started.outgoing += frame(start)
+        except BaseException:
+            ours.close()
+            raise
+        return started
 
     def send(self, worker: int, command: Command) -> None:
         with self._changed:
