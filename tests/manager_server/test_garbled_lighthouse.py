@@ -3,14 +3,27 @@ does not trust the group is believed."""
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import grpc
 import pytest
-from support.running import Line, eventually, failure, grpc_server, line_to, manager_process
+from support.running import (
+    Line,
+    eventually,
+    failure,
+    grpc_server,
+    line_to,
+    manager_process,
+    refusing,
+    start_manager,
+)
 
+from torchft_svc.coordination import ManagerClient
+from torchft_svc.errors import RequestRefused
 from torchft_svc.proto import torchft_pb2 as pb
 
 GARBAGE = b"\xff" * 9
@@ -91,3 +104,16 @@ def test_who_asks_before_the_lighthouse_refuses_the_group_is_refused_at_once() -
         code, reason = failure(asked)
         assert code is grpc.StatusCode.UNAUTHENTICATED, reason
         assert "nobody is known here" in reason
+
+
+def test_the_lighthouse_that_does_not_know_a_request_is_named() -> None:
+    """The manager is at the second one of its list."""
+    old = Garbler(WELCOME)
+    with (
+        refusing() as nowhere,
+        grpc_server(old, old.goes_on.set) as address,
+        start_manager(f"{nowhere},{address}") as manager,
+        ManagerClient(manager.address(), timedelta(seconds=10)) as client,
+        pytest.raises(RequestRefused, match=re.escape(f"the service at {address} is no")),
+    ):
+        client.members_and_copies(timedelta(seconds=10))

@@ -15,9 +15,11 @@ _METHOD = "/torchft.LighthouseService/JobMembers"
 
 
 async def members_of_job(
-    channel: grpc.aio.Channel, config: ManagerConfig, timeout_s: float
+    channel: grpc.aio.Channel, address: str, config: ManagerConfig, timeout_s: float
 ) -> pb.JobMembersResponse:
     """The members of the last quorum of the job in ``config``; no members if there was none.
+
+    ``address``: of the lighthouse at the other end of ``channel``.
 
     Raises:
         PeerError: the lighthouse does not answer within ``timeout_s``.
@@ -37,7 +39,7 @@ async def members_of_job(
         raise to_error(
             error,
             peer="lighthouse",
-            address=config.lighthouses[0],
+            address=address,
             action="the members of the job",
             timeout_s=timeout_s,
         ) from None

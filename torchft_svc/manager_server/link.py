@@ -69,7 +69,8 @@ class LighthouseLink(LinkDriver[ManagerLink]):
         machine = ManagerLink(settings, self._new_replica_id, draw, lambda: self.reached())
         super().__init__(machine, config.job_id, config.security, tasks)
         self._left = asyncio.Event()
-        self._channel: grpc.aio.Channel | None = None  # of the present connection
+        # Of the present connection, with the address of its lighthouse.
+        self._channel: tuple[grpc.aio.Channel, str] | None = None
         self._has_channel = asyncio.Event()
 
     def _new_replica_id(self) -> str:
@@ -107,16 +108,17 @@ class LighthouseLink(LinkDriver[ManagerLink]):
         """
         deadline = time.monotonic() + timeout_s
         try:
-            while (channel := self._channel) is None:  # it may be over again when this wakes up
+            while (present := self._channel) is None:  # it may be over again when this wakes up
                 await asyncio.wait_for(self._has_channel.wait(), deadline - time.monotonic())
             left_s = max(deadline - time.monotonic(), 0.001)
-            asking = asyncio.ensure_future(members_of_job(channel, self._config, left_s))
+            channel, address = present
+            asking = asyncio.ensure_future(members_of_job(channel, address, self._config, left_s))
             try:
                 await asyncio.wait({asking})
             finally:
                 asking.cancel()
             if asking.cancelled():  # by the end of the connection, and not by our caller
-                raise Unreachable("lighthouse", self._config.lighthouses[0], _CONNECTION_ENDED)
+                raise Unreachable("lighthouse", address, _CONNECTION_ENDED)
             return asking.result()
         except asyncio.TimeoutError:  # before Python 3.11, this is not the built-in one
             raise DeadlineExceeded("connecting with the lighthouse", timeout_s) from None
@@ -147,7 +149,7 @@ class LighthouseLink(LinkDriver[ManagerLink]):
             self._receive_news,
         )
         session = self._transports[number] = SessionTransport(contact)
-        self._channel = channel
+        present = self._channel = channel, connection.address
         self._has_channel.set()
         try:
             return await session.run()
@@ -157,7 +159,7 @@ class LighthouseLink(LinkDriver[ManagerLink]):
             self.feed(lambda machine, now: machine.not_supported(number, now))
             return await calls.run()
         finally:
-            if self._channel is channel:
+            if self._channel is present:
                 self._channel = None
                 self._has_channel.clear()
 
