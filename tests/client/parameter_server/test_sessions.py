@@ -104,6 +104,7 @@ def test_shutdown_ends_sessions_at_both_ends(server: Doubling) -> None:
     group = Doubling.new_session(server.address())
     assert ask(group, 1.0) == 2.0
     began_at = time.monotonic()
+    ports = place(server)[1], server._store_place.port
     server.shutdown()
     with pytest.raises(SessionEnded):
         ask(group, 1.0)
@@ -111,6 +112,13 @@ def test_shutdown_ends_sessions_at_both_ends(server: Doubling) -> None:
     group.shutdown()
     with pytest.raises(PeerError):
         Doubling.new_session(server.address(), timeout=SOON)
+    for port in ports:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), 10)
+    with Doubling(ports[0], ports[1], bind_host="127.0.0.1") as successor:
+        group = Doubling.new_session(successor.address())
+        assert ask(group, 1.0) == 2.0
+        group.shutdown()
 
 
 def test_a_client_that_asks_and_never_comes(server: Doubling) -> None:

@@ -90,7 +90,9 @@ class ParameterServer(abc.ABC):
         self._lock = threading.Lock()
         self._sessions: set[SessionGroup] = set()
         self._is_shut_down = False
-        self._store = _host_store(self._host, store_port)
+        # None after the shutdown: its port is bound as long as it is there.
+        self._store: TCPStore | None = _host_store(self._host, store_port)
+        self._store_place = HostPort(self._host, self._store.port)
         self._server = ConnectionServer(self._converse, "session", bind_host, port, self._security)
         self._server.start()
 
@@ -154,13 +156,14 @@ class ParameterServer(abc.ABC):
         return group
 
     def shutdown(self) -> None:
-        """End all sessions and stop serving; idempotent."""
+        """End all sessions, stop serving, and free both ports; idempotent."""
         with self._lock:
             self._is_shut_down = True
             sessions = list(self._sessions)
         for group in sessions:
             group.end_session(SessionEnded(SERVER, "it is shutting down"), grace_s=0.0)
         self._server.close()
+        self._store = None
 
     def __enter__(self) -> ParameterServer:
         return self
@@ -185,7 +188,7 @@ class ParameterServer(abc.ABC):
             return
         admission.verify_peer()
         session_id = uuid.uuid4().hex
-        store_addr = f"{HostPort(self._host, self._store.port)}/session/{session_id}"
+        store_addr = f"{self._store_place}/session/{session_id}"
         body = json.dumps({"session_id": session_id, "store_addr": store_addr}).encode()
         wire.send(
             b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\n"
@@ -214,11 +217,12 @@ class ParameterServer(abc.ABC):
 
     def _forget(self, session_id: str) -> None:
         """Delete what a session has left in the store."""
-        if not hasattr(self._store, "list_keys"):
+        store = self._store
+        if store is None or not hasattr(store, "list_keys"):
             return  # torch 2.7 cannot list them: a few short keys of each session stay
-        for key in self._store.list_keys():
+        for key in store.list_keys():
             if session_id in key:
-                self._store.delete_key(key)
+                store.delete_key(key)
 
 
 def _request_session(address: str, timeout_s: float, security: Security) -> tuple[Wire, str, str]:
