@@ -70,6 +70,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
     for num_groups in (scenario.num_groups // 2, scenario.num_groups - 1):
         if scenario.num_jobs * fewest <= num_groups:
             yield dataclasses.replace(scenario, num_groups=num_groups)
+    if scenario.num_spares > scenario.num_jobs:
+        yield dataclasses.replace(scenario, num_spares=scenario.num_spares - 1)
     if scenario.num_jobs > 1:
         yield dataclasses.replace(scenario, num_jobs=1)
     if scenario.group_world_size > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import heapq
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -563,6 +564,25 @@ class Newcomers:
         self._num_steps.pop(worker, None)
 
 
+class Groups:
+    """G2: a job has no more groups than places, but for those that were started in addition, or
+    were only taken for lost."""
+
+    def __init__(self) -> None:
+        self.num_places: Counter[str] = Counter()  # by job: the groups that are no spares
+        self._num_more: Counter[str] = Counter()
+
+    def may_add(self, job: str, number: int = 1) -> None:
+        """Allow so many groups beside the spares that have taken their places."""
+        self._num_more[job] += number
+
+    def published(self, job: str, quorum: Quorum) -> None:
+        limit = self.num_places[job] + self._num_more[job]
+        num_groups = len(quorum.participants)
+        what = f"{job} has {num_groups} groups, and {self.num_places[job]} places"
+        must(num_groups <= limit, "G2", what)
+
+
 class Bounds:
     """I7: dead groups are forgotten: no collection of the core outgrows the living ones, except for
     ledgers, which record the past (rule N3)."""
@@ -605,6 +625,7 @@ class Invariants:
         self.hangs = Hangs(world)
         self.discards = Discards()
         self.newcomers = Newcomers()
+        self.groups = Groups()
         self.bounds = Bounds()
 
     def of_lighthouse(self) -> Invariants:

@@ -320,7 +320,7 @@ class Connection(ClientRecord):
             checks = self._lighthouse.checks
             self._lighthouse.feed(
                 lambda now: self._core.opened(self.number, job, hello, now),
-                lambda: checks.opened(self, hello.last),
+                lambda: checks.opened(self, hello),
             )
             return
         self.is_unary = True

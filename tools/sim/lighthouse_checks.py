@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from tools.sim.invariants import SLACK_S, Invariants, must
 from tools.sim.liveness import LOOK_S, Key, LivenessChecks
+from tools.sim.places import PlaceChecks
 from tools.sim.trace import Trace
 from tools.sim.world import Process
 from torchft_svc.core.quorum.activity import Activity, Phase
@@ -15,6 +16,7 @@ from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
+    ReportPlaceTaken,
     ReportStraggler,
 )
 from torchft_svc.core.quorum.lighthouse.lighthouse import (
@@ -27,6 +29,8 @@ from torchft_svc.core.quorum.lighthouse.lighthouse import (
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.session_messages import (
     Beat,
+    Drain,
+    Hello,
     Leave,
     Lost,
     News,
@@ -36,10 +40,12 @@ from torchft_svc.core.quorum.session_messages import (
     Withdrawal,
 )
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import LastQuorum, QuorumConfig
+from torchft_svc.core.quorum.types import Member, QuorumConfig
 
 # What a lighthouse may count of each time in which its process was stopped, in heartbeat timeouts.
 COUNTED_OF_A_STOP = 0.5
+# The reason for which prepared spares are drained in the end.
+JOB_FINISHED = "the job has finished"
 # The world's timers are exact, and an answer at a deadline comes in that moment.
 TIMER_SLACK_S = 0.01
 # Waiting groups receive the reason by then: jobs are looked at in turns, and one may have come just
@@ -85,6 +91,9 @@ class LighthouseChecks:
         self._asked_at: dict[ClientRecord, float] = {}
         self._uninformed: set[ClientRecord] = set()  # that have to receive a loss at once
         self._liveness = LivenessChecks(config)
+        self._places = PlaceChecks(config.heartbeat_timeout_s)
+        self._held: dict[Key, tuple[ClientRecord, Member]] = {}  # the questions of spares
+        self._undrained: set[ClientRecord] = set()  # spares of a job that has just finished
         self._began_at = self._now
         self._formed_at: dict[str, float] = {}  # the last quorum of each job
 
@@ -99,10 +108,11 @@ class LighthouseChecks:
 
     # -- what comes in ---------------------------------------------------------------------------
 
-    def opened(self, client: ClientRecord, last: LastQuorum) -> None:
+    def opened(self, client: ClientRecord, hello: Hello) -> None:
         self._sessions.add(client)
+        self._places.opened(client.key, hello.num_groups, self._now, is_spare=hello.is_spare)
         self._record_sign(client)
-        self._invariants.progress.opened(*client.key, last)
+        self._invariants.progress.opened(*client.key, hello.last)
 
     def received(self, client: ClientRecord, message: SessionMessage) -> None:
         if isinstance(message, Beat):
@@ -132,9 +142,18 @@ class LighthouseChecks:
         self._invariants.waits.begin_wait(
             client.question, self._process, what, timeout_s, slack_s=TIMER_SLACK_S
         )
+        has_rival = self._has_rival(*client.key)
+        if self._places.asked(client.key, member.seen_quorum_id, has_rival=has_rival):
+            self._held[client.key] = client, member
+            self._record_sign(client)
+            return
+        self._record_sign(client)
+        self._ask(client, member)
+
+    def _ask(self, client: ClientRecord, member: Member) -> None:
+        """A group that is no prepared spare, or no longer, waits for a quorum."""
         if client in self._sessions:
             self._asked_at[client] = self._now
-        self._record_sign(client)
         self._invariants.progress.asked(client.key[0], member, lambda: self._has_rival(*client.key))
         self._liveness.asked(client.key, member, self._now)
         if not self._has_rival(*client.key):
@@ -146,6 +165,9 @@ class LighthouseChecks:
         if client in self._waiting and number in (None, client.number_asked):
             self._forget(client)
             self._invariants.waits.end(client.question)
+            if self._held.get(client.key, (None,))[0] is client:
+                del self._held[client.key]
+                self._places.withdrew(client.key)
             self._liveness.withdrew(client.key, self._now)
             self._invariants.newcomers.gone(*client.key)
 
@@ -153,6 +175,8 @@ class LighthouseChecks:
         self._sessions.discard(client)
         if leave.between_steps:
             self._invariants.discards.left(client.key[1])
+        self._places.left(client.key, leave)
+        self._held.pop(client.key, None)
         self._invariants.progress.gone(*client.key)
 
     def closed(self, client: ClientRecord) -> None:
@@ -161,6 +185,7 @@ class LighthouseChecks:
         if client in self._sessions:
             self._sessions.remove(client)
             if all(each.key != client.key for each in self._sessions):
+                self._places.left(client.key)
                 self._invariants.progress.went_silent(*client.key)
 
     def lead_ended(self) -> None:
@@ -172,6 +197,8 @@ class LighthouseChecks:
         key = client.key
         if client in self._sessions:
             self._invariants.discards.session_opened(key[1])
+        if self._places.record_sign(key, self._now):
+            return
         self._signs_at[key] = self._now
         self._signs_awake_at[key] = self._awake_at
         self._liveness.record_sign(key)
@@ -189,6 +216,10 @@ class LighthouseChecks:
             for client in clients:
                 self._invariants.ids.spent(client.key[0], news.quorum_id)
                 self._liveness.term_ended(client.key, news, self._now)
+        elif isinstance(news, Drain) and news.reason == JOB_FINISHED:
+            early = [each.key for each in clients if each not in self._undrained]
+            must(not early, "G4", f"{early} have to end, and their job has not finished")
+            self._undrained.difference_update(clients)
 
     def executed(self) -> None:
         """Check what holds when all orders of an input are executed."""
@@ -197,6 +228,8 @@ class LighthouseChecks:
             "I5",
             lambda: f"{len(self._uninformed)} sessions do not receive a loss",
         )
+        left = [each.key for each in self._undrained]
+        must(not left, "G4", lambda: f"{left} do not learn that their job has finished")
 
     def refused(self, client: ClientRecord, number: int) -> None:
         self._answered(client, number)
@@ -213,6 +246,8 @@ class LighthouseChecks:
             + ", ".join(f"{each.replica_id}@{each.step}" for each in quorum.participants),
         )
         self._invariants.ids.published(order.job, quorum)
+        self._invariants.groups.published(order.job, quorum)
+        self._places.published(order.job, quorum)
         is_young = self._now - self._began_at < self._config.heartbeat_timeout_s
         self._invariants.progress.published(order, by=self, is_young=is_young)
         self._invariants.newcomers.published(order)
@@ -227,6 +262,8 @@ class LighthouseChecks:
     def reported(self, report: Report) -> None:
         if isinstance(report, ReportLoss):
             self._lost(report)
+        elif isinstance(report, ReportPlaceTaken):
+            self._place_taken((report.job, report.replica_id))
         elif isinstance(report, ReportHang):
             self._trace.record(self._name, f"{report.replica_id} hangs: {report.phase.value}")
             self._invariants.hangs.reported(report)
@@ -242,6 +279,14 @@ class LighthouseChecks:
         elif isinstance(report, ReportAcceptedLoss):
             self._invariants.progress.accepted(report.job)
             self._trace.record(self._name, f"the loss of {report.job} is accepted")
+
+    def _place_taken(self, key: Key) -> None:
+        """Check a place that is taken: the spare is a group as any other from now on."""
+        self._trace.record(self._name, f"{key[1]} takes a place")
+        self._places.placed(key, self._now, has_rival=self._has_rival(*key))
+        client, member = self._held.pop(key)
+        self._record_sign(client)
+        self._ask(client, member)
 
     def _answered(self, client: ClientRecord, number: int) -> None:
         what = "the lighthouse answers a question"
@@ -268,6 +313,9 @@ class LighthouseChecks:
             silent_s, limit_s = self._awake_at - sign_at, self._config.heartbeat_timeout_s
             least_s = limit_s * (1 - COUNTED_OF_A_STOP * bool(self._process.stopped_s))
             must(silent_s + 1e-6 >= least_s, "I5", f"{key} is dead after {silent_s:.2f} s")
+        if self._places.gone(key):
+            spares = self._places.spares_of(loss.job)
+            self._undrained |= {each for each in self._sessions if each.key in spares}
         self._liveness.gone(key, self._now)
         if all(job != loss.job for job, _ in self._signs_at):
             self._liveness.over(loss.job)
@@ -284,9 +332,14 @@ class LighthouseChecks:
 
     def check_liveness(self) -> None:
         self._liveness.check_jobs(self._core.jobs, self._alive(), self._now)
+        self._places.check(self._now)
         for client, at in self._asked_at.items():
             waits_s = self._now - at
             must(waits_s <= MAX_UNINFORMED_S, "I5", f"{client.key} does not receive why it waits")
+
+    def has_finished(self, job: str) -> bool:
+        """Whether all groups of ``job`` have ended on purpose."""
+        return self._places.has_finished(job)
 
     def check_memory(self) -> None:
         self._liveness.check_memory(self._core.jobs, self._alive())

@@ -26,6 +26,7 @@ from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportEviction,
     ReportLeftHealing,
 )
+from torchft_svc.core.quorum.lighthouse.prepared_spares import MAX_PREPARED_SPARES
 from torchft_svc.core.quorum.lighthouse.quorum import Formed, Waiting
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
@@ -156,12 +157,15 @@ class LivenessChecks:
             must(is_new, "I5", f"a quorum of {name} is due since {ledger.due_since:.2f} s")
 
     def check_memory(self, core: Jobs, alive: Collection[Key]) -> None:
-        """The core remembers no dead group, except those of the last quorum, and the few whose loss
-        it may have to announce again."""
+        """The core remembers no dead group, except those of the last quorum, and the few to which
+        it may have to send a loss, or an order to end, again."""
         known = {replica_id for _, replica_id in alive}
         for job in core._jobs.values():
             must(len(job.term.lost) <= MAX_LOSSES_SENT, "I7", "too many losses are remembered")
             known |= job.term.lost.keys()
+        for ended in core._ended.values():  # spares whose order to end may be lost
+            must(len(ended.spares) <= MAX_PREPARED_SPARES, "I7", "too many spares are remembered")
+            known |= ended.spares
         for ledger in self._ledgers.values():
             known |= ledger.previous
         for name in _names_of(core):

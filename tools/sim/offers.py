@@ -41,11 +41,13 @@ class Offers:
     def retract(self) -> None:
         self._offered = {}
 
-    def fetch(self, step: int, receive: Callable[[Fetched | PeerError], None]) -> None:
-        """Send the state of ``step``, now or when it is offered."""
+    def fetch(
+        self, step: int, receive: Callable[[Fetched | PeerError], None], share: float = 1.0
+    ) -> None:
+        """Send a ``share`` of the state of ``step``, now or when it is offered."""
         if step in self._offered:
             copy_s = self.process.chance.expovariate(1.0) * self._mean_copy_s()
-            self.process.after(copy_s, receive, self._offered[step])
+            self.process.after(share * copy_s, receive, self._offered[step])
         elif step < self._newest:
             receive(CheckpointError("simulated", f"step {step} is not served any more"))
         else:

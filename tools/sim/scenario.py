@@ -81,6 +81,12 @@ LONG_SUM_S = 15.0
 LONE_DEATHS_RATE = 0.1  # of such runs in which only managers die
 MET_S, APART_S = 12.0, 3.0  # the first one when all train together, and one after the other
 PREVIEWS_RATE = 0.15  # of all runs
+SPARES_RATE = 0.25  # of all runs
+# What happens to the groups whose places prepared spares take, and to these spares meanwhile.
+LOSSES_OF_PLACES = ("crash", "crash", "crash", "crash_worker", "drain", "leave", "cut", "freeze")
+TROUBLES_OF_SPARES = ("crash", "crash_manager", "cut", "freeze", "half_open", "reset", "drain")
+NUMS_OF_SPARE_STORIES = (1, 3, 6)
+FINISH_RATE = 0.25  # of the runs with spares: their jobs end on purpose
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -142,6 +148,17 @@ class Scenario:
     clock_skews_s: tuple[float, ...]  # of the lighthouses' wall clocks
     is_lockstep: bool  # the workers of a group meet in a collective of their own in each step
     faults: tuple[Fault, ...]
+    num_spares: int = 0  # groups beside the others that start as prepared spares
+    spare_restart_rate: float = 0.0  # of the other groups, when they are started again
+
+    @property
+    def num_always_ordinary(self) -> int:
+        """How many groups start as ordinary ones whenever they start: prepared spares alone begin
+        no job, and count for no minimum."""
+        fewest = max(
+            self.config.min_replicas, self.requested_min_replicas, self.trainer.min_replica_size
+        )
+        return fewest * self.num_jobs
 
     @property
     def quiet_at(self) -> float:
@@ -168,6 +185,75 @@ class Scenario:
 
 def draw(seed: int, num_groups: int | None = None) -> Scenario:
     """The scenario of ``seed``; ``num_groups`` overrides the number drawn."""
+    chance = random.Random(f"{seed}/spares")
+    if chance.random() < SPARES_RATE and (num_groups or 0) <= LARGE:
+        return draw_spares(seed, num_groups)
+    return draw_ordinary(seed, num_groups)
+
+
+def draw_spares(seed: int, num_groups: int | None = None) -> Scenario:
+    """The scenario of ``seed`` in which some groups start as prepared spares (rules G1 to G4)."""
+    scenario = draw_ordinary(seed, num_groups)
+    chance = random.Random(f"{seed}/places")
+    faults = scenario.faults
+    if chance.random() < 0.5:  # little else happens
+        faults = tuple(each for each in faults if chance.random() < 0.1)
+    num_spares = chance.choice([1, 1, 2, 3]) * scenario.num_jobs
+    mean_preview_s = chance.choice([0.0, 0.5, 3.0])  # with 0 they do not follow
+    scenario = replace(
+        scenario,
+        trainer=replace(scenario.trainer, mean_preview_s=mean_preview_s),
+        num_spares=num_spares,
+        spare_restart_rate=chance.choice([0.0, 0.5, 1.0]),
+        faults=(),
+    )
+    more: list[Fault] = []
+    for _ in range(chance.choice(NUMS_OF_SPARE_STORIES)):
+        more += _draw_lost_places(chance, scenario)
+    if chance.random() < FINISH_RATE:
+        at = FAULTS_END_S + chance.uniform(5.0, 8.0)
+        faults = tuple(each for each in faults if each.at + each.seconds < FAULTS_END_S)
+        more = [each for each in more if each.at + each.seconds < FAULTS_END_S]
+        more += _draw_finish(chance, scenario, at)
+    return replace(scenario, faults=_in_order((*faults, *more)))
+
+
+def _draw_lost_places(chance: random.Random, scenario: Scenario) -> list[Fault]:
+    """Some groups are lost; and something may happen to a spare, or to the lighthouse, then."""
+    at, num_groups = chance.uniform(2.0, FAULTS_END_S), scenario.num_groups
+    num_lost = chance.choice([1, 1, 1, 2, num_groups - 1, num_groups])
+    faults = []
+    for target in chance.sample(range(num_groups), min(num_lost, num_groups)):
+        kind, lost_at = chance.choice(LOSSES_OF_PLACES), at + chance.choice([0.0, chance.random()])
+        seconds = chance.choice([0.02, 2.0, 6.0, MAX_DOWN_S])
+        value = chance.random()
+        faults.append(Fault(at=lost_at, kind=kind, target=target, seconds=seconds, value=value))
+    also = chance.choice(["", "spare", "spare", "lighthouse"])
+    began_at, seconds = at + chance.uniform(-0.5, 0.5), chance.choice([0.02, 0.3, 2.0, 6.0])
+    if also == "spare":
+        kind, target = chance.choice(TROUBLES_OF_SPARES), chance.randrange(scenario.num_spares)
+        value, target = chance.random(), num_groups + target
+        faults.append(Fault(at=began_at, kind=kind, target=target, seconds=seconds, value=value))
+    elif also == "lighthouse":
+        kind = chance.choice(["lighthouse_crash", "lighthouse_lead", "lighthouse_freeze"])
+        faults.append(Fault(at=began_at, kind=kind, target=0, seconds=min(seconds, 2.0)))
+    return faults
+
+
+def _draw_finish(chance: random.Random, scenario: Scenario, at: float) -> list[Fault]:
+    """All jobs end on purpose; a spare's session may break at that moment."""
+    faults = [
+        Fault(at=at, kind="finish", target=job, seconds=1.0) for job in range(scenario.num_jobs)
+    ]
+    if chance.random() < 0.5:
+        target = scenario.num_groups + chance.randrange(scenario.num_spares)
+        broke_at, kind = at + chance.uniform(-0.3, 0.6), chance.choice(["reset", "half_open"])
+        faults.append(Fault(at=broke_at, kind=kind, target=target, seconds=0.0))
+    return faults
+
+
+def draw_ordinary(seed: int, num_groups: int | None = None) -> Scenario:
+    """The scenario of ``seed``, without prepared spares."""
     scenario = _draw_kind(seed, num_groups)
     chance = random.Random(f"{seed}/previews")
     if chance.random() >= PREVIEWS_RATE or scenario.num_groups > LARGE:

@@ -27,6 +27,7 @@ class Home(Protocol):
     job: str
     name: str
     group_world_size: int
+    is_spare: bool  # it starts as a prepared spare
     manager: ManagerActor | None
     collective: GroupCollective | None  # of its workers, if they have one
 
@@ -73,8 +74,10 @@ class Shared:
         part: QuorumResult,
         group_rank: int,
         receive: Callable[[Fetched | PeerError], None],
+        share: float,
     ) -> None:
-        """Ask the source's manager for its worker's address, and that worker for the state."""
+        """Ask the source's manager for its worker's address, and that worker for a ``share`` of the
+        state; the rest is at hand."""
 
         def ask(manager: ManagerActor) -> None:
             try:
@@ -87,7 +90,7 @@ class Shared:
                 receive(Unreachable("worker", address, "it is gone"))
             else:
                 latency_s = self.network.latency(process)
-                offers.process.after(latency_s, offers.fetch, part.max_step, receive)
+                offers.process.after(latency_s, offers.fetch, part.max_step, receive, share)
 
         source = self.managers.get(part.recover_src_manager_address)
         if source is None or source.process.is_dead:

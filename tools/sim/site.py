@@ -47,6 +47,10 @@ class Site:
         checkpoints: dict[str, Saved],
     ) -> None:
         self.name = f"g{number}"
+        self._is_always_ordinary = number < scenario.num_always_ordinary
+        # Whether this life begins as a prepared spare.
+        self.is_spare = self._began_as_spare = number >= scenario.num_groups
+        self.is_over = False  # its job has ended on purpose: it is not started again
         self.job = f"job{number % scenario.num_jobs}"
         self.group_world_size = scenario.group_world_size
         self.manager: ManagerActor | None = None
@@ -70,12 +74,19 @@ class Site:
 
     def start_after(self, delay_s: float) -> None:
         """Start the group, unless that is under way."""
-        if not self._is_starting:
+        if not (self._is_starting or self.is_over):
             self._is_starting = True
             self._launcher.after(delay_s, self._start)
 
     def _start(self) -> None:
         self._is_starting = False
+        if self.is_over:
+            return
+        if self._num_lives and not (self._is_always_ordinary or self._began_as_spare):
+            rate = self._scenario.spare_restart_rate
+            self.is_spare = self._launcher.chance.random() < rate
+        if self._num_lives and not self.is_spare:
+            self._shared.invariants.groups.may_add(self.job)
         self._start_manager()
         self._start_workers()
 
@@ -89,7 +100,7 @@ class Site:
         site = LinkSite(
             job=self.job,
             name=self.name,
-            has_sessions=not (every and int(self.name[1:]) % every == 0),
+            has_sessions=self.is_spare or not (every and int(self.name[1:]) % every == 0),
             on_hello=self._check_hello,
             network=self._shared.network,
             lighthouses=self._lighthouses,
@@ -102,6 +113,7 @@ class Site:
             connect_timeout_s=self._scenario.connect_timeout_s,
             quorum_retries=self._scenario.quorum_retries,
             min_replicas=self._scenario.requested_min_replicas,
+            is_spare=self.is_spare,
             resumed=resumed,
         )
         shared = self._shared
@@ -193,7 +205,7 @@ class Site:
         """A manager that is not a child of the first worker survives."""
         if self._is_starting:
             return
-        if not self._outlives_workers():
+        if not self._outlives_workers() or self.is_over:
             self.crash(down_s)
             return
         for worker in self.workers:
@@ -206,7 +218,7 @@ class Site:
             self._start()
             return
         self._is_starting = False
-        self._start_workers()
+        self._start_workers_again()
 
     def _outlives_workers(self) -> bool:
         return self._is_sidecar and self.manager is not None and not self.manager.process.is_dead
@@ -246,7 +258,24 @@ class Site:
             return
         for worker in self.workers:
             worker.process.kill()
-        self._start_workers()
+        self._start_workers_again()
+
+    def _start_workers_again(self) -> None:
+        """Beside a manager that may have taken a place: then it keeps none for the spare."""
+        if not self.is_over:
+            self._shared.invariants.groups.may_add(self.job)
+            self._start_workers()
+
+    def finish(self) -> None:
+        """The program ends on purpose; one that stands by has to be ended by its lighthouse."""
+        self.is_over = True
+        if self.trains:
+            self.leave(0.0)
+
+    @property
+    def trains(self) -> bool:
+        """Whether the group is no prepared spare, or has been one."""
+        return not self.is_spare or any(not each.round.stands_by for each in self.workers)
 
     def leave(self, down_s: float) -> None:
         """Shut the group down in the middle of a step; it is back later."""

@@ -58,6 +58,7 @@ WAITS_LOOK_S = 1.0
 # checks for them.
 NEWS_S, NEWS_LOOK_S = 0.2, 0.02
 ROUNDING_S = 1e-6
+CHANGED_SHARE = 0.1  # of a state, since a prepared spare has looked at it last
 NO_STEP = -1  # of weights that an update has spoiled
 
 
@@ -81,6 +82,7 @@ class WorkerActor:
                 num_wanted=rules.num_wanted,
                 is_steady=rules.is_steady,
                 catches_up=rules.mean_preview_s > 0.0,
+                is_spare=home.is_spare,
             ),
             self.machine,
         )
@@ -101,6 +103,7 @@ class WorkerActor:
         news = self._receive, self._cut
         self.line = LineActor(process, home, group_rank, shared.network, self.round, *news)
         self._seat: Seat | None = None  # its process group
+        self._has_followed = False  # a prepared spare: it has most of what it will heal
         self._step = _Step(0, 0.0)
 
     # -- start -----------------------------------------------------------------------------------
@@ -254,8 +257,15 @@ class WorkerActor:
         broken = self._seat is not None and self._seat.error is not None
         request = self.round.question(self.process.name, are_connections_broken=broken)
         step.deadline = deadline
+        if self.round.follows:
+            takes_s = self.process.chance.expovariate(1 / self._rules.mean_preview_s)
+            self.process.after(takes_s, self._state_followed, step)
         timeout_s = max(0.001, deadline - self.process.world.now)
         self.line.ask(request, timeout_s, lambda answer: self._on_answer(step, answer))
+
+    def _state_followed(self, step: _Step) -> None:
+        """Most of the state is at hand, if the place is not free before (rule G3)."""
+        self._has_followed |= step is self._step and self.round.stands_by
 
     def _on_answer(self, step: _Step, answer: AnswerWorker | TorchFTError) -> None:
         if step is not self._step:
@@ -344,7 +354,9 @@ class WorkerActor:
         step.is_fetching = True
         late = QuorumFailed("the fetch took too long")
         self.process.after(self._rules.collective_s, self._fetched, step, late)
-        self._shared.fetch(self.process, step.part, self.group_rank, received)
+        share = CHANGED_SHARE if self._has_followed else 1.0
+        self._has_followed = False
+        self._shared.fetch(self.process, step.part, self.group_rank, received, share)
 
     def _fetched(self, step: _Step, outcome: Fetched | PeerError) -> None:
         if step is not self._step or not step.is_fetching:

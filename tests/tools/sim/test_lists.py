@@ -12,7 +12,7 @@ import pytest
 
 from tools.sim.explore import describe
 from tools.sim.fleet import Fleet
-from tools.sim.scenario import Fault, Scenario, draw
+from tools.sim.scenario import Fault, Scenario, draw_ordinary
 from torchft_svc.core.quorum.manager.lighthouse_link import ManagerLink
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -20,7 +20,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def moving(seed: int, *faults: Fault) -> Scenario:
     """Three groups that go on at the second lighthouse at 8 s, and back when the first is back."""
-    drawn = draw(seed, num_groups=3)
+    drawn = draw_ordinary(seed, num_groups=3)
     config = replace(
         drawn.config,
         min_replicas=1,

@@ -10,7 +10,14 @@ from click.testing import CliRunner
 from tools.sim.__main__ import main
 from tools.sim.explore import describe, run_seed, shrink
 from tools.sim.fleet import Fleet
-from tools.sim.scenario import MEAN_COPY_S, Fault, draw, draw_long_terms, draw_steady
+from tools.sim.scenario import (
+    MEAN_COPY_S,
+    Fault,
+    draw,
+    draw_long_terms,
+    draw_ordinary,
+    draw_steady,
+)
 from torchft_svc.core.quorum.lighthouse.membership import Membership
 
 NUM_SEEDS = 40
@@ -32,7 +39,7 @@ def test_a_step_of_a_group_that_is_kept_out_may_be_repeated() -> None:
 
 @pytest.mark.parametrize("seed", [1795454312655, 88000001207])
 def test_groups_that_end_without_a_quorum_meet_when_they_ask_for_long(seed: int) -> None:
-    outcome = run_seed(seed)
+    outcome = Fleet(draw_ordinary(seed)).run()
     assert outcome.fell is None, describe(outcome)
 
 
@@ -78,7 +85,7 @@ def test_runs_that_fell_once(seed: int) -> None:
     it; a worker goes on without its last update, as its manager dies before the other is sent it;
     operators command a lighthouse that stands still; a frozen group reads an old answer
     while it leaves."""
-    outcome = run_seed(seed)
+    outcome = Fleet(draw_ordinary(seed)).run()
     assert outcome.fell is None, describe(outcome)
 
 
@@ -92,12 +99,12 @@ def test_a_job_that_has_split_is_one_again(seed: int) -> None:
 
 def test_a_group_that_missed_the_quorum_that_it_should_have_healed_in_heals_in_the_next() -> None:
     """The group was at the step of a newcomer that has begun anew at a restarted lighthouse."""
-    outcome = run_seed(99000001591)
+    outcome = Fleet(draw_ordinary(99000001591)).run()
     assert outcome.fell is None, describe(outcome)
 
 
 def test_a_thousand_groups() -> None:
-    outcome = run_seed(1, NUM_MANY)
+    outcome = Fleet(draw_ordinary(1, NUM_MANY)).run()
     assert outcome.fell is None, describe(outcome)
     assert outcome.num_commits >= NUM_MANY
 
@@ -128,7 +135,7 @@ def test_the_story_of_a_fall_is_short_and_can_be_repeated(
 
 def test_a_run_depends_on_its_faults_alone() -> None:
     """Chance decides nothing but moments in a calm run: everybody trains from the first step."""
-    calm = dataclasses.replace(draw(3), faults=())
+    calm = dataclasses.replace(draw_ordinary(3), faults=())
     outcome = Fleet(calm).run()
     assert outcome.fell is None
     assert outcome.num_commits > 0
@@ -137,7 +144,7 @@ def test_a_run_depends_on_its_faults_alone() -> None:
 def test_a_drain_costs_nobody_a_step() -> None:
     """The group ends between two steps, and its peers are informed in time."""
     for seed in range(3):
-        drawn = draw(seed, num_groups=4)
+        drawn = draw_ordinary(seed, num_groups=4)
         rules = dataclasses.replace(
             drawn.trainer,
             min_replica_size=1,
