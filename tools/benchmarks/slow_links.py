@@ -15,7 +15,13 @@ from typing import Any
 import click
 
 from tools.benchmarks.options import json_option
-from tools.benchmarks.processes import START_TIMEOUT_S, Child, lighthouse_address, program
+from tools.benchmarks.processes import (
+    START_TIMEOUT_S,
+    Child,
+    lighthouse_address,
+    peer_python,
+    program,
+)
 from tools.benchmarks.table import Column, Result, hand_over
 from tools.benchmarks.wide_area import DEVICE, WideHost, wide_area
 
@@ -28,8 +34,15 @@ _NAMES = {
     "streaming-int8": "the same, int8",
     "decoupled": "DecoupledDiLoCo, 3 fragments",
     "decoupled-int8": "the same, int8",
+    "public-diloco": "public release, DiLoCo",
+    "public-streaming": "public release, 3 fragments, delay",
 }
-_COLORS = ("#8a8f98", "#d9772b", "#3568b8", "#7fa6de", "#2f8f5b", "#8ccfa8", "#8b4fa8", "#c39bd3")
+_PUBLIC = "public-"
+_CHILDREN = "tools.benchmarks.children"
+_COLORS = (
+    *("#8a8f98", "#d9772b", "#3568b8", "#7fa6de", "#2f8f5b", "#8ccfa8", "#8b4fa8", "#c39bd3"),
+    *("#b8433a", "#e39a93"),
+)
 _FORMATS = ("float32", "int8", "float8")
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -68,36 +81,43 @@ class Course:
 
 
 @contextmanager
-def groups(hosts: Sequence[WideHost], num_groups: int, device_ms: float) -> Iterator[list[Child]]:
-    """Groups on a host each, and a lighthouse on the last host."""
+def groups(
+    hosts: Sequence[WideHost], num_groups: int, device_ms: float, peer: str | None = None
+) -> Iterator[list[Child]]:
+    """Groups on a host each, and a lighthouse on the last host.
+
+    ``peer``: a Python that has the public release, whose groups and lighthouse they are then.
+    """
     *places, last = hosts
-    bind = f"--bind={last.address}:0"
-    flags = [bind, "--log-level=error", f"--min-replicas={num_groups}"]
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(
-            Child(last.command(*program("torchft_svc.lighthouse_server", *flags)))
-        )
+        lighthouse = stack.enter_context(Child(last.command(*_lighthouse(last, num_groups, peer))))
         address = lighthouse_address(lighthouse)
-        children = [
-            stack.enter_context(
-                Child(
-                    place.command(
-                        *program(
-                            "tools.benchmarks.children.slow_link_group",
-                            f"--lighthouse={address}",
-                            f"--number={number}",
-                            f"--groups={num_groups}",
-                            f"--device-ms={device_ms}",
-                        )
-                    ),
-                    _ENVIRONMENT,
-                )
-            )
-            for number, place in enumerate(places[:num_groups])
-        ]
+        children = []
+        for number, place in enumerate(places[:num_groups]):
+            flags = [
+                f"--lighthouse={address}",
+                f"--number={number}",
+                f"--groups={num_groups}",
+                f"--device-ms={device_ms}",
+            ]
+            command = program(f"{_CHILDREN}.slow_link_group", *flags)
+            if peer is not None:
+                flags.append(f"--host={place.address}")
+                command = program(f"{_CHILDREN}.slow_link_public", *flags, python=peer)
+            children.append(stack.enter_context(Child(place.command(*command), _ENVIRONMENT)))
         for child in children:
             assert child.read_line(START_TIMEOUT_S) == "ready"
         yield children
+
+
+def _lighthouse(host: WideHost, min_replicas: int, peer: str | None) -> list[str]:
+    """The command of a lighthouse of ours, or of the public release."""
+    least = f"--min-replicas={min_replicas}"
+    if peer is not None:
+        module = f"{_CHILDREN}.lighthouse_public"
+        return program(module, f"--host={host.address}", least, python=peer)
+    bind = f"--bind={host.address}:0"
+    return program("torchft_svc.lighthouse_server", bind, "--log-level=error", least)
 
 
 def train(children: list[Child], algorithm: str, seconds: float) -> list[Course]:
@@ -254,9 +274,11 @@ def main(
             f"{device_ms:g} ms, as for a device; synchronizations after 24 inner steps, delay 4",
             "of no link: the steps of all groups, compared with those of groups that never wait",
             "loss: on unseen text at the end (of DecoupledDiLoCo: of the merged weights)",
+            "public release: as ours in one bucket; without TORCHFT_PEER_PYTHON it is left out",
             "sums: median of all groups' times",
         ],
     )
+    peer = peer_python()
     with wide_area(max(counts) + 1, mb_per_s, round_trip_ms) as hosts:
         for num_groups in counts:
             if sum_mb:
@@ -264,8 +286,12 @@ def main(
                     result.rows += measure_sums(children, sum_mb, repeat)
             runs: dict[str, list[Course]] = {}
             for algorithm in algorithms or _NAMES:
-                with groups(hosts, num_groups, device_ms) as children:
-                    runs[algorithm] = train(children, algorithm, seconds)
+                is_public = algorithm.startswith(_PUBLIC)
+                if is_public and peer is None:
+                    continue
+                with groups(hosts, num_groups, device_ms, peer if is_public else None) as children:
+                    name = algorithm.removeprefix(_PUBLIC)
+                    runs[algorithm] = train(children, name, seconds)
             alone = max(fastest_pace(courses) for courses in runs.values())
             rows = [row_of(name, courses, seconds, alone) for name, courses in runs.items()]
             result.rows += rows
