@@ -60,6 +60,23 @@ def test_a_late_heartbeat_does_not_bring_a_group_back_that_has_left() -> None:
     assert scene.why().startswith("waiting for b"), "nor is a heartbeat that comes much later"
 
 
+@pytest.mark.parametrize("begins_again", [False, True])
+def test_a_late_heartbeat_does_not_revive_a_job_that_has_ended(begins_again: bool) -> None:
+    scene = formed("a", "b")
+    for name in ("a", "b"):
+        scene.jobs.leave(JOB, name, Leave("finished", True, ends=True), scene.now)
+    if begins_again:
+        scene.opened("c", quorum_id=0)
+    scene.beat("a", "b")
+    (status,) = scene.jobs.status(JOB, scene.now)
+    assert [each.replica_id for each in status.groups] == (["c"] if begins_again else [])
+    assert status.finished is not begins_again
+    scene.now += config().heartbeat_timeout_s
+    scene.beat("a")
+    (status,) = scene.jobs.status(JOB, scene.now)
+    assert "a" in [each.replica_id for each in status.groups], "it lives: this is no late one"
+
+
 def test_of_many_that_die_at_once_a_few_are_informed() -> None:
     names = [f"g{number}" for number in range(MAX_LOSSES_SENT + 6)]
     scene = formed(*names)

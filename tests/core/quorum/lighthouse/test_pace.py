@@ -316,6 +316,24 @@ def test_q26_never_below_min_replicas_if_another_one_may_end_too(what: str) -> N
     assert job.scene.group("d:1").slow
 
 
+def test_q26_an_operator_drains_none_beside_it_if_too_few_would_remain() -> None:
+    job = Job("a", "b", "c", min_replicas=2)
+    assert job.run(20, a=0.25, b=0.25, c=0.75)[-1] == ("c", True, True)
+    jobs, drain = job.scene.jobs, Drain("by an operator")
+    with pytest.raises(RequestRefused, match=r"'c:1' is being evicted.*without 'b:1' too few"):
+        jobs.commanded(JOB, "b:1", drain, job.scene.now)
+    assert jobs.missed_command(JOB, "b:1", job.scene.now) is None
+    jobs.commanded(JOB, "c:1", drain, job.scene.now)  # it is the one
+    jobs.commanded(JOB, "b:1", Kill("by an operator"), job.scene.now)
+    job = Job("a", "b", "c", "d", min_replicas=2)
+    assert job.run(20, a=0.25, b=0.25, c=0.25, d=0.75)[-1] == ("d", True, True)
+    job.scene.jobs.commanded(JOB, "b:1", drain, job.scene.now)  # enough remain
+    with pytest.raises(RequestRefused, match="too few"):
+        job.scene.jobs.commanded(JOB, "c:1", drain, job.scene.now)
+    job.leaves("d")
+    job.scene.jobs.commanded(JOB, "c:1", drain, job.scene.now)
+
+
 def test_q26_who_hangs_does_not_count_for_min_replicas() -> None:
     job = Job("a", "b", "c", "d", min_replicas=3, steady=True)
     job.scene.jobs._jobs[JOB].members.evicted(["a:1"])

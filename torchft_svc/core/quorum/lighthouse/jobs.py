@@ -631,7 +631,7 @@ class EndedJob:
 
     ``last_id``: the highest id that was issued, or reported. ``is_finished``: every group of its
     last quorum ended on purpose, so the next run is another one; ``spares`` stood by then, and have
-    to end, too.
+    to end, too. ``left``: see `Job.left`.
     """
 
     last: LastQuorum
@@ -641,6 +641,7 @@ class EndedJob:
     at: float
     is_finished: bool = False
     spares: frozenset[str] = frozenset()
+    left: dict[str, float] = field(default_factory=dict)
 
 
 class QuorumIds:
@@ -814,16 +815,23 @@ class Jobs:
             if self._spares[job_name].record_sign(replica_id, now) and job_name in self._jobs:
                 self._fill_places(self._jobs[job_name], now)
             return
+        if self._has_left(job_name, replica_id, now):
+            return
         job = self._job(job_name, replica_id, now)
         is_new = not job.members.knows(replica_id)
-        if is_new and now < job.left.get(replica_id, -math.inf):
-            return
         has_changed = self._refuse_later_owners(job, replica_id)
         job.members.seen(replica_id, now)
         if activity is not None:
             has_changed |= self._record_activity(job, replica_id, activity, now)
         if is_new or has_changed:
             self._settle_job(job, now)
+
+    def _has_left(self, job_name: str, replica_id: str, now: float) -> bool:
+        """Whether a heartbeat is a late one, of a group that has left (rule Q8)."""
+        job, ended = self._jobs.get(job_name), self._ended.get(job_name)
+        left = job.left if job else ended.left if ended else {}
+        is_known = job is not None and job.members.knows(replica_id)
+        return not is_known and now < left.get(replica_id, -math.inf)
 
     def record_difference(
         self, job_name: str, replica_id: str, report: DifferenceReport, now: float
@@ -884,12 +892,26 @@ class Jobs:
 
     def commanded(self, job_name: str, replica_id: str, command: Kill | Drain, now: float) -> None:
         """Record that an operator ends a living group. One that is killed ends on purpose, however
-        it ends."""
+        it ends.
+
+        Raises: RequestRefused: another group is evicted just now, and too few would remain.
+        """
         if self._is_standing_by(job_name, replica_id):
             return
         job = self._jobs[job_name]
+        if isinstance(command, Drain) and job.evicting not in (None, replica_id):
+            self._check_evicting(job, replica_id)
         if isinstance(command, Kill) or not job.is_killed(replica_id):
             job.commands[replica_id] = command, now
+
+    def _check_evicting(self, job: Job, replica_id: str) -> None:
+        """Refuse to drain a group if its job cannot lose it beside the one that it evicts (Q26)."""
+        may_end = (job.commands.keys() | job.silent.keys()) - {replica_id}
+        if not can_lose_a_group(job.members, may_end):
+            raise RequestRefused(
+                f"{job.evicting!r} is being evicted because it is slow, and without "
+                f"{replica_id!r} too few groups would remain: drain it when that one is back"
+            )
 
     def accept_loss(self, job_name: str, now: float) -> None:
         """Let the next quorum through although it loses committed steps, as an operator wants.
@@ -1156,6 +1178,7 @@ class Jobs:
             last_id = max(self._ids.first, ended.last_id)
             paces = PaceWatch(self._config.slow_factor, self._config.slow_after_s)
             job = Job(name, members, hangs, history, ledger, accounts, paces, last_id)
+            job.left = ended.left
             self._jobs[name] = job
         job.record_quorum_id(reported_id)
         return job
@@ -1573,6 +1596,7 @@ class Jobs:
                 now,
                 is_finished,
                 spares,
+                job.left,
             )
         while len(self._ended) > self._config.max_jobs:
             _, forgotten = self._ended.popitem(last=False)
