@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from torchft_svc.buddy.holder import HolderConfig, WorkerCopies, choose_buddy
+from torchft_svc.buddy.holder import HolderConfig, WorkerCopies
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.step.state import MANAGER_KEY
-from torchft_svc.core.quorum.lighthouse.copies import HeldCopy
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, choose_buddy
 from torchft_svc.errors import ConfigError, PeerError
 from torchft_svc.testing.proxy import DEADLINE_S
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopy
 from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.errors import NotLeader
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
@@ -59,3 +60,18 @@ def test_who_does_not_lead_any_more_publishes_nothing_and_forgets_everybody() ->
         driver.close()
 
     asyncio.run(lose_the_lease("a:1"))
+
+
+def test_b5_who_is_elected_knows_the_copies_that_were_reported_before() -> None:
+    def check_leads() -> None:
+        raise NotLeader("there:1")
+
+    async def report() -> int:
+        driver = LighthouseDriver(QuorumConfig(min_replicas=1), check_leads)
+        with pytest.raises(NotLeader):
+            driver.record_copies("job", "holder", (HeldCopy(step=5, address="h:1"),))
+        num_copies = len(driver.members("job").copies)
+        driver.close()
+        return num_copies
+
+    assert asyncio.run(report()) == 1

@@ -10,7 +10,6 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,11 +19,15 @@ from torchft_svc.client.step.state import MANAGER_KEY
 from torchft_svc.coordination import LighthouseClient, ManagerClient
 from torchft_svc.core.quorum.lighthouse.copies import (
     REPORT_S,
+    REPORT_TIMEOUT_S,
     HeldCopy,
+    HistoryWatch,
     MembersAndCopies,
+    Place,
+    choose_buddy,
     newest_whole,
+    places_to_keep,
 )
-from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.errors import ConfigError, PeerError, RequestRefused, TorchFTError
 from torchft_svc.host.address import split_addresses
@@ -33,14 +36,12 @@ from torchft_svc.rpc.security import PLAIN, Security
 log = logging.getLogger(__name__)
 
 # A service that needs longer to answer is asked again.
-_CALL = timedelta(seconds=2)
+_CALL = timedelta(seconds=REPORT_TIMEOUT_S)
 # How long a worker may be silent while it is waited for, or sends.
 _SILENCE = timedelta(seconds=60)
 # A copy is offered again before its receivers would have had it for so long without progress.
 _OFFERED = timedelta(hours=1)
 _OFFER_AGAIN_S = 1800.0
-# The committed step that a lighthouse knows may lag behind that of the groups for a moment.
-_BEHIND_S = 10.0
 _JOIN_S = 5.0
 
 
@@ -66,17 +67,6 @@ class HolderConfig:
         if not self.ranks or not all(0 <= rank < self.group_world_size for rank in self.ranks):
             reason = f"use ranks from 0 to {self.group_world_size - 1}"
             raise ConfigError("group_rank", self.ranks, reason)
-
-
-def choose_buddy(members: Mapping[str, str], beside: str) -> str:
-    """Return the member that the holder beside a group copies; its own group, if it is alone.
-
-    It is the next one in the order of names, and the first one after the last.
-    """
-    names = sorted(members, key=lambda each: (stable_name(each), each))
-    others = [each for each in names if stable_name(each) != beside]
-    after = [each for each in others if stable_name(each) > beside]
-    return (after or others or names)[0]
 
 
 class ServedCopy:
@@ -141,7 +131,7 @@ class WorkerCopies:
             self.keep_only({copy.described.place})
         return copy.described
 
-    def keep_only(self, places: set[tuple[int, int, int]]) -> None:
+    def keep_only(self, places: set[Place]) -> None:
         """Free all other copies."""
         with self._lock:
             dropped = [each for each in self._copies if each.described.place not in places]
@@ -149,15 +139,11 @@ class WorkerCopies:
         for copy in dropped:
             copy.close()
 
-    def keep_newest(self, whole: tuple[int, int, int] | None, *, room: bool) -> None:
-        """Free what is older than the newest ``whole`` state; for ``room``, also what is newer."""
+    def keep_newest(self, whole: Place | None, *, room: bool) -> None:
+        """Free what `places_to_keep` leaves out."""
         with self._lock:
-            places = {each.described.place for each in self._copies}
-            newest = self._copies[-1].described.place if self._copies else None
-        kept = {place for place in (whole, newest) if place in places and place is not None}
-        if room and whole in kept:
-            kept = {place for place in kept if place == whole}
-        self.keep_only(kept)
+            held = [each.described.place for each in self._copies]
+        self.keep_only(places_to_keep(held, whole, room=room))
 
 
 class CopyHolder:
@@ -172,7 +158,7 @@ class CopyHolder:
             hostname=config.host, security=config.security
         )
         self._view = MembersAndCopies()
-        self._behind_since: float | None = None
+        self._history = HistoryWatch()
         self._is_over = threading.Event()
         self._reasons: dict[str, str] = {}  # the last one that was logged of each party
         self._threads = [
@@ -242,28 +228,17 @@ class CopyHolder:
 
     def _free_outdated(self, view: MembersAndCopies) -> None:
         """Free what is not of the job's present history, or older than a state that is whole."""
-        if view.is_finished:
+        newest = max(each.newest_step() for each in self._copies.values())
+        if self._history.is_over(view, newest, time.monotonic()):
+            if newest and not view.is_finished:
+                log.warning("the job goes on from step %d: copies are freed", view.committed_step)
             for copies in self._copies.values():
                 copies.keep_only(set())
             return
-        if self._goes_on_below(view):
-            log.warning("the job goes on from step %d: its copies are freed", view.committed_step)
-            for copies in self._copies.values():
-                copies.keep_only(set())
         for copies in self._copies.values():
             copies.keep_newest(self._whole(view), room=False)
 
-    def _goes_on_below(self, view: MembersAndCopies) -> bool:
-        """Whether living groups are at a step before that of a copy, for more than a moment."""
-        newest = max(each.newest_step() for each in self._copies.values())
-        now = time.monotonic()
-        if not view.members or newest <= view.committed_step + 1:
-            self._behind_since = None
-            return False
-        self._behind_since = self._behind_since or now
-        return now - self._behind_since > _BEHIND_S
-
-    def _whole(self, view: MembersAndCopies) -> tuple[int, int, int] | None:
+    def _whole(self, view: MembersAndCopies) -> Place | None:
         """The newest state of which there is a copy of each worker."""
         found = newest_whole(view.copies, self._config.group_world_size)
         return found[0].place if found else None

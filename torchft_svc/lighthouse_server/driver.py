@@ -163,11 +163,13 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
     def record_copies(self, job: str, holder: str, copies: tuple[HeldCopy, ...]) -> None:
         """Record which copies of the states of ``job`` the process ``holder`` holds.
 
+        Also while another lighthouse leads: this one knows all copies when it is elected.
+
         Raises:
             RequestRefused: there are too many, or this lighthouse does not lead.
         """
-        self._check_leads()
         self._copies.record_report(job, holder, copies, time.monotonic())
+        self._check_leads()
 
     def status(self, job: str, *, with_paces: bool = True) -> list[JobStatus]:
         """What people want to know of ``job``, or of all (empty)."""

@@ -14,7 +14,7 @@ from torchft_svc import coordination
 from torchft_svc.client.process.device_streams import TrainingStreams
 from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.shared_round import SharedRound
-from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, MembersAndCopies, newest_whole
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, Start, find_start
 from torchft_svc.errors import PeerError, RequestRefused, TorchFTError
 
 log = logging.getLogger(__name__)
@@ -104,19 +104,17 @@ def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedC
     Raises:
         PeerError: there is a copy that cannot be fetched, or the lighthouse does not answer.
     """
-    until = time.monotonic() + rules.timeouts.quorum_s
+    until, place = time.monotonic() + rules.timeouts.quorum_s, rules.place
     while True:
         error: TorchFTError = RequestRefused("the lighthouse does not know all copies yet")
         try:
             view = deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
-            copy = whole_copy(view, rules, own_step)
-            if copy is None and view.knows_copies:
+            start, copy = find_start(view, place.group_rank, place.group_world_size, own_step)
+            if start is Start.WITHOUT_COPY:
                 return None
-            # Groups of a quorum at step 0 have no state, nor has this one, which may be among them.
-            others = view.members if view.committed_step > 0 else {}
-            if copy is not None and _is_one_alive(deps, rules, others.values()):
+            if start is Start.ASK_MEMBERS and _is_one_alive(deps, rules, view.members.values()):
                 return None
-            if copy is not None and not others:
+            if start is Start.FETCH_COPY and copy is not None:
                 return FetchedCopy(_fetch(deps, rules, copy), copy)
         except RequestRefused as refusal:
             log.info("no copy is looked for: %s", refusal)
@@ -127,15 +125,6 @@ def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedC
         if time.monotonic() > until:
             raise error
         time.sleep(_PAUSE_S)
-
-
-def whole_copy(view: MembersAndCopies, rules: RoundRules, own_step: int) -> HeldCopy | None:
-    """The copy that this worker would begin from (rule B4); None: none is whole and newer."""
-    if view.is_finished:
-        return None
-    place = rules.place
-    whole = newest_whole(view.copies, place.group_world_size)
-    return whole[place.group_rank] if whole and whole[0].step > own_step else None
 
 
 def _is_one_alive(deps: Dependencies, rules: RoundRules, addresses: Iterable[str]) -> bool:

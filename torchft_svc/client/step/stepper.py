@@ -14,7 +14,7 @@ from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.process.profiling import profiled
 from torchft_svc.client.reduce.collectives import NO_GRAPH, uncompiled
 from torchft_svc.client.step.comparison import Finding, StateChecks
-from torchft_svc.client.step.copies import CopyOffers, fetch_copy, whole_copy
+from torchft_svc.client.step.copies import CopyOffers, fetch_copy
 from torchft_svc.client.step.data_positions import (
     ALONE,
     DataPositions,
@@ -26,6 +26,7 @@ from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.sums import BETWEEN_STEPS, StepSums, shown_reason
 from torchft_svc.client.step.weights import Weights
 from torchft_svc.core.quorum.activity import Phase
+from torchft_svc.core.quorum.lighthouse.copies import whole_copy
 from torchft_svc.core.quorum.tally import EventKind, GroupEvent
 from torchft_svc.core.quorum.worker.clearing import ClearingPattern
 from torchft_svc.core.quorum.worker.round import UNDER_WAY, Decide, RoundRequest
@@ -139,7 +140,8 @@ class Stepper:
             return
         try:
             view = self._deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
-            copy = whole_copy(view, self._rules, self.state.step)
+            place = self._rules.place
+            copy = whole_copy(view, place.group_rank, place.group_world_size, self.state.step)
             held = (
                 "" if copy is None else f"a copy of step {copy.step} is held: the job begins there"
             )

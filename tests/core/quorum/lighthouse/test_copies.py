@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from torchft_svc.core.quorum.lighthouse import copies
 from torchft_svc.core.quorum.lighthouse.copies import (
+    BEHIND_S,
     REPORT_S,
+    REPORT_TIMEOUT_S,
     SILENT_S,
     HeldCopies,
     HeldCopy,
+    HistoryWatch,
+    MembersAndCopies,
+    Start,
+    find_start,
     newest_whole,
 )
 from torchft_svc.errors import RequestRefused
@@ -70,8 +78,48 @@ def test_b2_a_report_replaces_the_one_before() -> None:
 
 def test_b5_a_lighthouse_knows_all_copies_after_a_while() -> None:
     held = HeldCopies(max_jobs=8, began_at=100.0)
-    assert not held.knows_all(100.0 + REPORT_S)
-    assert held.knows_all(100.0 + 2 * REPORT_S)
+    assert not held.knows_all(100.0 + REPORT_S + REPORT_TIMEOUT_S)
+    assert held.knows_all(100.0 + 2 * REPORT_S + REPORT_TIMEOUT_S)
+
+
+def view_of(**fields: Any) -> MembersAndCopies:
+    return MembersAndCopies(copies=(copy(8),), knows_copies=True, **fields)
+
+
+def test_b5_a_worker_begins_from_a_copy_if_no_member_lives() -> None:
+    assert find_start(view_of(), 0, 1, own_step=0) == (Start.FETCH_COPY, copy(8))
+    assert find_start(view_of(), 0, 1, own_step=8) == (Start.WITHOUT_COPY, None)
+    assert find_start(view_of(is_finished=True), 0, 1, own_step=0) == (Start.WITHOUT_COPY, None)
+
+
+def test_b5_a_worker_asks_members_that_may_have_a_state() -> None:
+    members = {"a:1": "address"}
+    asks = find_start(view_of(members=members, committed_step=7), 0, 1, own_step=0)
+    assert asks == (Start.ASK_MEMBERS, copy(8))
+    begins = find_start(view_of(members=members, committed_step=0), 0, 1, own_step=0)
+    assert begins == (Start.FETCH_COPY, copy(8))
+
+
+def test_b5_members_that_have_reported_to_a_new_lighthouse_live() -> None:
+    """The lighthouse has no addresses of groups that have not asked."""
+    outcome = find_start(view_of(committed_step=7), 0, 1, own_step=0)
+    assert outcome == (Start.WITHOUT_COPY, None)
+
+
+def test_b5_a_new_lighthouse_is_looked_at_again() -> None:
+    outcome = find_start(MembersAndCopies(), 0, 1, own_step=0)
+    assert outcome == (Start.LOOK_AGAIN, None)
+
+
+def test_b6_copies_above_the_step_of_a_job_that_goes_on_are_freed() -> None:
+    watch = HistoryWatch()
+    behind = MembersAndCopies(members={"a:1": "address"}, committed_step=3)
+    assert not watch.is_over(behind, 8, 100.0)
+    assert not watch.is_over(behind, 8, 100.0 + BEHIND_S)
+    assert watch.is_over(behind, 8, 100.5 + BEHIND_S)
+    assert not watch.is_over(MembersAndCopies(), 8, 200.0)
+    assert not watch.is_over(behind, 8, 200.0), "nobody lived in between"
+    assert watch.is_over(MembersAndCopies(is_finished=True), 8, 201.0)
 
 
 def test_reports_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

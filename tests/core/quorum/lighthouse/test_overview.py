@@ -14,7 +14,7 @@ from torchft_svc.core.quorum.lighthouse.overview import (
     GroupStatus,
     JobStatus,
 )
-from torchft_svc.core.quorum.types import DifferenceReport
+from torchft_svc.core.quorum.types import DifferenceReport, LastQuorum
 from torchft_svc.errors import RequestRefused
 
 
@@ -106,6 +106,11 @@ def test_the_members_of_a_job_are_those_of_its_quorum_that_live() -> None:
     scene.leave("b:1")
     assert shown(scene) == (["a:1", "c:1"], 3)
     assert shown(scene, "another") == ([], 0)
+    restarted = Scene(config())
+    restarted.jobs.opened(JOB, "a:1", LastQuorum(5, 7), restarted.now, num_groups=2)
+    assert shown(restarted) == ([], 7), "it lives, and its address is not known yet"
+    restarted.leave("a:1")
+    assert shown(restarted) == ([], 0)
 
 
 def status(scene: Scene) -> JobStatus:

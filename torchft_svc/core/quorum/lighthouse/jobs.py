@@ -1131,17 +1131,23 @@ class Jobs:
         return job.members.committed_step if job else 0
 
     def members(self, job_name: str) -> tuple[list[Member], int]:
-        """The members of a job that live and have a manager's address, and its committed step.
+        """The members of a job that live and have a manager's address, and its committed step, if
+        a member lives.
 
-        Each group that starts may ask for this, and many may start at once.
+        A restarted lighthouse knows members that report their quorum, and their addresses only when
+        they ask. Each group that starts may ask for this, and many may start at once.
         """
         job = self._jobs.get(job_name)
-        previous = job.members.previous if job else None
-        if job is None or previous is None:
+        if job is None or not job.members.quorum_left():
             return [], 0
         job.record_progress()
-        living = (each for each in previous.participants if job.members.knows(each.replica_id))
-        return [each for each in living if each.address], job.members.committed_step
+        previous = job.members.previous
+        known = [
+            each
+            for each in (previous.participants if previous else ())
+            if each.address and job.members.knows(each.replica_id)
+        ]
+        return known, job.members.committed_step
 
     def is_finished(self, job_name: str) -> bool:
         """Whether a job has ended, and all groups of its last quorum ended on purpose."""
