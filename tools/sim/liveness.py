@@ -163,9 +163,9 @@ class LivenessChecks:
         for job in core._jobs.values():
             must(len(job.term.lost) <= MAX_LOSSES_SENT, "I7", "too many losses are remembered")
             known |= job.term.lost.keys()
-        for ended in core._ended.values():  # spares whose order to end may be lost
+        for ended in core._ended.values():  # spares whose order to end may be lost, and members
             must(len(ended.spares) <= MAX_PREPARED_SPARES, "I7", "too many spares are remembered")
-            known |= ended.spares
+            known |= ended.spares | ended.left.keys()
         for ledger in self._ledgers.values():
             known |= ledger.previous
         for name in _names_of(core):
