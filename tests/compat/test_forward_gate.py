@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from support.torch_world import alone_in_torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from torchft_svc import compat
 from torchft_svc.compat.coordination import LighthouseServer
+from torchft_svc.compat.forward_gate import ForwardGate, sharded_kinds
 from torchft_svc.compat.manager import Manager
 from torchft_svc.compat.process_group import ProcessGroupGloo
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.timeout(120)
 
 LONG = timedelta(seconds=30)
 # How long an export waits for a forward pass that should not come, and a step for an export.
@@ -33,10 +36,32 @@ def address() -> Iterator[str]:
         yield server.address()
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def _world() -> Iterator[None]:
     with alone_in_torch():
         yield
+
+
+def test_a_program_that_shards_nothing_is_not_searched(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base:
+        """Stand in for `FSDPModule`, of which no module was made."""
+
+    class Abstract(Base):
+        """Stand in for the subclass that torch has itself, which is no module."""
+
+    searches: list[int] = []
+    monkeypatch.setattr(fsdp, "FSDPModule", Base)
+    monkeypatch.setattr(gc, "get_objects", lambda: searches.append(1) or [])
+    gate = ForwardGate(cast(Any, None))
+    gate.close_for_step()
+    assert (sharded_kinds(Base), searches) == ([], [])
+
+    class Made(Abstract, nn.Linear):
+        pass
+
+    for _ in range(3):
+        gate.close_for_step()
+    assert (sharded_kinds(Base), searches) == ([Made], [1, 1])
 
 
 class Sharded:
@@ -89,6 +114,8 @@ class Sharded:
         self.optimizer.step()
 
 
+@pytest.mark.processes
+@pytest.mark.usefixtures("_world")
 def test_a_forward_pass_waits_for_the_end_of_an_export(address: str) -> None:
     group = Sharded(address, "a")
     for _ in range(2):

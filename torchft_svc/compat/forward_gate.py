@@ -19,6 +19,7 @@ from torchft_svc.client.step.stepper import Stepper
 
 # Models are made before the first steps; to look for them costs some hundredths of a second.
 _LOOKS = 2
+_FSDP = "torch.distributed.fsdp"
 
 
 class ForwardGate:
@@ -31,12 +32,15 @@ class ForwardGate:
 
     def close_for_step(self) -> None:
         """Begin to hold back, in the step that has just begun, the modules that there are."""
-        fsdp = sys.modules.get("torch.distributed.fsdp")
-        if fsdp is None or self._num_looks >= _LOOKS:
+        if _FSDP not in sys.modules or self._num_looks >= _LOOKS:
+            return
+        # Any optimizer imports FSDP. Most programs shard nothing, and need not look.
+        kinds = sharded_kinds(sys.modules[_FSDP].FSDPModule)
+        if not kinds:
             return
         self._num_looks += 1
-        sharded = fsdp.FSDPModule
-        for module in [each for each in gc.get_objects() if _is_a(each, sharded)]:
+        numbers = {id(kind) for kind in kinds}  # a class need not be hashable
+        for module in [each for each in gc.get_objects() if id(type(each)) in numbers]:
             if module not in self._known:
                 self._known.add(module)
                 module.register_forward_pre_hook(self._wait, prepend=True)
@@ -45,6 +49,12 @@ class ForwardGate:
         self._stepper.wait_for_export()
 
 
-def _is_a(value: object, kind: type) -> bool:
-    """Whether ``value`` is of this kind; objects that imitate others are left alone."""
-    return issubclass(type(value), kind)
+def sharded_kinds(base: type) -> list[type[nn.Module]]:
+    """Return the modules' classes below ``base``: FSDP makes one for each class that it shards."""
+    found: list[type[nn.Module]] = []
+    below: list[type] = base.__subclasses__()
+    for kind in below:
+        if issubclass(kind, nn.Module):
+            found.append(kind)
+        found += sharded_kinds(kind)
+    return found
