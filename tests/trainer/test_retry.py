@@ -28,6 +28,8 @@ from torchft_svc.trainer.retry.machine import (
     ReportFormed,
     ReportLeftAlone,
     ReportNoResources,
+    ReportPlaceFilled,
+    ReportSpareLost,
     RequestWorkers,
     RetryMachine,
     RetryOrder,
@@ -785,6 +787,103 @@ def test_a_lost_worker_is_replaced_while_the_others_train() -> None:
     for worker in (0, 2, 3):
         story.do("finished", worker, 9)
     assert story.orders == [EndCommand()]
+
+
+def stand_by(story: Story, spare: int) -> None:
+    """The spare that was started has made its model, and waits for a place."""
+    story.do("started", spare)
+    (join,) = story.of(LetJoin)
+    assert (join.is_spare, join.begin) == (True, None)
+    story.do("joined", spare, 1, 0)
+    assert story.of(SendCommand) == [SendCommand(spare)]
+
+
+def with_spare(**rules: Any) -> Story:
+    """Two workers train at step 7, and worker 2 stands by."""
+    story = Story(replace(PER_STEP, num_workers=2, num_spares=1, **rules))
+    story.begin_command(max_retries=0)
+    assert story.form() == [0, 1]
+    assert story.of(StartWorker) == [StartWorker(2, 2)]
+    story.train([0, 1], 7)
+    stand_by(story, 2)
+    return story
+
+
+def test_a_spare_takes_a_lost_workers_place_and_another_one_stands_by() -> None:
+    story = with_spare()
+    assert (story.machine.num_ready(), story.machine.num_spares()) == (2, 1)
+    story.lose(1)
+    assert story.of(ReportBroken)[0].remedy is Remedy.REPLACE
+    assert story.of(StartWorker) == [StartWorker(3, 3)]  # a spare, as its rank shows
+    story.train([2], 0)
+    assert not story.orders  # it has no place yet, as far as anybody knows
+    story.train([0, 2], 8)
+    assert story.of(ReportPlaceFilled) == [ReportPlaceFilled(2, 1)]
+    assert (story.machine.num_ready(), story.machine.num_spares()) == (2, 0)
+    stand_by(story, 3)
+    story.lose(0)
+    assert not story.of(EndCommand), "worker 2 has the state"
+    story.train([2, 3], 9)
+    assert story.of(ReportPlaceFilled) == [ReportPlaceFilled(3, 0)]
+
+
+def test_a_spare_that_stands_by_is_not_waited_for_and_stays() -> None:
+    story = with_spare()
+    for worker in (0, 1):
+        story.do("finished", worker, 8)
+    assert story.orders == [EndCommand()]
+    story.begin_command(leader_only=True, trains=False)
+    assert story.of(SendCommand) == [SendCommand(0)]
+    assert story.machine.num_spares() == 1
+    story.do("finished", 0, 8)
+    story.begin_command()
+    assert story.of(SendCommand) == [SendCommand(0), SendCommand(1), SendCommand(2)]
+    assert not story.of(StartWorker)
+
+
+def test_a_spare_of_a_training_function_ends_with_the_command() -> None:
+    story = with_spare(ends_spares=True)
+    for worker in (0, 1):
+        story.do("finished", worker, 8)
+    assert story.orders == [KillWorker(2), EndCommand()]
+    story.lose(2)
+    story.begin_command()
+    assert story.of(StartWorker) == [StartWorker(3, 2)]
+
+
+def test_a_lost_spare_is_no_incident_and_is_started_again() -> None:
+    story = with_spare()
+    story.lose(2)
+    assert story.of(ReportSpareLost) == [ReportSpareLost(2, "worker 2: killed")]
+    assert not story.of(ReportBroken)
+    assert story.of(StartWorker) == [StartWorker(3, 2)]
+
+
+def test_with_too_few_workers_left_a_spare_does_not_count() -> None:
+    story = with_spare(min_workers=2)
+    story.lose(1)
+    assert story.machine.phase is RunPhase.ENDING
+    assert KillWorker(2) in story.orders  # it has no state to offer
+
+
+def test_a_place_that_nobody_has_had_is_for_an_ordinary_worker() -> None:
+    story = Story(replace(PER_STEP, num_workers=2, num_spares=1), num_startable=1)
+    story.begin_command()
+    assert story.form() == [0]
+    story.num_startable = 3
+    story.now += 1.0
+    story.do("tick")
+    assert story.of(StartWorker) == [StartWorker(1, 1), StartWorker(2, 2)]
+    story.do("started", 1)
+    (join,) = story.of(LetJoin)
+    assert not join.is_spare
+
+
+@pytest.mark.parametrize("keeps_others", [True, False])
+def test_spares_that_cannot_work_are_refused(keeps_others: bool) -> None:
+    num_spares, sentence = (-1, "spares=-1") if keeps_others else (1, "use 'per-step'")
+    with pytest.raises(ConfigError, match=sentence):
+        replace(RULES, keeps_others=keeps_others, num_spares=num_spares)
 
 
 def test_a_replacement_without_a_state_does_not_count() -> None:

@@ -30,6 +30,7 @@ class TrainerConfig(TrainingProgram):
     """The arguments of `Trainer`; see there."""
 
     num_workers: int = 1
+    spares: int = 0
     min_workers: int = 1
     resources_per_worker: Mapping[str, float] = field(default_factory=dict)
     checkpoint_dir: str | os.PathLike[str] | None = None
@@ -48,6 +49,7 @@ class TrainerConfig(TrainingProgram):
         self._check_program()
         for name in ("num_workers", "min_workers", "keep_last"):
             _check_whole(name, getattr(self, name), 1)
+        _check_whole("spares", self.spares, 0)
         for name in ("batch_size", "num_threads"):
             if getattr(self, name) is not None:
                 _check_whole(name, getattr(self, name), 1)
@@ -74,6 +76,8 @@ class TrainerConfig(TrainingProgram):
         return RetryRules(
             num_workers=self.num_workers,
             min_workers=self.min_workers,
+            num_spares=self.spares,
+            ends_spares=self.train_fn is not None,
             keeps_others=self.fault_tolerance == "per-step",
             heartbeat_timeout_s=self.heartbeat_timeout_s,
             start_timeout_s=self.start_timeout_s,

@@ -52,6 +52,8 @@ from torchft_svc.trainer.retry.machine import (
     ReportFormed,
     ReportLeftAlone,
     ReportNoResources,
+    ReportPlaceFilled,
+    ReportSpareLost,
     RequestWorkers,
     RetryMachine,
     RetryOrders,
@@ -181,6 +183,8 @@ class TrainerDriver:
             ReportFormed: self._report_formed,
             ReportNoResources: self._report_no_resources,
             ReportLeftAlone: self._report_left_alone,
+            ReportPlaceFilled: self._report_place_filled,
+            ReportSpareLost: self._report_spare_lost,
             EndCommand: self._end_command,
         }
 
@@ -190,6 +194,11 @@ class TrainerDriver:
     def num_workers(self) -> int:
         """The number of workers that are ready."""
         return self._machine.num_ready()
+
+    @property
+    def num_spares(self) -> int:
+        """The number of workers that stand by."""
+        return self._machine.num_spares()
 
     @property
     def num_retries(self) -> int:
@@ -452,6 +461,7 @@ class TrainerDriver:
                 address=address,
                 state=handle,
                 checkpoint="" if begin is None else begin.checkpoint,
+                is_spare=order.is_spare,
             ),
         )
 
@@ -527,6 +537,18 @@ class TrainerDriver:
             f"there are resources for {order.num} workers, {order.needed} are needed: "
             f"looking again in {order.pause_s:.1f} s"
         )
+
+    def _report_place_filled(self, order: ReportPlaceFilled) -> None:
+        before = self._rank_by_worker.get(order.worker)
+        if before in self.pids:
+            pid = self.pids[before]
+            self._forget_pid(order.worker)
+            self.pids = {**self.pids, order.rank: pid}
+            self._rank_by_worker[order.worker] = order.rank
+        self._log(f"a spare has taken the place of worker {order.rank}")
+
+    def _report_spare_lost(self, order: ReportSpareLost) -> None:
+        log.warning("%s: it stood by, and is replaced", order.reason)
 
     def _report_left_alone(self, order: ReportLeftAlone) -> None:
         self._living.discard(order.worker)

@@ -48,6 +48,7 @@ class JoinWorld:
         address: ``host:port`` of the store of this world, or of the lighthouse (``per-step``).
             Empty: open a store, and send its address (`StoreOpened`) before joining.
         state: to begin with; None: as it was created.
+        is_spare: stand by until a place among the others is free (``per-step``).
     """
 
     world: int
@@ -56,6 +57,7 @@ class JoinWorld:
     address: str
     state: StateHandle | None = None
     checkpoint: str = ""
+    is_spare: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -71,6 +71,7 @@ class PerStepWorld:
             job_id=job_id,
             in_process=True,
             handle_sigterm=False,
+            spare=command.is_spare,
             buddy_every=0,  # the trainer holds a state itself (rule R5)
         )
         self._manager.register_state_dict_fn("trainer", self._take_over, self._hand_out)
@@ -94,10 +95,10 @@ class PerStepWorld:
             log.warning("the lighthouse does not say whom it knows: %s", error)
 
     def _is_known(self, lighthouse: LighthouseClient, job_id: str) -> bool:
-        groups = [group for job in lighthouse.status() if job.job == job_id for group in job.groups]
-        return self._given_up.is_set() or any(
-            stable_name(group.replica_id) == self._name for group in groups
-        )
+        jobs = [job for job in lighthouse.status() if job.job == job_id]
+        known = [group.replica_id for job in jobs for group in job.groups]
+        known += [spare.replica_id for job in jobs for spare in job.prepared_spares]
+        return self._given_up.is_set() or self._name in map(stable_name, known)
 
     def _hand_out(self) -> dict[str, Any]:
         return to_tree(self._held.live())

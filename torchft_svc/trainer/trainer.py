@@ -58,6 +58,8 @@ log = logging.getLogger(__name__)
 
 # As RaySGD's trainer had it.
 DEFAULT_MAX_RETRIES = 3
+# Imported where it is needed.
+_RAY_MODULE = "torchft_svc.trainer.ray_backend"
 # `Trainer.shutdown` waits so long for another thread to leave the trainer.
 _STOP_S = 20.0
 
@@ -89,6 +91,9 @@ class Trainer:
         config: for all of these functions.
         num_workers: how many are wanted. With resources for fewer, at least ``min_workers``, the
             trainer trains with these, and grows when there are more.
+        spares: how many more workers stand by with their model made, with ``per-step``: one takes
+            the place of a lost worker at once, and another one is started to stand by. They need
+            ``resources_per_worker``, too. Not with Ray.
         min_workers: the fewest that train.
         backend: ``local`` (processes of this machine), ``ray``, or a `Backend`, which the trainer
             closes.
@@ -145,6 +150,7 @@ class Trainer:
         setup: Callable[[Mapping[str, Any]], None] | None = None,
         config: Mapping[str, Any] | None = None,
         num_workers: int = 1,
+        spares: int = 0,
         min_workers: int = 1,
         backend: Backend | Literal["local", "ray"] = "local",
         resources_per_worker: Mapping[str, float] | None = None,
@@ -198,9 +204,8 @@ class Trainer:
         )
         self._shown = _Shown()
         self._driver = TrainerDriver(parts, self._shown)
-        self._must_resume = resume == AUTO
+        self._must_resume, self._is_closed = resume == AUTO, False
         self._trained: tuple[TrainTask, Position] | None = None  # last, and until where
-        self._is_closed = False
 
     # -- training --------------------------------------------------------------------------------
 
@@ -380,6 +385,11 @@ class Trainer:
     def num_workers(self) -> int:
         """The number of workers that are ready now."""
         return self._driver.num_workers
+
+    @property
+    def num_spares(self) -> int:
+        """The number of workers that stand by now."""
+        return self._driver.num_spares
 
     @property
     def worker_pids(self) -> dict[int, int]:
@@ -606,8 +616,12 @@ def _opened(backend: Any, config: TrainerConfig) -> tuple[Backend, str]:
     if backend == "local":
         check_resources(config.resources_per_worker, config.min_workers)
         return LocalBackend(), "127.0.0.1:0"
+    is_ray = backend == "ray" or type(backend).__module__ == _RAY_MODULE
+    if config.spares and is_ray:
+        reason = "Ray's places are reserved for workers that train: use backend='local'"
+        raise ConfigError("spares", config.spares, reason)
     if backend == "ray":
-        found: Backend = importlib.import_module("torchft_svc.trainer.ray_backend").RayBackend()
+        found: Backend = importlib.import_module(_RAY_MODULE).RayBackend()
         return found, ":0"
     if isinstance(backend, str | type) or not hasattr(backend, "num_startable"):
         raise ConfigError("backend", backend, "use 'local', 'ray' or a Backend")

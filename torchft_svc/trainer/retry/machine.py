@@ -56,6 +56,8 @@ class RetryRules:
     Args:
         num_workers: how many are wanted.
         min_workers: how many are enough to train.
+        num_spares: how many more stand by, to take the place of a lost one (``keeps_others``).
+        ends_spares: they end with each command, since a program of its own waits inside of it.
         keeps_others: a lost worker is replaced while the others train (``per-step``); otherwise all
             workers are started anew (``restart``).
         heartbeat_timeout_s: how long a worker may be silent before it counts as lost.
@@ -72,6 +74,8 @@ class RetryRules:
 
     num_workers: int
     min_workers: int = 1
+    num_spares: int = 0
+    ends_spares: bool = False
     keeps_others: bool = False
     heartbeat_timeout_s: float = 5.0
     start_timeout_s: float = 120.0
@@ -90,6 +94,13 @@ class RetryRules:
         if not 1 <= self.min_workers <= self.num_workers:
             reason = f"use 1 to num_workers={self.num_workers}"
             raise ConfigError("min_workers", self.min_workers, reason)
+        if self.num_spares < 0:
+            raise ConfigError("spares", self.num_spares, "use 0 or more")
+        if self.num_spares and not self.keeps_others:
+            reason = "a spare takes a place among workers that go on: use 'per-step'"
+            raise ConfigError(
+                "fault_tolerance", "restart", f"with spares={self.num_spares} {reason}"
+            )
         for name in self.__dataclass_fields__:
             value = getattr(self, name)
             if name.endswith("_s") and not (math.isfinite(value) and value > 0):
@@ -165,6 +176,8 @@ class KnownWorker:
         from_step: the step of the others when it joined them.
         has_state: whether it has the state of the last step; if not, it heals in its first one.
         has_command, is_done: whether it was sent the present command, and has executed it.
+        is_spare: it has no state before a place is free; ``stands_by``: it waits for one, inside of
+            a command.
         behind_since: when another one had finished with a later step, which it cannot reach alone.
     """
 
@@ -178,6 +191,8 @@ class KnownWorker:
     has_command: bool = False
     is_done: bool = False
     has_offered: bool = False
+    is_spare: bool = False
+    stands_by: bool = False
     behind_since: float = math.inf
 
     @property
@@ -236,7 +251,8 @@ class StartWorker:
 class LetJoin:
     """Send a worker to ``world``; an empty ``address``: it opens the store.
 
-    ``begin``: the state that it begins with; None: it heals from the others.
+    ``begin``: the state that it begins with; None: it heals from the others. ``is_spare``: it waits
+    for a place among them.
     """
 
     worker: int
@@ -245,6 +261,7 @@ class LetJoin:
     world_size: int
     address: str
     begin: KnownState | None
+    is_spare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,6 +317,22 @@ class ReportNoResources:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportPlaceFilled:
+    """A worker that stood by has taken a lost one's place, and has its ``rank`` now."""
+
+    worker: int
+    rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportSpareLost:
+    """A worker that stood by has ended; the others do not notice."""
+
+    rank: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReportLeftAlone:
     """A worker was killed, and its end is not awaited any longer."""
 
@@ -337,6 +370,8 @@ RetryOrder = (
     | ReportFormed
     | ReportNoResources
     | ReportLeftAlone
+    | ReportPlaceFilled
+    | ReportSpareLost
     | EndCommand
 )
 
@@ -364,6 +399,7 @@ class RetryMachine:
         self._progress = RestartProgress(rules.max_restarts_without_progress)
         self.best_step = 0  # that was completed
         self._world = 0
+        self._num_places = 0  # of this world: how many have trained in it at once
         self._address = ""
         self._leader_only, self._trains = False, True
         self._wants_look = False  # an IDLE command waits for what resources there are
@@ -388,8 +424,14 @@ class RetryMachine:
         return {number: each.rank for number, each in self._workers.items()}
 
     def num_ready(self) -> int:
-        """The number of workers that have joined."""
-        return sum(each.stage is WorkerStage.JOINED for each in self._workers.values())
+        """The number of workers that have joined, without those that stand by."""
+        joined = (each for each in self._workers.values() if each.stage is WorkerStage.JOINED)
+        return sum(not each.is_spare for each in joined)
+
+    def num_spares(self) -> int:
+        """The number of workers that stand by, and could take a place now."""
+        joined = (each for each in self._workers.values() if each.stage is WorkerStage.JOINED)
+        return sum(each.is_spare and each.stands_by for each in joined)
 
     # -- inputs of the shell -----------------------------------------------------------------------
 
@@ -539,14 +581,14 @@ class RetryMachine:
         """The worker lives, and has completed ``step`` steps."""
         found = self._record_sign_of_life(worker, now)
         if found is not None and found.stage in (WorkerStage.JOINED, WorkerStage.FAILED):
-            self._record_step(found, step)
+            self._record_step(worker, found, step)
         return self._pop_orders()
 
     def reported(self, worker: int, step: int, now: float) -> RetryOrders:
         """The worker's program has reported something: a good moment to grow."""
         found = self._record_sign_of_life(worker, now)
         if found is not None and found.stage is WorkerStage.JOINED:
-            self._record_step(found, step)
+            self._record_step(worker, found, step)
             may_grow = not self.rules.keeps_others and self.phase is RunPhase.TRAINING
             if may_grow and self._num_missing() and self._at >= self._grow_at:
                 self._grow_at = self._at + self.rules.grow_every_s
@@ -577,8 +619,9 @@ class RetryMachine:
         """The worker has executed the command."""
         found = self._record_sign_of_life(worker, now)
         if found is not None and found.stage is WorkerStage.JOINED and found.has_command:
-            self._record_step(found, step)
-            found.is_done = found.has_state = True
+            self._record_step(worker, found, step)
+            found.is_done = True
+            self._record_state(worker, found)
             if self.phase is RunPhase.TRAINING:
                 self._finish_if_done()
         return self._pop_orders()
@@ -718,6 +761,7 @@ class RetryMachine:
                 world_size=size,
                 address="" if worker.rank == 0 else self._address,
                 begin=begin,
+                is_spare=worker.is_spare,
             )
         )
 
@@ -734,6 +778,7 @@ class RetryMachine:
         self._incident.close()
         for worker in self._alive().values():
             worker.from_step = step
+        self._num_places = self._num_with_state()
         if self.rules.keeps_others:
             self._replace_missing()
         self._send_commands()
@@ -752,11 +797,12 @@ class RetryMachine:
     def _send_command(self, number: int, worker: KnownWorker) -> None:
         if not worker.has_state:
             worker.from_step = self.best_step
-        worker.has_command, worker.is_done = True, False
+        worker.has_command, worker.is_done, worker.stands_by = True, False, worker.is_spare
         self._orders.append(SendCommand(number))
 
     def _finish_if_done(self) -> None:
-        asked = {n: each for n, each in self._alive().items() if each.has_command}
+        alive = self._alive()
+        asked = {n: each for n, each in alive.items() if each.has_command and not each.is_spare}
         if not any(each.is_done for each in asked.values()):
             if not asked:  # the only one that was asked is lost
                 self._send_commands()
@@ -765,6 +811,8 @@ class RetryMachine:
         if any(not each.is_done for n, each in asked.items() if n not in late):
             self._record_behind(asked.values())
             return
+        if self.rules.ends_spares:
+            late |= {n: each for n, each in alive.items() if each.is_spare}
         for number, worker in late.items():  # nobody is left whose state it could get
             self._kill(number, worker)
         self._look_at = math.inf
@@ -867,6 +915,8 @@ class RetryMachine:
         elif not self._can_continue():
             self._orders += self._incident.interrupt(Remedy.RESTART, cause, reason, worker.rank)
             self._end_world(RunChange.BROKE)
+        elif worker.is_spare and worker.stands_by:  # nobody waits for it
+            self._orders.append(ReportSpareLost(worker.rank, reason))
         else:
             self._num_failed_starts += not worker.has_state
             self._report(Remedy.REPLACE, cause, reason, worker.rank)
@@ -916,10 +966,21 @@ class RetryMachine:
 
     # -- single workers --------------------------------------------------------------------------
 
-    def _record_step(self, worker: KnownWorker, step: int) -> None:
+    def _record_state(self, number: int, worker: KnownWorker) -> None:
+        """Record that a worker has the state of the others, as it trains with them."""
+        worker.has_state = True
+        if worker.is_spare:
+            taken = {each.rank for each in self._workers.values()}
+            worker.is_spare = False
+            worker.rank = min(set(range(len(taken) + 1)) - taken)
+            self._orders.append(ReportPlaceFilled(number, worker.rank))
+        self._num_places = max(self._num_places, self._num_with_state())
+
+    def _record_step(self, number: int, worker: KnownWorker, step: int) -> None:
         worker.step = max(worker.step, step)
         if self.rules.keeps_others and step > worker.from_step and not worker.has_state:
-            worker.has_state, self._num_failed_starts = True, 0
+            self._num_failed_starts = 0
+            self._record_state(number, worker)
         self.best_step = max(self.best_step, step)
         self.retries.record_step(self.best_step)
         if worker.step == self.best_step:
@@ -944,10 +1005,12 @@ class RetryMachine:
 
     # -- members and resources ---------------------------------------------------------------------
 
-    def _start_worker(self, rank: int) -> None:
+    def _start_worker(self, rank: int, *, is_spare: bool = False) -> None:
         number = self._num_started
         self._num_started += 1
-        self._workers[number] = KnownWorker(rank, WorkerStage.STARTING, self._at, self._at)
+        self._workers[number] = KnownWorker(
+            rank, WorkerStage.STARTING, self._at, self._at, is_spare=is_spare
+        )
         self._orders.append(StartWorker(number, rank))
 
     def _schedule_look(self, jitter: float) -> float:
@@ -995,7 +1058,7 @@ class RetryMachine:
                 each.behind_since = min(each.behind_since, self._at)
 
     def _num_missing(self) -> int:
-        return self.rules.num_workers - len(self._workers)
+        return self.rules.num_workers + self.rules.num_spares - len(self._workers)
 
     def _record_sign_of_life(self, worker: int, now: float) -> KnownWorker | None:
         at = self._advance_clock(now)
@@ -1014,11 +1077,14 @@ class RetryMachine:
         return orders
 
     def _fill_ranks(self, num: int, jitter: float) -> None:
-        """Start up to ``num`` missing workers beside those that train."""
-        taken = {each.rank for each in self._workers.values()}
-        free = [rank for rank in range(self.rules.num_workers) if rank not in taken]
+        """Start up to ``num`` missing workers beside those that train.
+
+        With spares, all are spares that replace lost workers: they take free places, and stand by
+        if there are none. Only a place that nobody has had yet is for an ordinary worker.
+        """
+        free = self._free_ranks()
         for rank in free[:num]:
-            self._start_worker(rank)
+            self._start_worker(rank, is_spare=rank >= self.rules.num_workers)
         left = len(free) - min(num, len(free))
         if left:
             self._schedule_look(jitter)
@@ -1026,6 +1092,19 @@ class RetryMachine:
         elif free:
             self._num_pauses = self._num_failed_starts
             self._orders.append(RequestWorkers(0))
+
+    def _free_ranks(self) -> list[int]:
+        """The ranks of the workers to start: those above `num_workers` are of spares."""
+        rules, workers = self.rules, self._workers.values()
+        taken = {each.rank for each in workers}
+        ordinary = [rank for rank in range(rules.num_workers) if rank not in taken]
+        if not rules.num_spares:
+            return ordinary
+        num_begun = sum(not (each.is_spare or each.has_state) for each in workers)
+        num_new = max(0, rules.num_workers - self._num_places - num_begun)
+        above = range(rules.num_workers, rules.num_workers + len(taken) + self._num_missing())
+        spare = [rank for rank in above if rank not in taken]
+        return [*ordinary[:num_new], *spare][: self._num_missing()]
 
     def _replace_missing(self) -> None:
         """Request replacements; with a pause if earlier ones failed to start."""
