@@ -13,6 +13,7 @@ from torchft_svc.core.quorum.worker.step import (
     FIRST_STEPS,
     MAX_FAILED_LOADS,
     MAX_MISFITS,
+    MAX_REFUSALS,
     TRANSITIONS,
     Participation,
     PendingHeal,
@@ -286,6 +287,33 @@ def test_what_a_group_has_lost_in_its_first_steps_is_forgotten() -> None:
     commit(machine, MISFIT)
     commit(machine)
     assert machine.state.misfits == 0
+
+
+def test_a_program_that_uses_its_steps_wrongly_ends_after_some() -> None:
+    machine = StepMachine()
+    unread = RequestRefused("not all samples were read")
+    for _ in range(2):
+        for error in (*[unread] * (MAX_REFUSALS - 1), OOPS, BESIDE_A_MISFIT):
+            commit(machine, error)
+        assert machine.state.refusals == MAX_REFUSALS - 1
+        commit(machine)
+        assert machine.state.refusals == 0
+    for _ in range(MAX_REFUSALS - 1):
+        commit(machine, unread)
+    with pytest.raises(RequestRefused, match=r"10 steps .* in vain.*: not all samples were read$"):
+        commit(machine, unread)
+    assert machine.state.phase is Phase.IDLE
+    commit(machine)  # a program that was mended by hand goes on
+
+
+def test_a_program_may_forbid_to_heal_for_as_long_as_it_likes() -> None:
+    machine = StepMachine()
+    for _ in range(2 * MAX_REFUSALS):
+        machine.start()
+        machine.form(HEALING, heal_to=7, may_heal=False)
+        machine.begin_vote()
+        machine.decide(False)
+    assert machine.state.refusals == 0
 
 
 def test_a_group_that_cannot_load_what_it_heals_to_ends_after_a_few_steps() -> None:

@@ -34,6 +34,9 @@ MAX_MISFITS = 3
 MAX_FAILED_LOADS = 3
 # A group with fewer commits is new: what it loses in these steps is counted together.
 FIRST_STEPS = 100
+# How many steps in a row may be discarded because this worker's program does not use them as it has
+# to, such as a vote before all samples were read. The next steps of the loop would be, too.
+MAX_REFUSALS = 10
 # How many times in a row its state may differ from the others', although it heals in between.
 MAX_DIVERGENCES = 3
 
@@ -133,7 +136,8 @@ class StepState(NamedTuple):
     ``misfits``: steps that were lost because it did not do what the others did, in its
     `FIRST_STEPS`, and later since the last commit; ``misfit``: the last reason. ``failed_loads``:
     healed states in a row that arrived and could not be loaded. ``divergences``: checks in a
-    row that found this worker's state to differ, with a heal between them.
+    row that found this worker's state to differ, with a heal between them. ``refusals``: steps
+    since the last commit that were discarded for what the program of this worker did.
     """
 
     phase: Phase = Phase.IDLE
@@ -153,6 +157,7 @@ class StepState(NamedTuple):
     misfit: str = ""
     failed_loads: int = 0
     divergences: int = 0
+    refusals: int = 0
 
     def counters(self) -> dict[str, int]:
         """Return what travels with the weights, to a group that heals and into a checkpoint."""
@@ -324,7 +329,8 @@ class StepMachine:
 
         Raises:
             CommitFailed: more than ``max_retries`` steps in a row were discarded.
-            RequestRefused: this worker would lose all further steps, too, and may begin none.
+            RequestRefused: this worker would lose all further steps, too, and may begin none; or
+                its program does not use the steps as it has to, see `MAX_REFUSALS`.
         """
         state = self.state
         if committed:
@@ -334,6 +340,7 @@ class StepMachine:
                 batches_committed=state.batches_committed + state.participation.num_participants,
                 quorum_id=quorum_id,
                 failures=0,
+                refusals=0,
                 settled=True,
                 num_commits=state.num_commits + 1,
                 misfits=state.misfits if state.num_commits + 1 < FIRST_STEPS else 0,
@@ -343,6 +350,8 @@ class StepMachine:
         if isinstance(state.error, OperationsDiffer) and state.error.is_misfit:
             self.record_misfit(str(state.error))
         self._check_hope()
+        if _is_refused(state):
+            self._count_refusal()
         if self._max_retries is not None and failures > self._max_retries:
             raise CommitFailed(
                 f"{failures} steps in a row were discarded, max_retries is {self._max_retries}; "
@@ -352,6 +361,18 @@ class StepMachine:
     def record_misfit(self, reason: str) -> None:
         """Record that this group has cost the others a step: it did not do what they did."""
         self.state = self.state._replace(misfits=self.state.misfits + 1, misfit=reason)
+
+    def _count_refusal(self) -> None:
+        """Count a step that was discarded for what the program did; raise an error after many."""
+        refusals = self.state.refusals + 1
+        self.state = self.state._replace(refusals=refusals)
+        if refusals >= MAX_REFUSALS:
+            error = RequestRefused(
+                f"{refusals} steps were discarded in vain, as the next ones would be, because of "
+                f"what the program of this group does: {self._why_discarded()}"
+            )
+            error.is_final = True
+            raise error
 
     def _check_hope(self) -> None:
         """Raise `RequestRefused` if this worker would only delay the others."""
@@ -463,6 +484,16 @@ class StepMachine:
             )
         self.state = self.state._replace(phase=phase, **changes)
         return self.state
+
+
+def _is_refused(state: StepState) -> bool:
+    """Whether the step has failed for what the program of this worker did.
+
+    Groups at different operations are counted apart, and a program that forbids its worker to heal
+    may allow it later.
+    """
+    is_of_program = isinstance(state.error, ConfigError | RequestRefused)
+    return is_of_program and not isinstance(state.error, OperationsDiffer) and not state.unhealed
 
 
 def _counter(field: str, value: int) -> int:
