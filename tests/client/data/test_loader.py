@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import random
 import re
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from torchft_svc.client.data.position import JobPosition
 from torchft_svc.client.data.reading import PieceReader
 from torchft_svc.client.step.data_positions import ALONE, DataPositions
 from torchft_svc.client.step.state import StateRegistry
-from torchft_svc.core.quorum.worker.step import Participation
+from torchft_svc.core.quorum.worker.step import MAX_REFUSALS, Participation
 from torchft_svc.errors import ConfigError, RequestRefused, TorchFTError
 
 _ALONE = Turn(0, 1)
@@ -249,6 +250,56 @@ def test_a_step_reads_once() -> None:
         again = group.next_batch()
         assert group.loader.position == first
         assert len(again[0]) == BATCH
+
+
+def test_votes_before_all_is_read_come_to_an_end() -> None:
+    with lighthouse() as address, ReadingGroup(address, "a", microbatch_size=3) as group:
+
+        def vote_early() -> bool:
+            features, targets, _ = group.next_batch()
+            (group.parallel(features) - targets).square().mean().backward()
+            return group.optimizer.step()
+
+        assert not any(vote_early() for _ in range(MAX_REFUSALS - 1))
+        with pytest.raises(RequestRefused, match=r"10 steps .* in vain.* until loader.ends_step"):
+            vote_early()
+        assert group.loader.position == EpochPosition(0, 0)
+        assert group.step()
+
+
+def pass_over(group: ReadingGroup, batches: Iterable[Any]) -> list[bool]:
+    committed = []
+    for features, targets, _ in batches:
+        group.optimizer.zero_grad()
+        (group.parallel(features) - targets).square().mean().backward()
+        committed.append(group.optimizer.step())
+    return committed
+
+
+def test_an_epoch_is_not_trained_on_twice() -> None:
+    with lighthouse() as address, ReadingGroup(address, "a") as group:
+        cycled = itertools.cycle(group.loader)
+        assert all(pass_over(group, itertools.islice(cycled, STEPS_OF_EPOCH)))
+        position = group.loader.position
+        assert position == EpochPosition(1, 0)
+        assert pass_over(group, itertools.islice(cycled, 2)) == [False, False]
+        assert "itertools.cycle(loader)" in str(group.manager.errored())
+        assert group.loader.position == position
+        assert all(pass_over(group, group.loader)), "a loader that is read is not replayed"
+        group.loader.close()
+
+
+def test_other_data_may_follow_an_epoch() -> None:
+    with lighthouse() as address, ReadingGroup(address, "a") as group:
+        last = next(iter(DataLoader(Numbers(), BATCH)))
+        for batch in group.loader:
+            assert pass_over(group, [batch]) == [True]
+            last = batch
+        assert pass_over(group, [last] * 2) == [True] * 2
+        kept = list(itertools.islice(iter(group.loader), 1))
+        assert pass_over(group, kept) == [True]
+        assert all(pass_over(group, group.loader))
+        assert pass_over(group, kept) == [True], "it was read by another pass, which was left"
 
 
 def test_a_vote_before_all_is_read_fails(caplog: pytest.LogCaptureFixture) -> None:

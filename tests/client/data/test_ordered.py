@@ -135,9 +135,16 @@ def one_after_the_other(group: ReadingGroup, other: Other) -> None:
 
 def in_turns(group: ReadingGroup, other: Other) -> None:
     """Both have four microbatches."""
+    pass_over_both(group, other, read_step)
+
+
+def pass_over_both(
+    group: ReadingGroup, other: Other, read: Callable[[Any], Iterable[Any]] = iter
+) -> None:
+    """A pass for each batch of both loaders, until one of them has no more."""
     loaders = group.loader, other.loader
-    for batches in zip(*map(read_step, loaders), strict=True):
-        for loader, (features, targets) in zip(loaders, batches, strict=True):
+    for batches in zip(*map(read, loaders), strict=False):
+        for loader, (features, targets, *_) in zip(loaders, batches, strict=True):
             with loader.accumulate(group.parallel):
                 loss = (group.parallel(features) - targets).square().mean()
                 torch.autograd.backward(loss * loader.weight)
@@ -208,6 +215,19 @@ def test_other_loaders_and_models_change_no_bit(
 
 
 # -- wrong uses ------------------------------------------------------------------------------------
+
+
+def test_loaders_of_unequal_steps_are_not_read_in_turns() -> None:
+    """One loader has a microbatch in the last step of its epoch, the other one has four."""
+    with lighthouse() as address, ReadingGroup(address, "a", **ORDERED) as group:
+        other = Other(group, **{**ORDERED, "microbatch_size": 2})
+        for _ in range(SIZE // BATCH):
+            group.optimizer.zero_grad()
+            in_turns(group, other)
+            assert group.optimizer.step()
+        group.optimizer.zero_grad()
+        with pytest.raises(RequestRefused, match=r"loader 'other' has some.*equal numbers"):
+            pass_over_both(group, other)
 
 
 def test_sums_are_made_in_accumulate_only() -> None:

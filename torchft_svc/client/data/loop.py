@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_leaves
 
 from torchft_svc.client.data.ordered import OrderedPass, OrderedSums
 from torchft_svc.client.data.plan import EpochPosition, Held, StepRules, Turn, WorkerShare
@@ -205,8 +209,9 @@ class DataLoop:
         self._step = None
 
     def close(self) -> None:
-        """End the worker processes; may be called twice."""
+        """End the worker processes; may be called twice. Reading begins them again."""
         self._source.close()
+        self._position.kept = lambda: None
 
     def _settle_position(self) -> EpochPosition:
         position = self._position.now()
@@ -233,6 +238,7 @@ class DataLoop:
         step.num_read += 1
         self.ends_step = step.is_read
         self._position.use_step()
+        of.record_batch(batch)
         self._position.num_unread = len(step.share.pieces) - step.num_read
         if self._is_ordered:  # until `accumulate` sums, after the last pass
             self._position.num_unsummed = 1
@@ -288,6 +294,7 @@ class DataLoop:
             of.num_moves, of.epoch = self._position.num_moves, self._position.moved_to
         if at.epoch != of.epoch:
             self._is_exhausted = True
+            self._position.kept = of.first
             raise StopIteration
 
     def _turn_of(self, rank: int | None, num: int) -> Turn:
@@ -394,10 +401,26 @@ def _not_summed(model: Any) -> contextlib.AbstractContextManager[Any]:
 
 
 class _Pass:
-    """The iterator of one epoch; ``epoch`` changes if the group heals."""
+    """The iterator of one epoch; ``epoch`` changes if the group heals.
+
+    ``first``: returns a tensor of the first batch, if that is not the last one, too, and the
+    program has kept it.
+    """
 
     def __init__(self, loop: DataLoop, epoch: int, num_moves: int) -> None:
         self._loop, self.epoch, self.num_moves = loop, epoch, num_moves
+        self._num_read = 0
+        self._first: Callable[[], object] = lambda: None
+        self.first: Callable[[], object] = self._first
+
+    def record_batch(self, batch: Any) -> None:
+        """Remember the first batch, without keeping it alive."""
+        self._num_read += 1
+        if self._num_read == 1:
+            tensors = (each for each in tree_leaves(batch) if isinstance(each, torch.Tensor))
+            self._first = next(map(weakref.ref, tensors), self._first)
+        elif self._num_read == 2:
+            self.first = self._first
 
     def __iter__(self) -> _Pass:
         return self

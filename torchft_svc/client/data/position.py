@@ -13,6 +13,12 @@ _UNREAD = (
     "the step was voted on before all of its samples were read: read the loader, for which "
     "microbatch_size is set, until loader.ends_step is true, and vote then"
 )
+_REPLAYED = (
+    "no batch was read in this step, and the program has kept the first batch of the epoch that is "
+    "over: itertools.cycle(loader) and the like train on the samples of one epoch over and over. "
+    "Loop with `for epoch in loader.epochs(number): for batch in loader`; close() a loader that is "
+    "not needed any more"
+)
 _UNSUMMED = (
     "the gradients of a loader with ordered_sums are not summed: read it until loader.ends_step is "
     "true, and make each pass inside of loader.accumulate(model), of the same models for each "
@@ -85,6 +91,12 @@ class JobPosition:
         self.moved_to = 0  # the epoch of the last one
         # Of the present step: pieces that the program has not read, and gradients kept apart.
         self.num_unread = self.num_unsummed = 0
+        # The first batch of an epoch that has ended, if the program has kept it; see `replayed`.
+        self.kept: Callable[[], object] = lambda: None
+
+    @property
+    def is_used(self) -> bool:
+        return self._place.is_used
 
     def now(self) -> EpochPosition:
         """The position at the beginning of the next step, or of the present one until it commits;
@@ -97,6 +109,7 @@ class JobPosition:
     def use_step(self) -> None:
         """Record that the present step uses the samples from the position on."""
         self._place = self._place._replace(is_used=True)
+        self.kept = lambda: None
 
     def move_to(self, position: EpochPosition) -> None:
         """Continue at ``position`` after the steps that are committed."""
@@ -108,6 +121,9 @@ class JobPosition:
 
     def unread(self) -> str:
         return _UNREAD if self.num_unread else ""
+
+    def replayed(self) -> str:
+        return "" if self.kept() is None else _REPLAYED
 
     def unsummed(self) -> str:
         return _UNSUMMED if self.num_unsummed else ""

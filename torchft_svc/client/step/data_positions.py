@@ -28,10 +28,19 @@ _READ_TWICE = (
     "manager.report_error(error), and the same samples come again. To evaluate, or to read without "
     "steps, use a DataLoader of its own"
 )
+_READ_IN_TURNS = (
+    "this loader has no further batch in this step, but %s: loaders that are read in turns, as by "
+    "zip(), need equal numbers of batches in each step, also in a short one at an epoch's end. Use "
+    "last='drop' in all of them, or read one until its ends_step is true, then the next"
+)
 
 
 class DataPosition(Protocol):
     """A position in data that groups heal by."""
+
+    @property
+    def is_used(self) -> bool:
+        """Whether the present step uses samples from there on."""
 
     @property
     def layout(self) -> str:
@@ -42,6 +51,9 @@ class DataPosition(Protocol):
 
     def unread(self) -> str:
         """Why the present step must not be summed; empty: all of its samples were read."""
+
+    def replayed(self) -> str:
+        """Why a step in which no loader is read must not be summed; empty: nothing is known."""
 
     def unsummed(self) -> str:
         """Why it must not be voted on; empty: no gradients are kept apart, see `summing_kept`."""
@@ -117,13 +129,20 @@ class DataPositions:
         for each in self._positions.values():
             each.begin_step(step)
 
+    def why_read_again(self) -> str:
+        """Why a loader is asked for more than its share: another one has batches left (empty: it is
+        not that)."""
+        left = [name for name, each in self._positions.items() if each.unread()]
+        return _READ_IN_TURNS % f"loader {left[0]!r} has some" if left else ""
+
     def guess_alone(self) -> None:
         """Record that a loader reads before the quorum is known, as for the only group."""
         self._is_guessed = True
 
     @contextlib.contextmanager
     def summing_kept(self) -> Iterator[None]:
-        """Return a block that sums what a loader has kept apart: others still keep theirs."""
+        """Return a block that sums what a loader has kept apart: others still keep and read
+        theirs."""
         self._sums_kept = True
         try:
             yield
@@ -135,18 +154,26 @@ class DataPositions:
         if self._is_guessed and participation != ALONE:
             return RequestRefused(_JOINED)
         positions = self._positions.values()
-        reasons = [] if self._sums_kept else [each.unsummed() for each in positions]
-        reasons += [each.unread() for each in positions]
+        reasons = []
+        if not self._sums_kept:  # a loader sums what it has read, while others may have more
+            reasons += [each.unsummed() for each in positions]
+            reasons += [each.unread() for each in positions]
+        if not any(each.is_used for each in positions):
+            reasons += [each.replayed() for each in positions]
         return next((RequestRefused(reason) for reason in reasons if reason), None)
 
 
 def needs_another_step(
-    state: StepState, read_in: int, is_under_way: bool, has_failed: Callable[[], bool]
+    state: StepState,
+    read_in: int,
+    is_under_way: bool,
+    has_failed: Callable[[], bool],
+    why_again: Callable[[], str],
 ) -> bool:
     """Whether a loader begins a step before it reads, or reads for the one that is under way.
 
     ``read_in``: the step for which it has read its last batch. ``has_failed``: whether the present
-    step can only be discarded.
+    step can only be discarded. ``why_again``: see `DataPositions.why_read_again`.
 
     Raises:
         RequestRefused: it has read all of the present step already, which was not voted on.
@@ -157,4 +184,4 @@ def needs_another_step(
         return False
     if has_failed():
         return True
-    raise RequestRefused(_READ_TWICE)
+    raise RequestRefused(why_again() or _READ_TWICE)

@@ -252,6 +252,7 @@ class Stepper:
             read_in,
             self._has_begun() and sums.has_begun,
             lambda: state.error is not None or sums.collectives.unfinished() is not None,
+            self.data.why_read_again,
         )
 
     def enter_for_loader(self) -> EnteredStep:
