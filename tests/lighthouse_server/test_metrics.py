@@ -7,11 +7,15 @@ import time
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
 from support.bounds import again_if_late, check
 from support.metrics import Page
 
 from torchft_svc.core.launch.launched_run import Cause, ReportRunClosed, ReportWorld
 from torchft_svc.core.launch.world import Node, World
+from torchft_svc.core.pieces import finish
 from torchft_svc.core.quorum.lighthouse.incidents import Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.jobs import ReportEviction, ReportLoss, ReportStraggler
 from torchft_svc.core.quorum.lighthouse.lighthouse import Publish
@@ -21,6 +25,14 @@ from torchft_svc.lighthouse_server.counts import AGAIN, FIRST, Counts, IncidentC
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.lighthouse_server.metrics import LighthouseMetrics
 from torchft_svc.rpc.health import Readiness
+from torchft_svc.telemetry import catalog
+from torchft_svc.telemetry.exposition import (
+    SAMPLES_AT_ONCE,
+    Family,
+    many_values,
+    page_in_pieces,
+    values,
+)
 from torchft_svc.telemetry.histogram import DurationHistogram
 
 MAX_SCRAPE_S = 0.1
@@ -52,7 +64,7 @@ def test_a_page_shows_jobs_and_groups() -> None:
         driver.rpc_errors.know_methods(["Quorum"])
         driver.rpc_errors.count("Quorum", "ABORTED")
         driver.rpc_errors.count("../etc/passwd", "UNIMPLEMENTED")
-        page, content_type = LighthouseMetrics(driver).page()
+        page, content_type = await LighthouseMetrics(driver).page()
         assert content_type.startswith("text/plain")
         driver.close()
         return Page(page)
@@ -83,7 +95,7 @@ def test_a_page_of_a_thousand_groups_is_made_in_time() -> None:
         driver = await _trained(1000)
         metrics = LighthouseMetrics(driver)
         began_at = time.perf_counter()
-        page, _ = metrics.page()
+        page, _ = await metrics.page()
         took_s = time.perf_counter() - began_at
         driver.close()
         return took_s, page.count(b"\ntorchft_group_silence_seconds{")
@@ -93,6 +105,28 @@ def test_a_page_of_a_thousand_groups_is_made_in_time() -> None:
     check("a page of 1000 groups", took_s, MAX_SCRAPE_S)
 
 
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_a_page_in_pieces_is_what_prometheus_makes_at_once(accept: str) -> None:
+    numbers = [(("j", f"g{number}"), float(number)) for number in range(2 * SAMPLES_AT_ONCE + 1)]
+    odd = [(("# HELP", "a\n# TYPE"), 1.0)] * 2
+
+    class All(Collector):
+        def collect(self) -> list[Family]:
+            silences = values(catalog.GROUP_SILENCE, numbers)
+            return [silences, values(catalog.RPC_ERRORS, odd), values(catalog.JOBS, [])]
+
+    registry = CollectorRegistry()
+    registry.register(All())
+    encode, content_type = choose_encoder(accept)
+    parts = list(many_values(catalog.GROUP_SILENCE, numbers))
+    assert len(parts) == 3
+    parts += [values(catalog.RPC_ERRORS, odd), *many_values(catalog.JOBS, [])]
+    pieces = page_in_pieces(parts, accept)
+    for _ in parts:
+        next(pieces)
+    assert finish(pieces) == (encode(registry), content_type)
+
+
 def test_only_the_leader_says_so() -> None:
     class Follower(Readiness):
         def check(self) -> None:
@@ -100,7 +134,7 @@ def test_only_the_leader_says_so() -> None:
 
     async def run() -> Page:
         driver = LighthouseDriver(QuorumConfig())
-        return Page(LighthouseMetrics(driver, Follower()).page()[0])
+        return Page((await LighthouseMetrics(driver, Follower()).page())[0])
 
     assert asyncio.run(run()).value("torchft_leader") == 0
 
@@ -180,4 +214,4 @@ def test_an_unknown_job_is_no_metric() -> None:
     driver = LighthouseDriver(QuorumConfig())
     with pytest.raises(RequestRefused):
         driver.status("nobody")
-    assert b'job="' not in LighthouseMetrics(driver).page()[0]
+    assert b'job="' not in asyncio.run(LighthouseMetrics(driver).page())[0]

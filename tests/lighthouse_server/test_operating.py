@@ -21,6 +21,7 @@ from support.running import (
 )
 
 from torchft_svc.core.launch.world import AgentStatus, RunWaiting
+from torchft_svc.core.pieces import finish
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
@@ -97,7 +98,7 @@ def test_status_shows_how_far_a_heal_is() -> None:
     heals = GroupStatus(
         replica_id="b:1", phase=Phase.HEALING, received_bytes=3_000_000, state_bytes=4_000_000
     )
-    (job,) = status_from_wire(status_to_wire([JobStatus(job="j", groups=(heals,))]))
+    (job,) = status_from_wire(finish(status_to_wire([JobStatus(job="j", groups=(heals,))])))
     assert "  healing 75% of 4 MB  " in status_text([job])
     assert '"received_bytes": 3000000' in status_json([job])
 
@@ -120,7 +121,7 @@ def test_status_shows_how_far_a_heal_is() -> None:
     ],
 )
 def test_status_shows_how_far_back_the_copies_are(job: JobStatus, line: str) -> None:
-    (job,) = status_from_wire(status_to_wire([job]))
+    (job,) = status_from_wire(finish(status_to_wire([job])))
     assert line in status_text([job]).splitlines()
     assert "copies" not in status_text([JobStatus(job="j", committed_step=8)])
 
@@ -141,7 +142,7 @@ def test_status_shows_how_far_back_the_copies_are(job: JobStatus, line: str) -> 
 )
 def test_status_shows_who_stands_by(spares: tuple[PreparedSpare, ...], line: str) -> None:
     job = JobStatus(job="j", prepared_spares=spares, num_places=3)
-    (job,) = status_from_wire(status_to_wire([job]))
+    (job,) = status_from_wire(finish(status_to_wire([job])))
     assert line in status_text([job]).splitlines()
     assert "spare" not in status_text([JobStatus(job="j", num_places=3)])
 
@@ -150,7 +151,7 @@ def test_status_shows_who_stands_by(spares: tuple[PreparedSpare, ...], line: str
 def test_status_shows_that_states_differ(ended_s: float | None) -> None:
     sentence = "in the check of step 4, they\x1b[31m differ"
     job = JobStatus(job="j", num_differences=2, last_difference=sentence, ended_s=ended_s)
-    (job,) = status_from_wire(status_to_wire([job]))
+    (job,) = status_from_wire(finish(status_to_wire([job])))
     line = "  2 checks found states that differ; the last one: in the check of step 4, they?[31m"
     assert line in status_text([job])
     assert '"num_differences": 2' in status_json([job])

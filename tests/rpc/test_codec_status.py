@@ -6,13 +6,17 @@ import pytest
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.launch.world import AgentStatus
+from torchft_svc.core.pieces import finish
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
-from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.overview import (
+    GROUPS_AT_ONCE,
+    GoneGroup,
+    GroupStatus,
+    JobStatus,
+)
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec_status import (
-    GROUPS_AT_ONCE,
-    add_status,
     incidents_from_wire,
     incidents_to_wire,
     runs_from_wire,
@@ -40,7 +44,7 @@ def test_a_status_passes_over_the_wire(ended_s: float | None) -> None:
         ended_s=ended_s,
         finished=ended_s is not None,
     )
-    encoded = status_to_wire([job]).SerializeToString()
+    encoded = finish(status_to_wire([job])).SerializeToString()
     assert status_from_wire(pb.LighthouseStatusResponse.FromString(encoded)) == [job]
 
 
@@ -68,7 +72,7 @@ def test_a_runs_status_passes_over_the_wire(
         why="fewer than 2 nodes are left",
         nodes=(node,),
     )
-    encoded = status_to_wire([], [run]).SerializeToString()
+    encoded = finish(status_to_wire([], [run])).SerializeToString()
     message = pb.LighthouseStatusResponse.FromString(encoded)
     assert (status_from_wire(message), runs_from_wire(message)) == ([], [run])
 
@@ -111,7 +115,7 @@ def test_the_texts_of_a_ledger_are_fit_for_a_terminal() -> None:
 
 
 def test_the_goodput_is_a_part_of_the_status() -> None:
-    encoded = status_to_wire([JobStatus(job="job", goodput=GOODPUT)]).SerializeToString()
+    encoded = finish(status_to_wire([JobStatus(job="job", goodput=GOODPUT)])).SerializeToString()
     (read,) = status_from_wire(pb.LighthouseStatusResponse.FromString(encoded))
     assert read.goodput == GOODPUT
 
@@ -119,7 +123,7 @@ def test_the_goodput_is_a_part_of_the_status() -> None:
 def test_the_loop_is_free_between_some_groups() -> None:
     groups = tuple(GroupStatus(replica_id=f"g{number:03}") for number in range(1000))
     jobs = [JobStatus(job="a", groups=groups), JobStatus(job="b", groups=groups[:1])]
-    message = pb.LighthouseStatusResponse()
-    num_pauses = sum(1 for _ in add_status(message, jobs, ()))
-    assert num_pauses == 1000 / GROUPS_AT_ONCE + 1
-    assert status_from_wire(message) == jobs
+    pieces = status_to_wire(jobs)
+    for _ in range(1000 // GROUPS_AT_ONCE + 1):
+        next(pieces)
+    assert status_from_wire(finish(pieces)) == jobs

@@ -23,6 +23,7 @@ from support.running import (
 )
 
 from torchft_svc.core.limits import MAX_DURATION_MS, MAX_REASON_LENGTH
+from torchft_svc.core.pieces import finish
 from torchft_svc.core.quorum.activity import HANGING_PHASES
 from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
 from torchft_svc.core.quorum.tally import MAX_EVENTS_SENT, MAX_LOST_NAMED
@@ -311,7 +312,7 @@ def test_a_heal_of_fewer_than_no_bytes_is_refused(field: str) -> None:
 def test_a_phase_of_all_times_does_not_spoil_the_status(phase_ms: int) -> None:
     beat = beat_from_wire(pb.SessionBeat(phase=pb.PHASE_TRAINING, phase_ms=phase_ms))
     group = GroupStatus(replica_id="a:1", phase=beat.phase, phase_s=beat.lasts_s)
-    (job,) = status_to_wire([JobStatus(job="job", groups=(group,))]).jobs
+    (job,) = finish(status_to_wire([JobStatus(job="job", groups=(group,))])).jobs
     assert job.groups[0].phase_ms in (0, MAX_DURATION_MS)
 
 

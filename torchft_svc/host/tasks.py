@@ -6,7 +6,11 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
+
+from torchft_svc.core.pieces import Pieces
+
+T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +54,17 @@ class Tasks:
             for task in running:
                 task.cancel()
             _, running = await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
+
+
+async def in_turns(pieces: Pieces[T]) -> T:
+    """Compute a piece in each turn of the event loop; returns the result."""
+    while True:
+        try:
+            next(pieces)
+        except StopIteration as end:
+            result: T = end.value
+            return result
+        await asyncio.sleep(0)
 
 
 def call_later(delay_s: float, act: Callable[[], None]) -> asyncio.TimerHandle:

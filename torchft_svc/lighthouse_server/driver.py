@@ -31,6 +31,7 @@ from torchft_svc.core.quorum.lighthouse.pace import Pace
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave
 from torchft_svc.core.quorum.types import Member, QuorumConfig
 from torchft_svc.errors import TorchFTError
+from torchft_svc.host.tasks import in_turns
 from torchft_svc.lighthouse_server.counts import Counts
 from torchft_svc.lighthouse_server.rendezvous_driver import RendezvousDriver
 from torchft_svc.lighthouse_server.reports import Reports
@@ -175,6 +176,12 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         """What people want to know of ``job``, or of all (empty)."""
         now = time.monotonic()
         jobs = self._core.status(job, now, with_paces=with_paces)
+        return [self._with_copies(each, now) for each in jobs]
+
+    async def gather_status(self, job: str, *, with_paces: bool = True) -> list[JobStatus]:
+        """See `status`, in pieces between which the groups that train go first."""
+        now = time.monotonic()
+        jobs = await in_turns(self._core.status_in_pieces(job, now, with_paces=with_paces))
         return [self._with_copies(each, now) for each in jobs]
 
     def _with_copies(self, status: JobStatus, now: float) -> JobStatus:

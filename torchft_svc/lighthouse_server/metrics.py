@@ -9,14 +9,13 @@ import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry
-
 from torchft_svc.core.launch.launched_run import RunStatus
 from torchft_svc.core.launch.world import AgentStatus
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.lighthouse.overview import GROUP_STATES, JobStatus
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.errors import NotLeader, RequestRefused
+from torchft_svc.host.tasks import in_turns
 from torchft_svc.lighthouse_server.counts import IncidentCounts
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
@@ -25,8 +24,9 @@ from torchft_svc.telemetry.exposition import (
     Family,
     build_info,
     durations,
+    many_values,
     one_value,
-    page,
+    page_in_pieces,
     values,
 )
 
@@ -50,20 +50,18 @@ class LighthouseMetrics:
         self._readiness = readiness
         self._incidents: dict[str, IncidentCounts] = {}
         self._lost_s: dict[tuple[str, str], float] = {}
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
 
-    def page(self, accept: str = "") -> tuple[bytes, str]:
+    async def page(self, accept: str = "") -> tuple[bytes, str]:
         """The text for ``/metrics`` and its content type; ``accept``: the header of the request.
 
-        A job of 1000 groups costs about 40 ms, half of which is its status.
+        A job of 1000 groups costs about 40 ms, half of which is its status; in pieces.
         """
-        return page(self._registry, accept)
+        jobs = await self._driver.gather_status("")
+        return await in_turns(page_in_pieces(self._collect(jobs), accept))
 
-    def collect(self) -> Iterator[Family]:
-        """All metrics of this moment; see `prometheus_client.registry.Collector`."""
+    def _collect(self, jobs: list[JobStatus]) -> Iterator[Family]:
+        """All metrics of a moment."""
         driver = self._driver
-        jobs = driver.status("")
         yield from build_info(catalog.Program.LIGHTHOUSE)
         yield one_value(catalog.LEADER, float(self._leads()))
         sessions = [(("manager",), driver.num_streams), (("agent",), driver.runs.num_streams)]
@@ -87,7 +85,7 @@ class LighthouseMetrics:
         yield values(catalog.SPARES, list(_spares(jobs)))
         for metric, read in _JOB_VALUES:
             yield values(metric, [((job.job,), read(job)) for job in jobs])
-        yield values(catalog.GROUP_SILENCE, _silences(jobs))
+        yield from many_values(catalog.GROUP_SILENCE, _silences(jobs))
         yield from _paces(jobs)
 
     def _of_ledgers(self, names: list[str]) -> Iterator[Family]:
@@ -198,13 +196,13 @@ def _paces(jobs: list[JobStatus]) -> Iterator[Family]:
         for group in job.groups
         if group.paces
     }
-    yield values(
+    yield from many_values(
         catalog.GROUP_OWN_WORK,
-        [((*whose, pace.phase), pace.seconds) for whose, paces in known.items() for pace in paces],
+        (((*whose, pace.phase), pace.seconds) for whose, paces in known.items() for pace in paces),
     )
-    ratios = [
+    ratios = (
         ((*whose, to), value)
         for whose, (step, *_) in known.items()
         for to, value in (("best", step.to_best), ("own_best", step.to_own_best))
-    ]
-    yield values(catalog.GROUP_SLOWDOWN, ratios)
+    )
+    yield from many_values(catalog.GROUP_SLOWDOWN, ratios)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,12 +14,13 @@ from torchft_svc.core.quorum.lighthouse.overview import JobStatus
 from torchft_svc.core.quorum.session_messages import Kill, Leave
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.errors import RequestRefused
+from torchft_svc.host.tasks import in_turns
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.about import about_lighthouse, about_to_wire
 from torchft_svc.rpc.calls import remaining_s
 from torchft_svc.rpc.codec import JOB_KEY, drain_from_wire, member_from_wire
-from torchft_svc.rpc.codec_status import add_status, copy_from_wire, incidents_to_wire
+from torchft_svc.rpc.codec_status import copy_from_wire, incidents_to_wire, status_to_wire
 from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.rpc.serving import Service
 from torchft_svc.rpc.status import Handler
@@ -102,9 +102,8 @@ def _operator_calls(driver: LighthouseDriver) -> dict[str, Handler]:
         return b""
 
     async def status(request: pb.LighthouseStatusRequest, context: Context) -> bytes:
-        message = pb.LighthouseStatusResponse()
-        for _ in add_status(message, *_status(driver, request.job)):
-            await asyncio.sleep(0)  # groups that train go first
+        jobs, runs = await _status(driver, request.job)
+        message = await in_turns(status_to_wire(jobs, runs))
         return message.SerializeToString()
 
     async def accept_loss(request: pb.AcceptLossRequest, context: Context) -> bytes:
@@ -129,14 +128,14 @@ def _operator_calls(driver: LighthouseDriver) -> dict[str, Handler]:
     }
 
 
-def _status(driver: LighthouseDriver, name: str) -> tuple[list[JobStatus], list[RunStatus]]:
+async def _status(driver: LighthouseDriver, name: str) -> tuple[list[JobStatus], list[RunStatus]]:
     """The status of the job and the run with this name; empty: of all.
 
     Raises:
         RequestRefused: there is neither.
     """
     try:
-        jobs = driver.status(name)
+        jobs = await driver.gather_status(name)
     except RequestRefused as error:
         try:
             return [], driver.runs.status(name)

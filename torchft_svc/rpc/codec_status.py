@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 
 from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.limits import one_line
+from torchft_svc.core.pieces import Pieces
 from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, MembersAndCopies
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, IncidentKind
-from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.overview import (
+    GROUPS_AT_ONCE,
+    GoneGroup,
+    GroupStatus,
+    JobStatus,
+)
 from torchft_svc.core.quorum.lighthouse.pace import Pace
 from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
 from torchft_svc.proto import torchft_pb2 as pb
@@ -20,8 +26,6 @@ from torchft_svc.rpc.records import Codec, Field, M, R, list_of, milliseconds
 
 # Each text is shown on a terminal, to which escape codes are orders.
 MAX_TEXT_LENGTH = 4000
-# The groups of a job that are copied in one go: some milliseconds.
-GROUPS_AT_ONCE = 100
 _text = partial(one_line, limit=MAX_TEXT_LENGTH)
 
 
@@ -78,17 +82,9 @@ _RUN = _codec(RunStatus, pb.RunStatus, nodes=list_of(_NODE))
 
 def status_to_wire(
     jobs: Iterable[JobStatus], runs: Iterable[RunStatus] = ()
-) -> pb.LighthouseStatusResponse:
+) -> Pieces[pb.LighthouseStatusResponse]:
+    """The message with the jobs and runs, some groups at a time."""
     message = pb.LighthouseStatusResponse()
-    for _ in add_status(message, jobs, runs):
-        pass
-    return message
-
-
-def add_status(
-    message: pb.LighthouseStatusResponse, jobs: Iterable[JobStatus], runs: Iterable[RunStatus]
-) -> Iterator[None]:
-    """Add the jobs and runs to ``message``, some groups at a time."""
     for job in jobs:
         part = _JOB.to_wire(replace(job, groups=()))
         for begin in range(0, len(job.groups), GROUPS_AT_ONCE):
@@ -96,6 +92,7 @@ def add_status(
             yield
         message.jobs.append(part)
     message.runs.extend(map(_RUN.to_wire, runs))
+    return message
 
 
 def status_from_wire(message: pb.LighthouseStatusResponse) -> list[JobStatus]:

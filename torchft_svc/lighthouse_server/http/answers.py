@@ -13,10 +13,17 @@ from typing import Any
 from starlette.responses import Response
 
 from torchft_svc.core.launch.launched_run import RunStatus
+from torchft_svc.core.pieces import Pieces
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
-from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.overview import (
+    GROUPS_AT_ONCE,
+    GoneGroup,
+    GroupStatus,
+    JobStatus,
+)
 from torchft_svc.core.quorum.lighthouse.timeline import TimelinePoint
+from torchft_svc.host.tasks import in_turns
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,12 +181,16 @@ def plain(value: object) -> Any:
         return value.value
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}
-    kind = type(value)
+    return {name: plain(getattr(value, name)) for name in _names_of(value)}
+
+
+def _names_of(record: object) -> tuple[str, ...]:
+    kind = type(record)
     names = _names.get(kind)
     if names is None:
-        assert dataclasses.is_dataclass(value)
-        names = _names[kind] = tuple(each.name for each in dataclasses.fields(value))
-    return {name: plain(getattr(value, name)) for name in names}
+        assert dataclasses.is_dataclass(record)
+        names = _names[kind] = tuple(each.name for each in dataclasses.fields(record))
+    return names
 
 
 def encoded(value: object) -> bytes:
@@ -187,6 +198,28 @@ def encoded(value: object) -> bytes:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode(
         "utf-8", "replace"
     )
+
+
+def encode_in_pieces(record: object) -> Pieces[bytes]:
+    """Encode ``record`` as `encoded` does, some entries of its lists at a time."""
+    fields = []
+    for name in _names_of(record):
+        value = getattr(record, name)
+        if isinstance(value, tuple) and value:
+            entries = []
+            for begin in range(0, len(value), GROUPS_AT_ONCE):
+                entries.append(encoded(plain(value[begin : begin + GROUPS_AT_ONCE]))[1:-1])
+                yield
+            body = b"[%b]" % b",".join(entries)
+        else:
+            body = encoded(plain(value))
+        fields.append(b'"%b":%b' % (name.encode(), body))
+    return b"{%b}" % b",".join(fields)
+
+
+async def long_json_answer(answer: object) -> Response:
+    """Return a response with a record that may have thousands of groups, made in pieces."""
+    return Response(await in_turns(encode_in_pieces(answer)), media_type="application/json")
 
 
 def json_answer(answer: object, status: int = 200) -> Response:

@@ -127,12 +127,13 @@ class Dashboard:
 
     async def _show_metrics(self, request: Request) -> Response:
         """Answer on any lighthouse: whether it leads is a metric, too."""
-        content, media_type = self._metrics.page(request.headers.get("accept", ""))
+        content, media_type = await self._metrics.page(request.headers.get("accept", ""))
         return Response(content, headers={"content-type": media_type})
 
     async def _status(self, _: Request) -> Response:
         self._readiness.check()
-        return HTMLResponse(status_html(self._driver.status("", with_paces=False)))
+        jobs = await self._driver.gather_status("", with_paces=False)
+        return HTMLResponse(status_html(jobs))
 
 
 def api_schema() -> dict[str, Any]:

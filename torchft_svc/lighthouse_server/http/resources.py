@@ -3,7 +3,8 @@ ready."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -27,6 +28,7 @@ from torchft_svc.lighthouse_server.http.answers import (
     RunList,
     TimelineAnswer,
     json_answer,
+    long_json_answer,
 )
 from torchft_svc.lighthouse_server.http.refusals import HttpRefusal
 from torchft_svc.lighthouse_server.http.schema import READ, READ_ONE, Schema
@@ -86,14 +88,21 @@ class Resources:
         ]
 
     def status(self, job: str) -> JobStatus:
-        """The status of ``job``.
+        """The status of ``job``, without the groups' paces.
 
         Raises:
             HttpRefusal: there is no such job.
             NotLeader: another lighthouse leads.
         """
         self._readiness.check()
-        (status,) = found("job", lambda: self._driver.status(job), job)
+        (status,) = found("job", lambda: self._driver.status(job, with_paces=False), job)
+        return status
+
+    async def _whole_status(self, job: str) -> JobStatus:
+        """The status of ``job`` with the groups' paces; raises as `status` does."""
+        self._readiness.check()
+        with _finding("job", job):
+            (status,) = await self._driver.gather_status(job)
         return status
 
     def run_status(self, run: str) -> RunStatus:
@@ -132,15 +141,17 @@ class Resources:
 
     async def _jobs(self, _: Request) -> Response:
         self._readiness.check()
-        jobs = map(JobSummary.summarize, self._driver.status("", with_paces=False))
+        jobs = map(JobSummary.summarize, await self._driver.gather_status("", with_paces=False))
         return json_answer(JobList(jobs=tuple(jobs)))
 
     async def _one_job(self, request: Request) -> Response:
-        return json_answer(self.status(segment(request, "job")))
+        return await long_json_answer(await self._whole_status(segment(request, "job")))
 
     async def _groups(self, request: Request) -> Response:
-        status = self.status(segment(request, "job"))
-        return json_answer(GroupList(job=status.job, groups=status.groups, gone=status.gone))
+        status = await self._whole_status(segment(request, "job"))
+        return await long_json_answer(
+            GroupList(job=status.job, groups=status.groups, gone=status.gone)
+        )
 
     async def _timeline(self, request: Request) -> Response:
         job = self.status(segment(request, "job")).job
@@ -196,9 +207,16 @@ def _number(request: Request, name: str) -> int:
 
 def found(kind: str, read: Callable[[], T], name: str) -> T:
     """Return what ``read`` finds of the ``kind`` that is called ``name``, or refuse the request."""
+    with _finding(kind, name):
+        return read()
+
+
+@contextlib.contextmanager
+def _finding(kind: str, name: str) -> Iterator[None]:
+    """Return a block that looks for the ``kind`` that is called ``name``, or refuse the request."""
     if not name:
         raise HttpRefusal(400, "bad_request", f"the path names no {kind}")
     try:
-        return read()
+        yield
     except RequestRefused as error:
         raise HttpRefusal(404, f"no_such_{kind}", str(error)) from None

@@ -30,7 +30,8 @@ class Timelines:
     async def sample_forever(self) -> None:
         """Record a point of each job every `SAMPLE_S` seconds."""
         while True:
-            self._record_sample(self._driver.status("", with_paces=False), time.time())
+            jobs = await self._driver.gather_status("", with_paces=False)
+            self._record_sample(jobs, time.time())
             await asyncio.sleep(SAMPLE_S)
 
     def _record_sample(self, jobs: list[JobStatus], at: float) -> None:

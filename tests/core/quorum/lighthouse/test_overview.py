@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from support.core.scenes import JOB, Scene, config, formed
 
+from torchft_svc.core.pieces import finish
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.overview import (
+    GROUPS_AT_ONCE,
     MAX_DIFFERENCES_KEPT,
     MAX_GONE_KEPT,
     MAX_REASON_KEPT,
@@ -206,3 +210,24 @@ def test_only_the_last_checks_are_kept() -> None:
     assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT
     scene.jobs.record_difference(JOB, "a", DifferenceReport(7, 0, "forgotten"), scene.now)
     assert status(scene).num_differences == 3 * MAX_DIFFERENCES_KEPT + 1
+
+
+def test_a_job_may_change_while_it_is_described() -> None:
+    names = [f"g{number:03}" for number in range(2 * GROUPS_AT_ONCE + 50)]
+    scene = formed(*names, step=7)
+    whole = scene.jobs.status(JOB, scene.now)
+    pieces = scene.jobs.status_in_pieces(JOB, scene.now)
+    for _ in range(2):
+        next(pieces)
+    for name in (names[0], names[-1]):
+        scene.leave(name)
+    (status,) = finish(pieces)
+    assert [each.replica_id for each in status.groups] == names[:-1], "the rest of them"
+    assert replace(status, groups=(), gone=()) == replace(whole[0], groups=())
+    pieces = scene.jobs.status_in_pieces(JOB, scene.now)
+    next(pieces)
+    for name in names[1:-1]:
+        scene.leave(name)
+    (status,) = finish(pieces)
+    assert len(status.groups) == GROUPS_AT_ONCE - 1
+    assert scene.jobs.status(JOB, scene.now)[0].ended_s == 0.0

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from torchft_svc.core.limits import MAX_NAME_LENGTH, check_name
+from torchft_svc.core.pieces import Pieces, finish
 from torchft_svc.core.quorum.activity import Activity, HangWatch, Phase
 from torchft_svc.core.quorum.layout import layouts_differ, why_unlike
 from torchft_svc.core.quorum.lighthouse.goodput import HANG, TimeAccounts
@@ -35,7 +36,7 @@ from torchft_svc.core.quorum.lighthouse.overview import (
     History,
     JobStatus,
     Pause,
-    describe,
+    describe_in_pieces,
     name_some,
 )
 from torchft_svc.core.quorum.lighthouse.pace import Pace, PaceWatch
@@ -968,6 +969,12 @@ class Jobs:
         Raises:
             RequestRefused: there is no such job.
         """
+        return finish(self.status_in_pieces(job_name, now, with_paces=with_paces))
+
+    def status_in_pieces(
+        self, job_name: str, now: float, *, with_paces: bool = True
+    ) -> Pieces[list[JobStatus]]:
+        """See `status`, and `describe_in_pieces`; ``now`` is the instant of the first piece."""
         known = self._jobs.keys() | self._spares.keys()
         if job_name and not (job_name in known or job_name in self._ended):
             shown = job_name[:MAX_NAME_LENGTH]
@@ -975,7 +982,12 @@ class Jobs:
         ended = [name for name, each in self._ended.items() if each.last.quorum_id]
         shown_ended = [name for name in ended[-MAX_ENDED_SHOWN:][::-1] if name not in known]
         names = [job_name] if job_name else [*sorted(known), *shown_ended]
-        return [self._describe(name, now, with_paces=with_paces) for name in names]
+        found = []
+        for name in names:
+            if name in self._jobs or name in self._spares or name in self._ended:
+                found.append((yield from self._describe(name, now, with_paces=with_paces)))
+                yield
+        return found
 
     def paces(self, job_name: str, replica_ids: Iterable[str]) -> dict[str, tuple[Pace, ...]]:
         """The paces of those of these groups that are known; empty if there is no such job."""
@@ -1012,18 +1024,18 @@ class Jobs:
         waits = bool(groups[GroupState.ASKING] or joins)
         return job.accounts.goodput(self._unix_s(now), waits=waits, hangs=bool(job.ledger.hung))
 
-    def _describe(self, job_name: str, now: float, *, with_paces: bool) -> JobStatus:
+    def _describe(self, job_name: str, now: float, *, with_paces: bool) -> Pieces[JobStatus]:
         """The status of a job that is living, or remembered."""
         spares = self._spares.get(job_name)
         standing_by = spares.describe(now) if spares else ()
         if job_name not in self._jobs and job_name not in self._ended:
             num_needed = self._config.min_replicas
             return JobStatus(job=job_name, min_replicas=num_needed, prepared_spares=standing_by)
-        status = self._describe_groups(job_name, now, with_paces=with_paces)
         goodput = self.goodput(job_name, now)
+        status = yield from self._describe_groups(job_name, now, with_paces=with_paces)
         return replace(status, goodput=goodput, prepared_spares=standing_by)
 
-    def _describe_groups(self, job_name: str, now: float, *, with_paces: bool) -> JobStatus:
+    def _describe_groups(self, job_name: str, now: float, *, with_paces: bool) -> Pieces[JobStatus]:
         if job_name in self._ended:
             ended = self._ended[job_name]
             status = JobStatus(
@@ -1038,7 +1050,7 @@ class Jobs:
         job, why = self._jobs[job_name], self.why(job_name, now)
         job.record_progress()
         held = [member for member, _ in job.held.values()]
-        status = describe(
+        status = yield from describe_in_pieces(
             job_name, job.members, job.hangs, job.paces, held, why, now, with_paces=with_paces
         )
         return job.history.add_to(status, now)

@@ -20,6 +20,7 @@ from typing import Protocol
 
 from torchft_svc.core.limits import check_name
 from torchft_svc.core.pausable_clock import PausableClock, usual_look_s
+from torchft_svc.core.pieces import Pieces
 from torchft_svc.core.quorum.activity import Activity
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, Ledgers, Moment
 from torchft_svc.core.quorum.lighthouse.jobs import JobReport, Jobs
@@ -650,6 +651,12 @@ class Lighthouse:
         Raises: RequestRefused: there is no such job.
         """
         return self.jobs.status(job, self._time(now), with_paces=with_paces)
+
+    def status_in_pieces(
+        self, job: str, now: float, *, with_paces: bool = True
+    ) -> Pieces[list[JobStatus]]:
+        """See `status`; other inputs may come between two pieces."""
+        return self.jobs.status_in_pieces(job, self._time(now), with_paces=with_paces)
 
     # -- the rules -------------------------------------------------------------------------------
 

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
+from torchft_svc.core.pieces import Pieces
 from torchft_svc.core.quorum.activity import HangWatch, Phase
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.lighthouse.membership import GroupState, Membership
@@ -19,6 +20,8 @@ MAX_GONE_KEPT = 16
 MAX_DIFFERENCES_KEPT = 64  # far more than the checks that groups may still report
 MAX_REASON_KEPT = 200  # characters, of up to a thousand
 MAX_NAMES = 4  # in a sentence; the others are counted
+# How many groups are described, or encoded, before other work goes first: a millisecond or two.
+GROUPS_AT_ONCE = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +300,7 @@ class History:
         )
 
 
-def describe(
+def describe_in_pieces(
     job: str,
     members: Membership,
     hangs: HangWatch,
@@ -307,18 +310,25 @@ def describe(
     now: float,
     *,
     with_paces: bool = True,
-) -> JobStatus:
+) -> Pieces[JobStatus]:
     """The status of a job with living groups, without its history.
 
     ``held``: groups that wait until an earlier incarnation is gone; ``why``: see `Pause.sentence`.
+    The job may change between two pieces of `GROUPS_AT_ONCE` groups: a group that is gone by then
+    is left out.
     """
     previous = members.previous
     peers = {each.replica_id: each for each in previous.participants} if previous else {}
     askers = {each.replica_id: each for each in (*members.asking(), *held)}
     groups = []
     min_replicas = 0
-    paces = watch.paces(members.previous_ids) if with_paces else {}
-    for replica_id, silent_s in members.silences(now):
+    best = watch.best_row(members.previous_ids) if with_paces else ()
+    for number, (replica_id, silent_s) in enumerate(members.silences(now), 1):
+        if number % GROUPS_AT_ONCE == 0:
+            yield
+        state = members.state(replica_id)
+        if state is None:
+            continue
         known = askers.get(replica_id) or peers.get(replica_id) or Member(replica_id=replica_id)
         doing = hangs.activity(replica_id)
         min_replicas = max(min_replicas, known.min_replicas)
@@ -333,10 +343,10 @@ def describe(
                 phase_s=max(0.0, now - doing.since) if doing else 0.0,
                 silent_s=silent_s,
                 hung=hangs.is_hung(replica_id),
-                left_out=members.state(replica_id) in (GroupState.STRAGGLING, GroupState.EVICTED),
+                left_out=state in (GroupState.STRAGGLING, GroupState.EVICTED),
                 received_bytes=doing.received_bytes if doing else 0,
                 state_bytes=doing.state_bytes if doing else 0,
-                paces=paces.get(replica_id, ()),
+                paces=watch.compare(best, (replica_id,)).get(replica_id, ()) if with_paces else (),
                 slow=watch.is_slow(replica_id),
                 slowest_rank=watch.slowest_rank(replica_id),
             )

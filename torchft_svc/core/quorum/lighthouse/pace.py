@@ -174,11 +174,18 @@ class PaceWatch:
     ) -> dict[str, tuple[Pace, ...]]:
         """How long the own work of each known group takes, compared with the best of ``members``;
         of these groups only (None: of all)."""
-        groups = self._groups
-        compared = [groups[each].row for each in members & groups.keys()]
-        best = tuple(map(min, zip(*compared, strict=True)))  # empty: of nobody
-        shown = groups if of is None else [each for each in of if each in groups]
-        return {each: _compare(groups[each], best or groups[each].row) for each in shown}
+        return self.compare(self.best_row(members), self._groups if of is None else of)
+
+    def best_row(self, members: Set[str]) -> tuple[float, ...]:
+        """The best times of ``members``, for `compare`; empty: nothing is known of them."""
+        compared = [self._groups[each].row for each in members & self._groups.keys()]
+        return tuple(map(min, zip(*compared, strict=True)))
+
+    def compare(self, best: tuple[float, ...], of: Iterable[str]) -> dict[str, tuple[Pace, ...]]:
+        """How long the own work of each of these groups takes, if it is known, compared with the
+        ``best``, or else with its own."""
+        known = {each: self._groups[each] for each in of if each in self._groups}
+        return {each: _compare(group, best or group.row) for each, group in known.items()}
 
     def _best_of(self, members: Iterable[str]) -> _Best:
         known = [each for each in members if each in self._groups]
