@@ -261,7 +261,9 @@ def test_samples_that_nobody_takes_over_are_found(monkeypatch: pytest.MonkeyPatc
     with in_term("abc", ledger) as (a, b, lost):
         until = lost.manager.current_step() + STEPS_OF_EPOCH
         together(lambda: leave_after_reading(lost), lambda: a.until(until), lambda: b.until(until))
-    assert "8 samples instead of 12" in "; ".join(ledger.faults())
+    # Of the shares of three groups two are left; one that begins late has half of the step.
+    found = "; ".join(ledger.faults())
+    assert any(f"{num} samples instead of 12" in found for num in (8, 10))
 
 
 @pytest.mark.parametrize(
