@@ -102,12 +102,14 @@ def _no_active_ddp_module() -> Iterator[None]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Start with the files that use Ray, then those that start processes: they wait longest, and
-    what only computes fills the gaps at the end."""
+    what only computes fills the gaps at the end, the simulator's long files first."""
     waits = {
         marker: {item.path for item in items if item.get_closest_marker(marker)}
         for marker in ("ray", "processes")
     }
-    items.sort(key=lambda item: [item.path not in files for files in waits.values()])
+    simulator = {item.path for item in items if "sim" in item.path.parts}
+    groups = (*waits.values(), simulator)
+    items.sort(key=lambda item: [item.path not in files for files in groups])
 
 
 def pytest_collection_finish() -> None:

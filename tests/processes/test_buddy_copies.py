@@ -14,6 +14,7 @@ from typing import IO
 
 import pytest
 from support.running import ROOT, SCRIPTS, Process, environment, eventually, lighthouse_process
+from support.warm import Warm
 
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.core.quorum.lighthouse.overview import JobStatus
@@ -29,7 +30,7 @@ class Child:
 
     def __init__(self, *command: str) -> None:
         self.lines: list[list[str]] = []
-        self._popen = subprocess.Popen(
+        self._process = Warm(
             [sys.executable, *command],
             cwd=ROOT,
             env=environment(PYTHONUNBUFFERED="1"),
@@ -37,9 +38,12 @@ class Child:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            drops_memory=True,
         )
-        assert self._popen.stdout is not None
-        self._reader = threading.Thread(target=self._read, args=(self._popen.stdout,), daemon=True)
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(
+            target=self._read, args=(self._process.stdout,), daemon=True
+        )
         self._reader.start()
 
     def _read(self, stream: IO[str]) -> None:
@@ -48,8 +52,8 @@ class Child:
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
-        self._popen.wait(LONG_S)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait(LONG_S)
         self._reader.join(LONG_S)
 
     def text(self) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable
@@ -44,7 +45,8 @@ def run_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     Its processes have imported torch before they are started.
     """
     monkeypatch.delenv(PEER_VARIABLE, raising=False)
-    monkeypatch.setattr("tools.benchmarks.processes.Popen", Warm)
+    forked = functools.partial(Warm, drops_memory=True)
+    monkeypatch.setattr("tools.benchmarks.processes.Popen", forked)
 
     def run(benchmark: Command, *flags: str) -> tuple[str, dict[str, Any]]:
         json_file = tmp_path / "results" / "result.json"
