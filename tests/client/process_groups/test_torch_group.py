@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from support.meeting_place import MeetingPlace
 from support.reconfigurable import ReconfigurableGroup, add_to_torch, make_groups
+from support.running import eventually
 from support.training import Trainer, assert_identical, in_step, lighthouse, together
 
 from torchft_svc.client.process_groups.torch_group import TorchGroup, adopt_torch_group
@@ -19,6 +20,8 @@ from torchft_svc.errors import ConfigError, MemberLost, PeerError
 pytestmark = pytest.mark.timeout(100)
 TIMEOUT = timedelta(seconds=20)
 SHORT = timedelta(milliseconds=300)
+# What was given up waits so long for the others, in a thread that the test must not leave behind.
+GIVEN_UP = timedelta(seconds=2)
 
 
 @pytest.fixture
@@ -83,7 +86,7 @@ def test_an_attempt_that_was_given_up_connects_nobody_later(
     place: MeetingPlace, natives: list[ReconfigurableGroup], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One object serves one list of members: the newest."""
-    first, second, third = (adopt_torch_group(native, TIMEOUT) for native in natives)
+    first, second, third = (adopt_torch_group(native, GIVEN_UP) for native in natives)
     asked, may_answer = threading.Event(), threading.Event()
 
     def answer_late() -> str:
@@ -104,8 +107,13 @@ def test_an_attempt_that_was_given_up_connects_nobody_later(
     with pytest.raises(MemberLost, match="planted"):
         together(lambda: first.configure(place.place(1), "a", 0, 2, quorum_id=1), lose)
     place.quorum_id = 1
-    place.configure(first, third)
-    may_answer.set()
+    given_up = first._newest
+
+    def answer() -> None:
+        eventually(lambda: first._newest is not given_up)
+        may_answer.set()
+
+    together(lambda: place.configure(first, third), answer)
     assert together(lambda: total(first), lambda: total(third)) == [2, 2]
     stuck.join()
     assert [len(native.uuids) for native in natives] == [1, 0, 1]
