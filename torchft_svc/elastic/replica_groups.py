@@ -30,6 +30,7 @@ from torchft_svc.core.launch.replica_groups import (
     GroupsRules,
     LookAtJob,
     ReplicaGroups,
+    SeenGroup,
     SeenJob,
     StartReplicaGroup,
 )
@@ -239,13 +240,21 @@ class _GroupsLauncher:
         except PeerError as error:
             log.warning("the lighthouse cannot be asked for the job's groups: %s", error)
             return None
-        found = next((job for job in jobs if job.job == self._job and job.ended_s is None), None)
+        named = [job for job in jobs if job.job == self._job]
+        found = next((job for job in named if job.ended_s is None), None)
         if found is None:
-            return SeenJob()
-        members = {stable_name(each.replica_id) for each in found.groups if each.in_quorum}
-        own = (index for index, name in enumerate(self._names) if name in members)
+            return SeenJob(is_finished=any(job.finished for job in named))
+        groups = {stable_name(each.replica_id): each for each in found.groups}
+        own = {
+            index: SeenGroup(groups[name].replica_id, groups[name].in_quorum)
+            for index, name in enumerate(self._names)
+            if name in groups
+        }
+        others = groups.keys() - set(self._names)
         return SeenJob(
-            trains=bool(members), num_places=found.num_places, own_members=frozenset(own)
+            others_train=any(groups[name].in_quorum for name in others),
+            num_places=found.num_places,
+            own_groups=own,
         )
 
     def _end_groups(self, order: EndReplicaGroups) -> None:

@@ -16,14 +16,24 @@ from torchft_svc.core.launch.replica_groups import (
     GroupsRules,
     LookAtJob,
     ReplicaGroups,
+    SeenGroup,
     SeenJob,
     StartReplicaGroup,
 )
 from torchft_svc.errors import ConfigError
 
 KILLED = -9
-TRAINS = SeenJob(trains=True, num_places=2, own_members=frozenset({0, 1}))
-NOBODY = SeenJob(trains=False, num_places=2)
+NOBODY = SeenJob(num_places=2)
+FINISHED = SeenJob(is_finished=True)
+
+
+def seen(*replica_ids: str, num_places: int = 2) -> SeenJob:
+    """A job in whose quorum are groups of this launcher, such as ``0:a``."""
+    own = {int(each.split(":")[0]): SeenGroup(each, in_quorum=True) for each in replica_ids}
+    return SeenJob(num_places=num_places, own_groups=own)
+
+
+TRAINS = seen("0:a", "1:a")
 
 
 def begun(num_groups: int = 2, num_spares: int = 1, max_restarts: int = 3) -> ReplicaGroups:
@@ -67,7 +77,7 @@ def test_g5_a_lost_spare_stands_by_again() -> None:
 def test_g6_before_the_job_was_whole_a_group_is_started_as_one(num_places: int) -> None:
     launch = begun()
     launch.ended(1, KILLED, 1.0)
-    view = SeenJob(trains=bool(num_places), num_places=num_places)
+    view = SeenJob(others_train=bool(num_places), num_places=num_places)
     assert launch.looked(view, 1.1) == (StartReplicaGroup(1, is_spare=False),)
 
 
@@ -91,11 +101,13 @@ def test_g6_a_spare_becomes_a_group_if_nobody_trains() -> None:
     launch = begun()
     launch.ended(0, KILLED, 10.0)
     launch.looked(TRAINS, 10.1)  # the lighthouse did not know yet that both are lost
-    launch.ended(1, KILLED, 10.2)
+    launch.ended(2, KILLED, 10.2)
     launch.looked(TRAINS, 10.3)
-    at, orders = 10.3, launch.looked(NOBODY, 10.4)
+    launch.ended(1, KILLED, 10.4)
+    assert launch.looked(TRAINS, 10.4) == (StartReplicaGroup(1, is_spare=False),)
+    launch.ended(1, 0, 10.4)
+    at, orders = 10.4, launch.looked(NOBODY, 10.4)
     assert orders == ()
-    at = 10.4
     while not orders and at < 60.0:
         assert launch.next_deadline() == pytest.approx(at + LOOK_S)
         at += LOOK_S
@@ -106,6 +118,69 @@ def test_g6_a_spare_becomes_a_group_if_nobody_trains() -> None:
     assert orders[0].indices == (0,)  # type: ignore[union-attr]
     # Its end is no failure, and it needs no look.
     assert launch.ended(0, 0, at + 1) == (StartReplicaGroup(0, is_spare=False),)
+
+
+def test_g6_groups_that_the_lighthouse_still_counts_do_not_train() -> None:
+    launch = begun(num_groups=3)
+    all_of_them = seen("0:a", "1:a", "2:a", num_places=3)
+    for index in range(3):
+        assert launch.ended(index, KILLED, 10.0) == (LookAtJob(),)
+        # The last one is known to have been the last, though all are in the view.
+        orders = launch.looked(all_of_them, 10.1)
+        assert orders == (StartReplicaGroup(index, is_spare=index < 2),)
+        assert (launch.next_deadline() < math.inf) == (index == 2)
+
+
+def test_g6_a_group_that_is_given_up_leaves_no_spare_waiting() -> None:
+    launch = begun(num_groups=1, max_restarts=1)
+    one = {"num_places": 1}
+    launch.ended(0, KILLED, 1.0)
+    launch.looked(NOBODY, 1.1)
+    launch.looked(seen("0:b", **one), 5.0)
+    assert launch.next_deadline() == math.inf
+    assert launch.ended(0, KILLED, 10.0) == (GiveUpReplicaGroup(0, KILLED), LookAtJob())
+    launch.looked(seen("0:b", **one), 10.0)
+    (order,) = launch.looked(NOBODY, 10.0 + ALONE_S)
+    assert isinstance(order, EndReplicaGroups)
+    assert order.indices == (1,)
+
+
+def test_g6_a_spare_that_has_taken_a_place_is_a_group() -> None:
+    launch = begun()
+    launch.ended(0, KILLED, 10.0)
+    launch.looked(TRAINS, 10.1)
+    # Another lighthouse: it knows both groups, and has no quorum yet.
+    own = {index: SeenGroup(f"{index}:a", in_quorum=False) for index in (1, 2)}
+    for at in (20.0, 20.0 + ALONE_S, 200.0):
+        assert launch.looked(SeenJob(own_groups=own), at) == ()
+
+
+def test_g4_a_spare_that_stands_by_after_the_end_of_its_job_is_ended() -> None:
+    launch = begun()
+    launch.ended(1, KILLED, 10.0)
+    launch.looked(TRAINS, 10.1)
+    assert launch.ended(2, 0, 11.0) == (LookAtJob(),)
+    launch.looked(seen("0:a"), 11.0)
+    assert launch.ended(0, 0, 12.0) == (LookAtJob(),)
+    assert launch.looked(FINISHED, 12.0) == ()  # the lighthouse drains those that it knows
+    orders = launch.looked(FINISHED, 12.0 + ALONE_S)
+    assert orders == (EndReplicaGroups((1,), "the job has finished"),)
+    assert launch.ended(1, 1, 23.0) == (EndLaunch(0),)
+
+
+def test_g4_a_group_that_is_killed_as_its_job_ends_does_not_train_alone() -> None:
+    launch = begun(num_groups=1)
+    launch.looked(seen("0:a", num_places=1), 2.0)
+    launch.ended(0, KILLED, 10.0)
+    assert launch.looked(FINISHED, 10.1) == ()
+    assert launch.ended(1, 0, 10.2) == (LookAtJob(),)
+    assert launch.looked(FINISHED, 10.2 + ALONE_S) == (EndLaunch(0),)
+
+
+def test_the_end_of_a_former_run_ends_nothing() -> None:
+    launch = begun()
+    launch.ended(1, KILLED, 1.0)
+    assert launch.looked(FINISHED, 1.1) == (StartReplicaGroup(1, is_spare=False),)
 
 
 def test_no_spare_is_ended_while_all_groups_start() -> None:
@@ -128,8 +203,9 @@ def test_a_group_without_restarts_is_given_up() -> None:
     launch = begun(max_restarts=1)
     launch.ended(1, KILLED, 10.0)
     launch.looked(TRAINS, 10.1)
-    assert launch.ended(1, KILLED, 20.0) == (GiveUpReplicaGroup(1, KILLED),)
-    assert launch.ended(0, 0, 30.0) == ()
+    assert launch.ended(1, KILLED, 20.0) == (GiveUpReplicaGroup(1, KILLED), LookAtJob())
+    launch.looked(TRAINS, 20.1)
+    assert launch.ended(0, 0, 30.0) == (LookAtJob(),)
     assert launch.ended(2, 0, 30.0) == (EndLaunch(0),)  # two groups have finished
 
 

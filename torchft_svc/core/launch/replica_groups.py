@@ -14,7 +14,8 @@ started as a group (rule G6). Groups are numbers from 0; the spares come last.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum, auto
 
 from torchft_svc.errors import ConfigError
@@ -23,7 +24,7 @@ from torchft_svc.errors import ConfigError
 MAX_LOCAL_GROUPS = 256
 # The pause between two looks at the job, where its lighthouse does not answer, or nobody trains.
 LOOK_S = 2.0
-# For so long nobody trains before a spare is ended, to be started as a group.
+# For so long nobody trains before a spare is ended: to be started as a group, or with its job.
 ALONE_S = 10.0
 
 
@@ -53,17 +54,27 @@ class GroupsRules:
             raise ConfigError("--spares", self.num_spares, reason)
 
 
+@dataclass(frozen=True, slots=True)
+class SeenGroup:
+    """A group of this launcher that the lighthouse holds to be alive, and no spare."""
+
+    replica_id: str
+    in_quorum: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeenJob:
     """What the lighthouse knows of the job.
 
-    ``trains``: a living group is in its last quorum. ``num_places``: those that spares fill.
-    ``own_members``: the groups of this launcher that are in the quorum.
+    ``others_train``: a living group of another launcher is in its last quorum. ``num_places``:
+    those that spares fill. ``own_groups``: by the number of the group. ``is_finished``: all groups
+    of its last quorum have ended on purpose.
     """
 
-    trains: bool = False
+    others_train: bool = False
     num_places: int = 0
-    own_members: frozenset[int] = frozenset()
+    own_groups: Mapping[int, SeenGroup] = field(default_factory=dict)
+    is_finished: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +131,7 @@ class _Slot:
     stage: _Stage = _Stage.RUNNING
     num_restarts: int = 0
     is_member: bool = False  # of the job's quorum, when the lighthouse was asked last
+    ended_id: str = ""  # of its last process, where the lighthouse knew that after its end
 
 
 class ReplicaGroups:
@@ -134,6 +146,7 @@ class ReplicaGroups:
         self._look_at = math.inf
         self._is_looking = False
         self._alone_since: float | None = None
+        self._has_trained = False  # the job, since this launcher has begun
 
     def start_all(self, now: float) -> GroupsOrders:
         """Start all groups."""
@@ -173,11 +186,12 @@ class ReplicaGroups:
         else:
             slot.num_restarts += 1
             slot.stage = _Stage.WAITING
-            if rules.num_spares:
-                self._request_look()
-            else:
+            if not rules.num_spares:
                 self._start(index, is_spare=False)
         self._end_if_over()
+        if rules.num_spares and not was_converting and self._end_status is None:
+            # Also if this group is not started again: perhaps only spares are left.
+            self._request_look()
         return self._pop_orders()
 
     def looked(self, view: SeenJob | None, now: float) -> GroupsOrders:
@@ -189,15 +203,23 @@ class ReplicaGroups:
             self._look_at = now + LOOK_S
             return self._pop_orders()
         for index, slot in enumerate(self._slots):
-            slot.is_member = index in view.own_members and slot.stage is _Stage.RUNNING
-        # Before the job had all of its groups, no spare would take the place of the missing one.
-        has_place = view.trains and view.num_places >= self.rules.num_groups
-        for index, slot in enumerate(self._slots):
-            if slot.stage is _Stage.WAITING:
-                self._start(index, is_spare=has_place)
-        self._replace_spare_if_alone(view, now)
+            self._compare_with_seen(slot, view.own_groups.get(index))
         trains_here = any(slot.is_member for slot in self._slots)
+        trains = trains_here or view.others_train
+        self._has_trained = self._has_trained or trains
+        is_finished = view.is_finished and self._has_trained
+        # Before the job had all of its groups, no spare would take the place of the missing one.
+        has_place = trains and view.num_places >= self.rules.num_groups
+        for index, slot in enumerate(self._slots):
+            if slot.stage is _Stage.WAITING and not is_finished:
+                self._start(index, is_spare=has_place)
         self._look_at = math.inf if trains_here else now + LOOK_S
+        if self._is_alone(trains, now):
+            if is_finished:
+                self._end_all(0, "the job has finished")
+                self._end_if_over()
+            else:
+                self._replace_spare()
         return self._pop_orders()
 
     def interrupt(self, reason: str) -> GroupsOrders:
@@ -219,18 +241,31 @@ class ReplicaGroups:
         slot.stage, slot.is_spare, slot.is_member = _Stage.RUNNING, is_spare, False
         self._orders.append(StartReplicaGroup(index, is_spare))
 
-    def _replace_spare_if_alone(self, view: SeenJob, now: float) -> None:
-        """End a spare, to start it as a group, if nobody trains and groups are missing."""
+    def _compare_with_seen(self, slot: _Slot, seen: SeenGroup | None) -> None:
+        """Record whether the process that runs now is in the job, and not the one before it."""
+        slot.is_member = False
+        if seen is None or seen.replica_id == slot.ended_id:
+            return
+        if slot.stage is _Stage.RUNNING:
+            slot.is_member = seen.in_quorum
+            slot.is_spare = False  # it has taken a place
+        else:
+            slot.ended_id = seen.replica_id
+
+    def _is_alone(self, trains: bool, now: float) -> bool:
+        """Whether nobody has trained for `ALONE_S`, and groups are missing here."""
         running = [slot for slot in self._slots if slot.stage is _Stage.RUNNING]
         num_groups = sum(not slot.is_spare for slot in running)
         num_converting = sum(slot.stage is _Stage.CONVERTING for slot in self._slots)
-        if view.trains or num_groups + num_converting >= self.rules.num_groups:
+        if trains or num_groups + num_converting >= self.rules.num_groups:
             self._alone_since = None
-            return
+            return False
         if self._alone_since is None:
             self._alone_since = now
-        if now < self._alone_since + ALONE_S:
-            return
+        return now >= self._alone_since + ALONE_S
+
+    def _replace_spare(self) -> None:
+        """End a spare, to start it as a group."""
         for index, slot in enumerate(self._slots):
             if slot.stage is _Stage.RUNNING and slot.is_spare:
                 slot.stage = _Stage.CONVERTING
