@@ -120,6 +120,23 @@ def test_g6_a_spare_becomes_a_group_if_nobody_trains() -> None:
     assert launch.ended(0, 0, at + 1) == (StartReplicaGroup(0, is_spare=False),)
 
 
+def test_g6_a_spare_that_is_lost_before_the_job_is_whole_is_a_spare_again() -> None:
+    launch = begun()
+    launch.ended(2, KILLED, 1.0)
+    assert launch.looked(SeenJob(), 1.1) == (StartReplicaGroup(2, is_spare=True),)
+
+
+def test_g6_no_more_groups_come_back_than_were_asked_for() -> None:
+    launch = begun()
+    for index in range(3):
+        launch.ended(index, KILLED, 10.0)
+    assert launch.looked(NOBODY, 10.1) == (
+        StartReplicaGroup(0, is_spare=False),
+        StartReplicaGroup(1, is_spare=False),
+        StartReplicaGroup(2, is_spare=True),
+    )
+
+
 def test_g6_groups_that_the_lighthouse_still_counts_do_not_train() -> None:
     launch = begun(num_groups=3)
     all_of_them = seen("0:a", "1:a", "2:a", num_places=3)

@@ -212,7 +212,8 @@ class ReplicaGroups:
         has_place = trains and view.num_places >= self.rules.num_groups
         for index, slot in enumerate(self._slots):
             if slot.stage is _Stage.WAITING and not is_finished:
-                self._start(index, is_spare=has_place)
+                is_whole = self._num_groups() >= self.rules.num_groups
+                self._start(index, is_spare=has_place or is_whole)
         self._look_at = math.inf if trains_here else now + LOOK_S
         if self._is_alone(trains, now):
             if is_finished:
@@ -254,15 +255,19 @@ class ReplicaGroups:
 
     def _is_alone(self, trains: bool, now: float) -> bool:
         """Whether nobody has trained for `ALONE_S`, and groups are missing here."""
-        running = [slot for slot in self._slots if slot.stage is _Stage.RUNNING]
-        num_groups = sum(not slot.is_spare for slot in running)
-        num_converting = sum(slot.stage is _Stage.CONVERTING for slot in self._slots)
-        if trains or num_groups + num_converting >= self.rules.num_groups:
+        if trains or self._num_groups() >= self.rules.num_groups:
             self._alone_since = None
             return False
         if self._alone_since is None:
             self._alone_since = now
         return now >= self._alone_since + ALONE_S
+
+    def _num_groups(self) -> int:
+        """The number of groups that run, and of spares that become one."""
+        return sum(
+            slot.stage is _Stage.CONVERTING or (slot.stage is _Stage.RUNNING and not slot.is_spare)
+            for slot in self._slots
+        )
 
     def _replace_spare(self) -> None:
         """End a spare, to start it as a group."""
