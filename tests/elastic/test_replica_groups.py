@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
+import psutil
 import pytest
 from support.launched import OURS
 from support.programs import Program
@@ -158,8 +159,11 @@ def test_g6_groups_and_spare_that_are_killed_together_train_again(groups: Groups
     groups.until(lambda: groups.standing_by() == {"2"}, "a spare stands by")
 
     pids = {each["pid"] for each in groups.records()}
-    for pid in pids:  # the lighthouse counts each of them for a moment after its end
-        os.kill(pid, signal.SIGKILL)
+    # The lighthouse counts each group for a moment after the end of its launcher.
+    launchers = {psutil.Process(pid).ppid() for pid in pids}
+    assert len(launchers) == 3
+    for launcher in launchers:
+        os.kill(launcher, signal.SIGKILL)
 
     def train_again() -> bool:
         return len(groups.trainers()) == 2 and not pids & set(groups.trainers().values())
