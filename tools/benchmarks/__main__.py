@@ -53,7 +53,7 @@ BENCHMARKS = (
     ),
     Benchmark("stall", ("--gb=0.25", "--mb-per-s=40"), ("--gb=2", "--mb-per-s=100")),
     Benchmark("catch_up", ("--gb=0.25",), ("--gb=2",)),
-    Benchmark("buddy", ("--gb=0.25", "--steps=20", "--step-s=0.2"), ("--gb=2",)),
+    Benchmark("buddy", ("--gb=0.25", "--blocks=2", "--step-s=0.2"), ("--gb=2",)),
     Benchmark("prepared_spares", ("--gb=0.2",), ("--gb=2",)),
     Benchmark(
         "launcher",

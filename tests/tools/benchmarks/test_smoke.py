@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from support.warm import Warm
 
 from tools.benchmarks import (
+    buddy,
     dashboard,
     fleet,
     isolation,
@@ -94,6 +95,20 @@ def test_meeting(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (clients["members"], clients["requests"] < 10) == (5, True)
     assert processes["members"] == 2
     assert min(processes["meet_ms"], processes["gloo_ms"]) > 0
+
+
+def test_buddy(run: Run) -> None:
+    tiny = ("--gb=0.01", "--step-s=0.02", "--every=2", "--blocks=3")
+    output, result = run(buddy.main, *tiny)
+    assert "to off" in output
+    off, idle, held = result["rows"]
+    assert [row["way"] for row in (off, idle, held)] == list(buddy.WAYS)
+    assert off["ratio"] == 1.0
+    assert min(idle["ratio"], held["ratio"]) > 0
+    assert all(len(row["ratios"]) == 3 and row["longest_ms"] > 0 for row in result["rows"])
+    assert held["behind"] >= 0
+    assert held["holder_gb"] > 0
+    assert idle["holder_gb"] is None
 
 
 def test_fleet(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
