@@ -14,9 +14,9 @@ import torch
 from support.running import eventually
 
 from torchft_svc.client.checkpointing import HTTPTransport
-from torchft_svc.client.checkpointing.http import connections
+from torchft_svc.client.checkpointing.http import connections, served
 from torchft_svc.errors import PeerError
-from torchft_svc.testing.proxy import DEADLINE_S
+from torchft_svc.testing.proxy import DEADLINE_S, Gate, Proxy
 
 LONG = timedelta(seconds=DEADLINE_S)
 SOON = timedelta(milliseconds=300)
@@ -139,6 +139,34 @@ def test_two_holders_receive_one_copy(
     source.disallow_checkpoint()
     for each in fetched:
         assert torch.equal(each.result(DEADLINE_S)["w"], weights()["w"])
+
+
+def test_b3_a_slow_holder_is_not_cut_off_by_the_next_copy_for_a_fast_one(
+    source: Transport,
+    holder: Transport,
+    pool: ThreadPoolExecutor,
+    stack: contextlib.ExitStack,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow: Transport = stack.enter_context(HTTPTransport(LONG, 1, hostname="127.0.0.1"))
+    gate = Gate(4 * CHUNK_BYTES)
+    proxy = stack.enter_context(Proxy(source.metadata(), gate))
+    late = pool.submit(slow.recv_copy, proxy.url, 0, LONG)
+    eventually(lambda: source.num_awaiting_copy(1) == 1)
+    waiting(pool, source, holder)
+    source.offer_copy(5, weights())
+    source.disallow_checkpoint()
+    gate.wait_until_reached()
+    pool.submit(holder.recv_copy, source.metadata(), 5, LONG)
+    eventually(lambda: source._copy._waiting == [5])
+    assert source.num_awaiting_copy(6) == 0, "the slow one still fetches that of step 5"
+    with monkeypatch.context() as patched:
+        patched.setattr(served, "STANDSTILL_S", 0.0)
+        assert source.num_awaiting_copy(6) == 1, "it stands still"
+    gate.open()
+    assert torch.equal(late.result(DEADLINE_S)["w"], weights()["w"])
+    eventually(lambda: source.num_awaiting_copy(6) == 1)
+    source.offer_copy(6, weights())
 
 
 def test_the_end_of_a_source_ends_the_wait(

@@ -32,6 +32,10 @@ MAX_CLAIMS = 16
 EXTRAS_TIMEOUT_S = 5.0
 
 
+# A receiver of a copy that has asked for nothing and received nothing for so long delays no other.
+STANDSTILL_S = 5.0
+
+
 class Gone(Exception):
     """The requested state or chunk is not served any more; the message says why."""
 
@@ -106,6 +110,10 @@ class ServedState:
     def copied_bytes(self) -> int:
         with self._changed:
             return sum(len(copy) for copy in self._copies.values())
+
+    def is_being_fetched(self) -> bool:
+        """Whether a receiver has made progress lately, and does not have everything."""
+        return not self.is_over and self._clock() - self._progress_at < STANDSTILL_S
 
     def expires_at(self) -> float:
         """The time at which to call `expire`; progress moves it to a later time."""
@@ -443,7 +451,14 @@ class CopySlot(OfferSlot):
         self._waiting: list[int] = []  # the steps above which holders wait for one
 
     def num_waiting(self, step: int) -> int:
-        """Return how many holders wait for a copy, and would fetch that of ``step``."""
+        """Return how many holders wait for a copy, and would fetch that of ``step``.
+
+        While one of them still fetches the last copy, which the next one would replace: 0. So a
+        slow holder gets fewer copies beside a fast one, and not none.
+        """
+        state = self._state
+        if state is not None and state.is_being_fetched():
+            return 0
         return sum(above < step for above in self._waiting)
 
     def wait_for(self, step: int, wait_s: float) -> ServedState:
