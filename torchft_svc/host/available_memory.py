@@ -29,6 +29,15 @@ def available_bytes() -> int | None:
     return available
 
 
+def total_bytes() -> int | None:
+    """Return the memory of this machine, or of the container; None if it is not reported."""
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", _read(_MEMINFO), re.MULTILINE)
+    if found is None:
+        return None
+    limits = [_read(limit_file).strip() for limit_file, _ in _CONTAINER_LIMITS]
+    return min([int(found[1]) << 10, *(int(limit) for limit in limits if limit.isdigit())])
+
+
 def _read(path: Path) -> str:
     try:
         return path.read_text("ascii")

@@ -104,6 +104,14 @@ def test_what_is_taken_is_kept_no_more() -> None:
     assert filling_threads() == []
 
 
+def test_a_state_that_is_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system that overcommits would grant it."""
+    monkeypatch.setattr(memory, "total_bytes", lambda: NUM_BYTES - 1)
+    with pytest.raises(MemoryError, match=f"{NUM_BYTES} bytes does not fit into {NUM_BYTES - 1}"):
+        Staging().pop_filling(NUM_BYTES)
+    assert filling_threads() == []
+
+
 def test_nothing_is_made_ready_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_bytes", lambda: 2 * NUM_BYTES - 1)
     kept = Staging()

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchft_svc.host.available_memory import available_bytes
+from torchft_svc.host.available_memory import available_bytes, total_bytes
 
 log = logging.getLogger(__name__)
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -238,6 +238,10 @@ class Staging:
         Raises:
             MemoryError: there is not enough.
         """
+        # A system that overcommits memory would grant any size, and end this process later.
+        total = total_bytes()
+        if total is not None and num_bytes > total:
+            raise MemoryError(f"a state of {num_bytes} bytes does not fit into {total} of memory")
         with self._lock:
             at_hand = self._at_hand
             if self._kept is None or (at_hand is not None and at_hand.num_bytes != num_bytes):
