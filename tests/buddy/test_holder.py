@@ -80,24 +80,24 @@ def test_b4_a_copy_can_be_fetched_again_and_again() -> None:
 
 def test_b4_the_newest_that_is_whole_stays_until_a_newer_one_is(pairs: WorkerCopies) -> None:
     old = pairs.add(state_of(5))
-    pairs.keep_newest(old.place, room=True)
+    pairs.keep_newest({old.place}, room=True)
     assert steps(pairs) == [5]
     new = pairs.add(state_of(10))
-    pairs.keep_newest(old.place, room=False)
+    pairs.keep_newest({old.place}, room=False)
     assert steps(pairs) == [5, 10]
-    pairs.keep_newest(old.place, room=True)  # another one arrives, and the one of 10 is not whole
+    pairs.keep_newest({old.place}, room=True)  # another one arrives, and the one of 10 is not whole
     assert steps(pairs) == [5]
     with pytest.raises(PeerError):
         fetch(new)
     newest = pairs.add(state_of(15))
-    pairs.keep_newest(newest.place, room=False)
+    pairs.keep_newest({newest.place, (99, 7, 2)}, room=False)
     assert steps(pairs) == [15]
 
 
 def test_b4_without_a_whole_state_the_newest_copy_stays(pairs: WorkerCopies) -> None:
     pairs.add(state_of(5))
     pairs.add(state_of(10))
-    pairs.keep_newest(None, room=True)
+    pairs.keep_newest(set(), room=True)
     assert steps(pairs) == [10]
 
 

@@ -107,16 +107,27 @@ def test_status_shows_how_far_a_heal_is() -> None:
     ("job", "line"),
     [
         (
-            JobStatus(job="j", num_holders=1, copy_step=7, committed_step=8),
+            JobStatus(job="j", num_holders=1, copy_step=7, copy_age_s=2.0, committed_step=8),
             "  1 process holds copies of the state of step 7, 1 step back",
         ),
         (
-            JobStatus(job="j", num_holders=2, copy_step=5, committed_step=8, ended_s=3.0),
+            JobStatus(
+                job="j",
+                num_holders=2,
+                copy_step=5,
+                copy_age_s=2.0,
+                committed_step=8,
+                ended_s=3.0,
+            ),
             "  2 processes hold copies of the state of step 5, 3 steps back",
         ),
         (
-            JobStatus(job="j", num_holders=1, committed_step=8),
+            JobStatus(job="j", num_holders=1, copy_age_s=2.0, committed_step=8),
             "  1 process for copies of the state holds none as a whole yet",
+        ),
+        (
+            JobStatus(job="j", copy_age_s=2.0, committed_step=8),
+            "  no process holds copies of the state any more",
         ),
     ],
 )

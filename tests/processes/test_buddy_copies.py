@@ -2,169 +2,122 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
-import subprocess
-import sys
-import threading
-from collections.abc import Callable, Iterator
-from datetime import timedelta
-from typing import IO
+from collections.abc import Iterator
+from operator import itemgetter
+from pathlib import Path
 
 import pytest
-from support.running import ROOT, SCRIPTS, Process, environment, eventually, lighthouse_process
-from support.warm import Warm
-
-from torchft_svc.coordination import LighthouseClient
-from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from support.buddies import BACK, EVERY, LONG_S, CopiedJob, Group, States, kill_all, until_begun
+from support.etcd_server import etcd_server, needs_etcd
+from support.running import Process, eventually, lighthouse_process, steady_address
 
 pytestmark = pytest.mark.processes
-
-EVERY = 5
-LONG_S = 60.0
-
-
-class Child:
-    """A process of which each line is kept; `kill` is a SIGKILL to all that it has started."""
-
-    def __init__(self, *command: str) -> None:
-        self.lines: list[list[str]] = []
-        self._process = Warm(
-            [sys.executable, *command],
-            cwd=ROOT,
-            env=environment(PYTHONUNBUFFERED="1"),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            drops_memory=True,
-        )
-        assert self._process.stdout is not None
-        self._reader = threading.Thread(
-            target=self._read, args=(self._process.stdout,), daemon=True
-        )
-        self._reader.start()
-
-    def _read(self, stream: IO[str]) -> None:
-        for line in stream:
-            self.lines.append(line.split())
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait(LONG_S)
-        self._reader.join(LONG_S)
-
-    def text(self) -> str:
-        return "\n".join(" ".join(line) for line in self.lines)
-
-    def begins(self) -> list[tuple[int, str]]:
-        """The steps that it has begun, with the digests of its state."""
-        return [(int(line[1]), line[2]) for line in self.lines if line[:1] == ["BEGINS"]]
-
-    def last_step(self) -> int:
-        begun = self.begins()
-        return begun[-1][0] if begun else 0
+LEASE_S = 2
 
 
 @pytest.fixture
-def stack() -> Iterator[contextlib.ExitStack]:
-    with contextlib.ExitStack() as stack:
-        yield stack
+def job() -> Iterator[CopiedJob]:
+    with lighthouse_process() as lighthouse, CopiedJob(lighthouse.address) as job:
+        yield job
 
 
-@pytest.fixture
-def start(stack: contextlib.ExitStack) -> Callable[..., Child]:
-    def start(*command: str) -> Child:
-        child = Child(*command)
-        stack.callback(child.kill)
-        return child
-
-    return start
-
-
-def trainer(
-    start: Callable[..., Child],
-    lighthouse: Process,
-    name: str,
-    seed: int,
-    every: int = EVERY,
-    step_s: float = 0.02,
-) -> Child:
-    numbers = map(str, (seed, every, step_s))
-    return start(str(SCRIPTS / "buddy_trainer.py"), lighthouse.address, name, *numbers)
+def check_goes_on(job: CopiedJob, last: int, states: States, *again: Group) -> None:
+    """The groups of the next life begin with the bits of the one before, and are copied, too."""
+    step = until_begun(*again)
+    _, begun = min((group.first() for group in again), key=itemgetter(0))
+    assert begun <= states, "it is bitwise the state that a group had"
+    assert last - step <= BACK, (last, step)
+    eventually(lambda: min(each.last_step() for each in again) > last, LONG_S)
+    job.until_copied(above=last)
 
 
-def holder(start: Callable[..., Child], lighthouse: Process, beside: str) -> Child:
-    flags = [f"--lighthouse={lighthouse.address}", f"--beside={beside}"]
-    return start("-m", "torchft_svc.buddy", *flags, "--advertise-host=127.0.0.1")
+def test_b5_a_killed_job_goes_on_from_the_only_copy_that_is_left(job: CopiedJob) -> None:
+    holders = [job.hold(beside) for beside in "ab"]
+    groups = [job.train(name, seed) for seed, name in enumerate("ab")]
+    job.until_copied(above=4 * EVERY)
+    holders[1].kill()  # the one beside group b, and so the one with the state of group a
+    last, states = kill_all(*groups)
+    check_goes_on(job, last, states, *(job.train(name, 7 + n) for n, name in enumerate("ab")))
 
 
-def status_of(lighthouse: Process) -> JobStatus:
-    with LighthouseClient(lighthouse.address, timedelta(seconds=5)) as client:
-        return next(iter(client.status()), JobStatus(job="none"))
-
-
-def test_b5_a_killed_job_goes_on_from_the_only_copy_that_is_left(
-    start: Callable[..., Child],
-) -> None:
-    with lighthouse_process() as lighthouse:
-        holders = [holder(start, lighthouse, beside) for beside in "ab"]
-        groups = [trainer(start, lighthouse, name, seed) for seed, name in enumerate("ab")]
-        eventually(lambda: status_of(lighthouse).copy_step >= 4 * EVERY, LONG_S)
-        holders[1].kill()  # the one beside group b, and so the one with the state of group a
-        for group in groups:
-            group.kill()
-        last = max(group.last_step() for group in groups)
-        # Group b may have joined late; its states are those of group a from then on.
-        states = dict(groups[0].begins()) | dict(groups[1].begins())
-
-        again = [trainer(start, lighthouse, name, 7 + seed) for seed, name in enumerate("ab")]
-        eventually(lambda: all(each.begins() for each in again), LONG_S)
-        step, digest = min(each.begins()[0] for each in again)
-        assert digest == states[step], "it is bitwise the state that the groups had"
-        assert last - step <= 2 * EVERY, (last, step)
-        eventually(lambda: min(each.last_step() for each in again) > last, LONG_S)
-        eventually(lambda: status_of(lighthouse).copy_step > last, LONG_S)
-
-
-def test_b5_a_group_heals_from_a_living_one_and_not_from_a_copy(
-    start: Callable[..., Child],
-) -> None:
-    with lighthouse_process() as lighthouse:
-        holder(start, lighthouse, "a")
-        groups = [trainer(start, lighthouse, name, seed) for seed, name in enumerate("ab")]
-        eventually(lambda: status_of(lighthouse).copy_step >= 2 * EVERY, LONG_S)
-        groups[0].kill()
-        again = trainer(start, lighthouse, "a", 7)
-        eventually(lambda: again.begins(), LONG_S)
-        assert "fetching a copy" not in again.text()
-        eventually(lambda: again.begins()[0] in groups[1].begins())
+def test_b5_a_group_heals_from_a_living_one_and_not_from_a_copy(job: CopiedJob) -> None:
+    job.hold("a")
+    groups = [job.train(name, seed) for seed, name in enumerate("ab")]
+    job.until_copied(above=2 * EVERY)
+    groups[0].kill()
+    again = job.train("a", 7)
+    until_begun(again)
+    assert "fetching a copy" not in again.text()
+    eventually(lambda: again.first()[1] <= groups[1].states())
 
 
 def test_b5_a_group_that_waits_to_join_while_the_others_die_begins_from_a_copy(
-    start: Callable[..., Child],
+    job: CopiedJob,
 ) -> None:
     """The group has asked while there was a living state, and is the only one that asks now."""
-    with lighthouse_process() as lighthouse:
-        holder(start, lighthouse, "a")
-        groups = [
-            trainer(start, lighthouse, name, seed, every=1, step_s=2.0)
-            for seed, name in enumerate("ab")
-        ]
-        eventually(lambda: status_of(lighthouse).copy_step >= 2, LONG_S)
-        groups[0].kill()
-        again = trainer(start, lighthouse, "a", 7, every=1, step_s=2.0)
-        eventually(
-            lambda: any(
-                group.asking and not group.in_quorum for group in status_of(lighthouse).groups
-            ),
-            LONG_S,
-        )
-        groups[1].kill()
-        eventually(lambda: again.begins(), LONG_S)
-        step, digest = again.begins()[0]
-        assert step >= 2
-        assert (step, digest) in groups[1].begins()
-        assert "the job begins there" in again.text() or "fetching a copy" in again.text()
+    job.hold("a")
+    groups = [job.train(name, seed, every=1, step_s=2.0) for seed, name in enumerate("ab")]
+    job.until_copied(above=1)
+    groups[0].kill()
+    again = job.train("a", 7, every=1, step_s=2.0)
+    job.until(lambda status: any(each.asking and not each.in_quorum for each in status.groups))
+    groups[1].kill()
+    assert until_begun(again) >= 2
+    assert again.first()[1] <= groups[1].states()
+    text = again.text()
+    assert "the job begins there" in text or "fetching a copy" in text
+
+
+def test_a_spare_takes_a_place_and_when_all_are_killed_the_job_goes_on_from_a_copy(
+    job: CopiedJob,
+) -> None:
+    """Prepared spares (rule G2) and copies together: the copy is of what the spare has trained."""
+    job.hold("x")
+    groups = [job.train(name, seed) for seed, name in enumerate("ab")]
+    job.until_copied(above=EVERY)
+    spare = job.train("c", 5, TORCHFT_SPARE="1")
+    job.until(lambda status: any(each.asks for each in status.prepared_spares), "no spare")
+    assert not spare.states(), "it stands by"
+    groups[0].kill()
+    joined_at = until_begun(spare)
+    eventually(lambda: spare.first()[1] <= groups[1].states())
+    job.until_copied(above=joined_at + EVERY)
+    last, states = kill_all(groups[1], spare)
+    check_goes_on(job, last, states, *(job.train(name, 9 + n) for n, name in enumerate("ab")))
+
+
+def test_b2_a_lighthouse_that_is_killed_with_all_groups_learns_of_the_copies_again() -> None:
+    address = steady_address()
+    with lighthouse_process(bind=address) as before, CopiedJob(address) as job:
+        job.hold("x")
+        groups = [job.train(name, seed) for seed, name in enumerate("ab")]
+        job.until_copied(above=2 * EVERY)
+        before.kill()
+        last, states = kill_all(*groups)
+        again = [job.train(name, 7 + seed) for seed, name in enumerate("ab")]
+        with lighthouse_process(bind=address):
+            check_goes_on(job, last, states, *again)
+
+
+@needs_etcd
+def test_b2_the_next_leader_of_several_lighthouses_knows_the_copies(tmp_path: Path) -> None:
+    """A holder reports to all of them, and the one that is elected waits for its report."""
+    with etcd_server(tmp_path) as etcd:
+
+        def lighthouse() -> Process:
+            flags = (f"--leader-election=etcd://{etcd.address}/torchft", f"--lease-ttl-s={LEASE_S}")
+            return lighthouse_process(*flags, "--join-timeout-ms=1000")
+
+        with lighthouse() as one, lighthouse() as two:
+            addresses = {each.address: each for each in (one, two)}
+            with CopiedJob(",".join(addresses)) as job:
+                job.hold("x")
+                groups = [job.train(name, seed) for seed, name in enumerate("ab")]
+                job.until_copied(above=2 * EVERY)
+                leaders = [each for each in (one, two) if "leads now" in each.errors()]
+                assert len(leaders) == 1
+                leaders[0].send(signal.SIGKILL)
+                last, states = kill_all(*groups)
+                again = [job.train(name, 7 + seed) for seed, name in enumerate("ab")]
+                check_goes_on(job, last, states, *again)

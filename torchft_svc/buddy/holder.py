@@ -1,6 +1,6 @@
 """Fetches the newest states of a group, keeps them in memory, and serves them (rules B1 to B6).
 
-For each worker there is a thread that waits for copies; another one reports to the lighthouses.
+For each worker there is a thread that waits for copies, and for each lighthouse one that reports.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from torchft_svc.buddy.common_steps import CopiedSteps, StepRate
 from torchft_svc.client.checkpointing import HTTPTransport
-from torchft_svc.client.step.state import MANAGER_KEY
+from torchft_svc.client.step.state import MANAGER_KEY, counters_of_copy
 from torchft_svc.coordination import LighthouseClient, ManagerClient
 from torchft_svc.core.quorum.lighthouse.copies import (
     REPORT_S,
@@ -25,11 +27,15 @@ from torchft_svc.core.quorum.lighthouse.copies import (
     MembersAndCopies,
     Place,
     choose_buddy,
-    newest_whole,
     places_to_keep,
+    whole_states,
 )
 from torchft_svc.core.quorum.types import DEFAULT_JOB
-from torchft_svc.errors import ConfigError, PeerError, RequestRefused, TorchFTError
+from torchft_svc.errors import (
+    CheckpointError,
+    ConfigError,
+    TorchFTError,
+)
 from torchft_svc.host.address import split_addresses
 from torchft_svc.rpc.security import PLAIN, Security
 
@@ -73,6 +79,7 @@ class ServedCopy:
     """A state in memory, and the server that others fetch it from."""
 
     def __init__(self, state: Any, rank: int, config: HolderConfig) -> None:
+        """``state``: one with the counters that `counters_of_copy` has checked."""
         counters: dict[str, int] = state[MANAGER_KEY]
         self._state = state
         self._transport: HTTPTransport[Any] = HTTPTransport(
@@ -139,11 +146,12 @@ class WorkerCopies:
         for copy in dropped:
             copy.close()
 
-    def keep_newest(self, whole: Place | None, *, room: bool) -> None:
-        """Free what `places_to_keep` leaves out."""
+    def keep_newest(self, whole: Collection[Place], *, room: bool) -> None:
+        """Free what `places_to_keep` leaves out; ``whole``: all states that are whole."""
         with self._lock:
             held = [each.described.place for each in self._copies]
-        self.keep_only(places_to_keep(held, whole, room=room))
+        newest = next((place for place in reversed(held) if place in whole), None)
+        self.keep_only(places_to_keep(held, newest, room=room))
 
 
 class CopyHolder:
@@ -157,18 +165,21 @@ class CopyHolder:
         self._receiver: HTTPTransport[Any] = HTTPTransport(
             hostname=config.host, security=config.security
         )
+        self._viewing = threading.Lock()
+        self._views: dict[str, MembersAndCopies] = {}  # by the lighthouse that has answered last
         self._view = MembersAndCopies()
         self._history = HistoryWatch()
+        self._rate = StepRate()
         self._is_over = threading.Event()
         self._reasons: dict[str, str] = {}  # the last one that was logged of each party
         self._threads = [
-            threading.Thread(target=self._report_all, name="torchft-buddy-report", daemon=True)
-        ]
-        for rank in config.ranks:
-            name = f"torchft-buddy-{rank}"
-            self._threads.append(
-                threading.Thread(target=self._follow_buddy, args=(rank,), name=name, daemon=True)
+            threading.Thread(target=work, args=(what,), name=f"torchft-buddy-{what}", daemon=True)
+            for work, whats in (
+                (self._report_to, self._addresses),
+                (self._follow_buddy, config.ranks),
             )
+            for what in whats
+        ]
 
     def start(self) -> None:
         """Begin to fetch, and to report."""
@@ -193,38 +204,48 @@ class CopyHolder:
 
     # -- reports ---------------------------------------------------------------------------------
 
-    def _report_all(self) -> None:
-        """Report to all lighthouses again and again: any of them may be the one that leads."""
-        with contextlib.ExitStack() as stack:
-            clients: dict[str, LighthouseClient] = {}
-            while not self._is_over.is_set():
-                views = [
-                    view
-                    for address in self._addresses
-                    if (view := self._report(address, clients, stack)) is not None
-                ]
-                if views:
-                    self._view = max(views, key=lambda each: (len(each.members), each.knows_copies))
-                    self._free_outdated(self._view)
-                self._is_over.wait(REPORT_S)
+    def _report_to(self, address: str) -> None:
+        """Report to one lighthouse again and again: any of them may be the one that leads.
 
-    def _report(
-        self, address: str, clients: dict[str, LighthouseClient], stack: contextlib.ExitStack
-    ) -> MembersAndCopies | None:
-        copies = [each for held in self._copies.values() for each in held.described()]
+        One that does not answer holds up no report to another.
+        """
+        while not self._is_over.is_set():
+            with contextlib.suppress(TorchFTError), self._client(address) as client:
+                while not self._is_over.is_set():
+                    self._record_view(address, self._report(client))
+                    self._log_once(address, "")
+                    self._is_over.wait(REPORT_S)
+            self._record_view(address, None)
+            self._is_over.wait(REPORT_S)
+
+    @contextlib.contextmanager
+    def _client(self, address: str) -> Iterator[LighthouseClient]:
         try:
-            if address not in clients:
-                clients[address] = stack.enter_context(
-                    LighthouseClient(
-                        address, _CALL, job_id=self._config.job_id, security=self._config.security
-                    )
-                )
-            view = clients[address].report_copies(self._name, copies, _CALL)
-        except (PeerError, RequestRefused) as error:
+            job_id, security = self._config.job_id, self._config.security
+            with LighthouseClient(address, _CALL, job_id=job_id, security=security) as client:
+                yield client
+        except TorchFTError as error:
             self._log_once(address, f"lighthouse {address} does not receive reports: {error}")
-            return None
-        self._log_once(address, "")
-        return view
+            raise
+
+    def _report(self, client: LighthouseClient) -> MembersAndCopies:
+        copies = [each for held in self._copies.values() for each in held.described()]
+        return client.report_copies(self._name, copies, _CALL)
+
+    def _record_view(self, address: str, view: MembersAndCopies | None) -> None:
+        """Follow the lighthouse that knows most, and free what has become outdated."""
+        with self._viewing:
+            if view is None:
+                self._views.pop(address, None)
+            else:
+                self._views[address] = view
+            if self._views:
+                self._view = max(
+                    self._views.values(), key=lambda each: (len(each.members), each.knows_copies)
+                )
+            if view is not None:
+                self._rate.record_step(self._view.committed_step, time.monotonic())
+                self._free_outdated(self._view)
 
     def _free_outdated(self, view: MembersAndCopies) -> None:
         """Free what is not of the job's present history, or older than a state that is whole."""
@@ -238,16 +259,16 @@ class CopyHolder:
         for copies in self._copies.values():
             copies.keep_newest(self._whole(view), room=False)
 
-    def _whole(self, view: MembersAndCopies) -> Place | None:
-        """The newest state of which there is a copy of each worker."""
-        found = newest_whole(view.copies, self._config.group_world_size)
-        return found[0].place if found else None
+    def _whole(self, view: MembersAndCopies) -> Collection[Place]:
+        """The states of which there is a copy of each worker."""
+        return whole_states(view.copies, self._config.group_world_size)
 
     # -- copies ----------------------------------------------------------------------------------
 
     def _follow_buddy(self, rank: int) -> None:
         """Fetch each copy that the buddy offers, until the holder is closed."""
         copies = self._copies[rank]
+        steps = CopiedSteps()
         while not self._is_over.is_set():
             view = self._view
             if not view.members:
@@ -256,14 +277,15 @@ class CopyHolder:
             buddy = choose_buddy(view.members, self._config.beside)
             try:
                 copies.keep_newest(self._whole(view), room=True)
-                address, security = view.members[buddy], self._config.security
-                with ManagerClient(address, _CALL, security=security) as manager:
-                    metadata = manager._checkpoint_metadata(rank, _CALL)
-                state = self._receiver.recv_copy(metadata, copies.newest_step(), _SILENCE)
-                held = copies.add(state)
-                del state
+                above = copies.newest_step()
+                if self._config.group_world_size > 1:
+                    step, rate = view.committed_step, self._rate.per_second()
+                    above = steps.step_to_wait_above(above, step, rate)
+                held, fetched_in_s = self._fetch(view.members[buddy], rank, above)
+                steps.record_copy(held.step, above, fetched_in_s)
                 self._log_once(f"rank {rank}", "")
                 log.info("holds a copy of step %d, rank %d, of %s", held.step, rank, buddy)
+                self._await_other_ranks(held, steps.patience_s())
             except TorchFTError as error:
                 if self._is_over.is_set():
                     return
@@ -272,6 +294,37 @@ class CopyHolder:
             except Exception:
                 log.exception("no copy of rank %d of %s", rank, buddy)
                 self._is_over.wait(REPORT_S)
+
+    def _fetch(self, manager_address: str, rank: int, above: int) -> tuple[HeldCopy, float]:
+        """Wait for the next copy that a worker offers, and serve it; how long the fetch took.
+
+        Raises:
+            TorchFTError: the group does not answer, or what it sends is no state above ``above``.
+        """
+        with ManagerClient(manager_address, _CALL, security=self._config.security) as manager:
+            metadata = manager._checkpoint_metadata(rank, _CALL)
+        offered_at: list[float] = []
+        state = self._receiver.recv_copy(
+            metadata, above, _SILENCE, lambda: offered_at.append(time.monotonic())
+        )
+        step = counters_of_copy(state, manager_address)["step"]
+        if step <= above:
+            raise CheckpointError(manager_address, f"its copy of step {step} is not above {above}")
+        return self._copies[rank].add(state), time.monotonic() - offered_at[0]
+
+    def _await_other_ranks(self, held: HeldCopy, limit_s: float) -> None:
+        """Keep a copy until it is a part of a whole state, which a lighthouse sees: not for long.
+
+        Before, the next one would take the place of it.
+        """
+        until = time.monotonic() + limit_s
+        while (
+            held.group_world_size > 1
+            and held.place not in self._whole(self._view)
+            and time.monotonic() < until
+            and not self._is_over.is_set()
+        ):
+            self._is_over.wait(REPORT_S / 4)
 
     def _log_once(self, party: str, reason: str) -> None:
         if self._reasons.get(party, "") != reason:

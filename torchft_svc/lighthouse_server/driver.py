@@ -13,7 +13,7 @@ import grpc
 
 from torchft_svc.core.launch.rendezvous import SETTLE_IN_S, RendezvousRules
 from torchft_svc.core.launch.world import MAX_NODES
-from torchft_svc.core.quorum.lighthouse.copies import HeldCopies, HeldCopy, newest_whole
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopies, HeldCopy
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident
 from torchft_svc.core.quorum.lighthouse.lighthouse import (
     ID_STRIDE,
@@ -149,14 +149,14 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         self._core.jobs.check_room(job)
 
     def members(self, job: str) -> pb.JobMembersResponse:
-        """The members of ``job`` that live, and the copies of its states that are held."""
+        """The members of ``job`` that live, and copies of its newest whole states."""
         now = time.monotonic()
         members, step = self._core.jobs.members(job)
         return pb.JobMembersResponse(
             manager_addresses=[each.address for each in members],
             replica_ids=[each.replica_id for each in members],
             committed_step=step,
-            copies=map(copy_to_wire, self._copies.held(job, now)),
+            copies=map(copy_to_wire, self._copies.whole_copies(job, now)),
             knows_copies=self._copies.knows_all(now),
             is_finished=self._core.jobs.is_finished(job),
         )
@@ -185,11 +185,14 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         return [self._with_copies(each, now) for each in jobs]
 
     def _with_copies(self, status: JobStatus, now: float) -> JobStatus:
-        whole = newest_whole(self._copies.held(status.job, now))
+        copies = self._copies.summarize(status.job, now)
+        if copies is None:
+            return status
         return replace(
             status,
-            copy_step=whole[0].step if whole else 0,
-            num_holders=self._copies.num_holders(status.job, now),
+            copy_step=copies.newest_step,
+            num_holders=copies.num_holders,
+            copy_age_s=copies.age_s,
         )
 
     def paces(self, job: str, replica_ids: Iterable[str]) -> dict[str, tuple[Pace, ...]]:

@@ -179,18 +179,25 @@ def pace_cells(group: GroupStatus) -> tuple[str, str, str]:
 
 
 def _copies(job: JobStatus) -> Iterator[str]:
-    """How far the copies of a job's state are behind it."""
+    line = copies_line(job)
+    if line:
+        yield f"  {line}"
+
+
+def copies_line(job: JobStatus) -> str:
+    """Describe how far the copies of a job's state are behind it (empty: nobody holds any)."""
+    if job.copy_age_s is None:
+        return ""
     if not job.num_holders:
-        return
+        return "no process holds copies of the state any more"
     is_one = job.num_holders == 1
     holders = f"{job.num_holders} process{'' if is_one else 'es'}"
     holds = "holds" if is_one else "hold"
     if not job.copy_step:
-        yield f"  {holders} for copies of the state {holds} none as a whole yet"
-        return
+        return f"{holders} for copies of the state {holds} none as a whole yet"
     behind = max(0, job.committed_step - job.copy_step)
     steps = f"{behind} step{'s' * (behind != 1)}"
-    yield f"  {holders} {holds} copies of the state of step {job.copy_step}, {steps} back"
+    return f"{holders} {holds} copies of the state of step {job.copy_step}, {steps} back"
 
 
 def _differences(job: JobStatus) -> Iterator[str]:

@@ -692,7 +692,7 @@ class NodeStatus(_message.Message):
     def __init__(self, node_id: _Optional[str] = ..., host: _Optional[str] = ..., node_rank: _Optional[int] = ..., num_workers: _Optional[int] = ..., status: _Optional[_Union[AgentStatus, str]] = ..., reached: bool = ..., num_restarts: _Optional[int] = ..., silent_ms: _Optional[int] = ..., waits_ms: _Optional[int] = ...) -> None: ...
 
 class JobStatus(_message.Message):
-    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished", "num_differences", "last_difference", "goodput", "copy_step", "num_holders", "prepared_spares", "num_places")
+    __slots__ = ("job", "quorum_id", "committed_step", "min_replicas", "waiting_for", "groups", "num_expected", "num_discarded", "num_heals", "stalled_ms", "gone", "ended_ms", "finished", "num_differences", "last_difference", "goodput", "copy_step", "num_holders", "prepared_spares", "num_places", "copy_age_ms")
     JOB_FIELD_NUMBER: _ClassVar[int]
     QUORUM_ID_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_STEP_FIELD_NUMBER: _ClassVar[int]
@@ -713,6 +713,7 @@ class JobStatus(_message.Message):
     NUM_HOLDERS_FIELD_NUMBER: _ClassVar[int]
     PREPARED_SPARES_FIELD_NUMBER: _ClassVar[int]
     NUM_PLACES_FIELD_NUMBER: _ClassVar[int]
+    COPY_AGE_MS_FIELD_NUMBER: _ClassVar[int]
     job: str
     quorum_id: int
     committed_step: int
@@ -733,7 +734,8 @@ class JobStatus(_message.Message):
     num_holders: int
     prepared_spares: _containers.RepeatedCompositeFieldContainer[PreparedSpare]
     num_places: int
-    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ..., num_differences: _Optional[int] = ..., last_difference: _Optional[str] = ..., goodput: _Optional[_Union[Goodput, _Mapping]] = ..., copy_step: _Optional[int] = ..., num_holders: _Optional[int] = ..., prepared_spares: _Optional[_Iterable[_Union[PreparedSpare, _Mapping]]] = ..., num_places: _Optional[int] = ...) -> None: ...
+    copy_age_ms: int
+    def __init__(self, job: _Optional[str] = ..., quorum_id: _Optional[int] = ..., committed_step: _Optional[int] = ..., min_replicas: _Optional[int] = ..., waiting_for: _Optional[str] = ..., groups: _Optional[_Iterable[_Union[GroupStatus, _Mapping]]] = ..., num_expected: _Optional[int] = ..., num_discarded: _Optional[int] = ..., num_heals: _Optional[int] = ..., stalled_ms: _Optional[int] = ..., gone: _Optional[_Iterable[_Union[GoneGroup, _Mapping]]] = ..., ended_ms: _Optional[int] = ..., finished: bool = ..., num_differences: _Optional[int] = ..., last_difference: _Optional[str] = ..., goodput: _Optional[_Union[Goodput, _Mapping]] = ..., copy_step: _Optional[int] = ..., num_holders: _Optional[int] = ..., prepared_spares: _Optional[_Iterable[_Union[PreparedSpare, _Mapping]]] = ..., num_places: _Optional[int] = ..., copy_age_ms: _Optional[int] = ...) -> None: ...
 
 class PreparedSpare(_message.Message):
     __slots__ = ("replica_id", "asks", "silent_ms")

@@ -69,6 +69,7 @@ _JOB = _codec(
     prepared_spares=list_of(_SPARE),
     stalled_s=milliseconds("stalled_ms"),
     ended_s=milliseconds("ended_ms"),
+    copy_age_s=milliseconds("copy_age_ms"),
 )
 _NODE = _codec(
     NodeStatus,

@@ -218,8 +218,16 @@ class CheckpointTransport(ABC, Generic[T]):
         """
         raise NotImplementedError
 
-    def recv_copy(self, metadata: str, above: int, timeout: timedelta) -> T:
+    def recv_copy(
+        self,
+        metadata: str,
+        above: int,
+        timeout: timedelta,
+        on_offer: Callable[[], object] = lambda: None,
+    ) -> T:
         """Fetch the next copy of a step higher than ``above`` that a worker offers.
+
+        ``on_offer`` is called when it does, before the bytes are fetched.
 
         Raises:
             PeerError: the worker offers none within ``timeout``, or is lost.

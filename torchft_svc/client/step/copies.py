@@ -14,8 +14,15 @@ from torchft_svc import coordination
 from torchft_svc.client.process.device_streams import TrainingStreams
 from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.shared_round import SharedRound
-from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, Start, find_start
-from torchft_svc.errors import PeerError, RequestRefused, TorchFTError
+from torchft_svc.client.step.state import counters_of_copy
+from torchft_svc.core.quorum.lighthouse.copies import (
+    HeldCopy,
+    MembersAndCopies,
+    Start,
+    copies_of_worker,
+    find_start,
+)
+from torchft_svc.errors import CheckpointError, PeerError, RequestRefused, TorchFTError
 
 log = logging.getLogger(__name__)
 
@@ -102,29 +109,60 @@ def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedC
     None: others live, or there is no such copy.
 
     Raises:
-        PeerError: there is a copy that cannot be fetched, or the lighthouse does not answer.
+        PeerError: there are copies, and none can be fetched, or the lighthouse does not answer.
     """
-    until, place = time.monotonic() + rules.timeouts.quorum_s, rules.place
+    began_at, place = time.monotonic(), rules.place
+    search = _Search(place.group_rank, place.group_world_size, own_step)
+    error: TorchFTError = RequestRefused("the lighthouse does not know all copies yet")
     while True:
-        error: TorchFTError = RequestRefused("the lighthouse does not know all copies yet")
+        waited_s = time.monotonic() - began_at
         try:
             view = deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
-            start, copy = find_start(view, place.group_rank, place.group_world_size, own_step)
+            start, _ = find_start(view, place.group_rank, place.group_world_size, own_step)
             if start is Start.WITHOUT_COPY:
                 return None
             if start is Start.ASK_MEMBERS and _is_one_alive(deps, rules, view.members.values()):
                 return None
-            if start is Start.FETCH_COPY and copy is not None:
+            if start is Start.FETCH_COPY:
+                copy = search.choose(view, takes_older=waited_s > rules.timeouts.quorum_s / 2)
                 return FetchedCopy(_fetch(deps, rules, copy), copy)
         except RequestRefused as refusal:
             log.info("no copy is looked for: %s", refusal)
             return None
         except PeerError as failure:
-            log.info("no copy of the state was fetched yet: %s", failure)
+            log.warning("no copy of the state was fetched yet: %s", failure)
             error = failure
-        if time.monotonic() > until:
+        patience_s = rules.timeouts.quorum_s * (2 if search.has_untried else 1)
+        if waited_s > patience_s:
             raise error
         time.sleep(_PAUSE_S)
+
+
+class _Search:
+    """Chooses the copy that is asked for next: the newest state, and each of its holders in turn.
+
+    The states before that one count once it could not be fetched for a while.
+    """
+
+    def __init__(self, group_rank: int, group_world_size: int, own_step: int) -> None:
+        self._worker = group_rank, group_world_size, own_step
+        self._asked_at: dict[str, float] = {}  # by the address of a copy
+        self._found: list[HeldCopy] = []
+
+    def choose(self, view: MembersAndCopies, *, takes_older: bool) -> HeldCopy:
+        """Return a copy in a view that has one: first those that were not asked for yet."""
+        states = copies_of_worker(view, *self._worker)
+        if not takes_older:
+            states = states[:1]
+        self._found = [copy for copies in states for copy in copies]
+        copy = min(self._found, key=lambda each: self._asked_at.get(each.address, 0.0))
+        self._asked_at[copy.address] = time.monotonic()
+        return copy
+
+    @property
+    def has_untried(self) -> bool:
+        """Whether there is a copy that was not asked for yet."""
+        return any(copy.address not in self._asked_at for copy in self._found)
 
 
 def _is_one_alive(deps: Dependencies, rules: RoundRules, addresses: Iterable[str]) -> bool:
@@ -137,12 +175,30 @@ def _is_one_alive(deps: Dependencies, rules: RoundRules, addresses: Iterable[str
             ) as member:
                 member._checkpoint_metadata(rules.place.group_rank, limit)
             return True
+        except RequestRefused:
+            return True
         except PeerError as error:
             log.info("the group at %s does not answer: %s", address, error)
     return False
 
 
 def _fetch(deps: Dependencies, rules: RoundRules, copy: HeldCopy) -> Any:
+    """Fetch a copy, and check that it is of the state that its holder has reported.
+
+    Raises:
+        PeerError: it cannot be fetched, or is another one.
+    """
     log.info("fetching a copy of step %d: no group with a state lives", copy.step)
     timeout = timedelta(seconds=rules.timeouts.collective_s)
-    return deps.transport.recv_checkpoint(0, copy.address, copy.step, timeout)
+    try:
+        state = deps.transport.recv_checkpoint(0, copy.address, copy.step, timeout)
+    except PeerError:
+        raise
+    except TorchFTError as error:  # its address is none, or it refuses this worker's token
+        raise CheckpointError(copy.holder, str(error)) from error
+    counters = counters_of_copy(state, copy.holder)
+    if (counters["step"], counters["quorum_id"]) != (copy.step, copy.step_quorum_id):
+        reason = f"it has the state of step {counters['step']}, and was reported as one of step "
+        raise CheckpointError(copy.holder, f"{reason}{copy.step}")
+    deps.registry.check(state, copy.holder)
+    return state

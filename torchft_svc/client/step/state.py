@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from torchft_svc.client.checkpointing.encoding.shards import put_together, take_apart
 from torchft_svc.client.checkpointing.encoding.tree import map_nodes
 from torchft_svc.client.step.assignments import Assignments
+from torchft_svc.core.limits import MAX_INT64
 from torchft_svc.errors import CheckpointError, ConfigError, DeadlineExceeded, TornState
 
 log = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ EARLY_KEY = "torchft.early"
 _EARLY_MARK = "torchft.early_tensor"
 _TRAINED = "trained"  # a 1 or a 0 for each parameter
 _SOURCE = "the group healed from"
+_NO_STATE = "it is not the state of a replica group"
 _KEEP = (
     "the optimizer and the wrapper of the model still use the former parameters, so this group "
     "would train nothing any more: copy the state into the parameters, with load_state_dict() and "
@@ -299,7 +301,7 @@ class StateRegistry:
             CheckpointError: it does not match the state of this worker.
         """
         if not isinstance(state, dict) or not {USER_KEY, MANAGER_KEY} <= state.keys():
-            raise CheckpointError(source, "it is not the state of a replica group")
+            raise CheckpointError(source, _NO_STATE)
         theirs, ours = set(state[USER_KEY]), set(self._pieces)
         if theirs != ours:
             raise CheckpointError(
@@ -381,6 +383,23 @@ class StateRegistry:
                 parameter.requires_grad_(flag == "1")
                 changed = True
         return changed
+
+
+def counters_of_copy(state: Any, source: str) -> dict[str, int]:
+    """Return the counters in a copy of a worker's state, as ``source`` has sent it.
+
+    Raises:
+        CheckpointError: it is no such state, or has counters that no worker has.
+    """
+    if not isinstance(state, dict) or not isinstance(state.get(USER_KEY), dict):
+        raise CheckpointError(source, _NO_STATE)
+    counters = state.get(MANAGER_KEY)
+    if not isinstance(counters, dict):
+        raise CheckpointError(source, _NO_STATE)
+    for name in ("step", "quorum_id", "batches_committed"):
+        if type(counters.get(name)) is not int or not 0 <= counters[name] <= MAX_INT64:
+            raise CheckpointError(source, f"its counter {name!r} is {counters.get(name)!r:.40}")
+    return counters
 
 
 def size_of(state: Any) -> int:

@@ -138,15 +138,15 @@ class Stepper:
         quorum = self._worker.round.quorum
         if quorum is None or quorum.max_step > 0 or self.state.step > 0:
             return
+        held = ""
         try:
             view = self._deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
             place = self._rules.place
             copy = whole_copy(view, place.group_rank, place.group_world_size, self.state.step)
-            held = (
-                "" if copy is None else f"a copy of step {copy.step} is held: the job begins there"
-            )
-        except RequestRefused:  # from a lighthouse that knows no copies
-            held = ""
+            if copy is not None:
+                held = f"a copy of step {copy.step} is held: the job begins there"
+        except RequestRefused:
+            pass  # from a lighthouse that knows no copies
         except PeerError as error:
             held = f"it is not known whether a copy of the state is held: {error}"
         if held:

@@ -23,7 +23,7 @@ from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.copies import HeldCopy
 from torchft_svc.core.quorum.worker.step import StepState
-from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused, TornState
+from torchft_svc.errors import ConfigError, RequestRefused, TornState
 
 log = logging.getLogger(__name__)
 
@@ -125,16 +125,14 @@ class Weights:
             runner.state = None
 
     def load_copy(self, state: Any, copy: HeldCopy) -> None:
-        """Load a copy, and begin from its step; between two steps.
+        """Load the checked ``state`` of a copy, and begin from its step; between two steps.
 
         Raises:
-            TorchFTError: it does not fit, or a load function of the program has failed.
+            TorchFTError: a load function of the program has failed.
         """
+        counters = state[MANAGER_KEY]
         try:
             self.loads = True
-            counters = self._registry.check(state, copy.address)
-            if (counters["step"], counters["quorum_id"]) != (copy.step, copy.step_quorum_id):
-                raise CheckpointError(copy.address, f"it is no copy of step {copy.step}")
             self.version += 1
             with pinned(state):
                 self._registry.load(state)

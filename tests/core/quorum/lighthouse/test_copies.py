@@ -12,13 +12,14 @@ from torchft_svc.core.quorum.lighthouse.copies import (
     REPORT_S,
     REPORT_TIMEOUT_S,
     SILENT_S,
+    CopiesSummary,
     HeldCopies,
     HeldCopy,
     HistoryWatch,
     MembersAndCopies,
     Start,
     find_start,
-    newest_whole,
+    whole_states,
 )
 from torchft_svc.errors import RequestRefused
 
@@ -33,47 +34,101 @@ def copy(step: int, rank: int = 0, of: int = 1, quorum: int = 7, address: str = 
     )
 
 
+def newest(*copies: HeldCopy, of: int = 2) -> list[list[HeldCopy]]:
+    """The copies of the newest whole state, by rank."""
+    states = list(whole_states(copies, of).values())
+    return [states[0][rank] for rank in sorted(states[0])] if states else []
+
+
 def test_b4_the_newest_state_is_the_one_that_has_a_copy_of_each_worker() -> None:
     old = [copy(10, 0, of=2), copy(10, 1, of=2)]
-    assert newest_whole([*old, copy(20, 0, of=2)]) == old
+    assert newest(*old, copy(20, 0, of=2)) == [old[:1], old[1:]]
     new = [copy(20, 0, of=2), copy(20, 1, of=2)]
-    assert newest_whole([*new[::-1], *old]) == new
+    assert newest(*new[::-1], *old) == [new[:1], new[1:]]
+    assert list(whole_states([*old, *new], 2)) == [new[0].place, old[0].place]
 
 
 def test_b4_copies_of_two_states_of_one_step_do_not_fit_together() -> None:
     """A step that one group has committed alone, and the others have done again."""
     torn = [copy(20, 0, of=2, quorum=7), copy(20, 1, of=2, quorum=8)]
-    assert newest_whole(torn) == []
+    assert newest(*torn) == []
     whole = [*torn, copy(20, 0, of=2, quorum=8)]
-    assert [each.step_quorum_id for each in newest_whole(whole)] == [8, 8]
+    assert [each.step_quorum_id for (each,) in newest(*whole)] == [8, 8]
 
 
 def test_b4_copies_of_groups_of_other_sizes_do_not_fit_together() -> None:
-    assert newest_whole([copy(20, 0, of=2), copy(20, 0, of=1)]) == [copy(20, 0, of=1)]
-    assert newest_whole([]) == []
+    assert newest(copy(20, 0, of=2), copy(20, 0, of=1), of=1) == [[copy(20, 0, of=1)]]
+    assert newest(copy(20, 0, of=2), copy(20, 0, of=1)) == []
+    assert newest() == []
 
 
-def test_b4_one_holder_of_each_copy_is_enough() -> None:
-    assert newest_whole([copy(5, address="a"), copy(5, address="b")]) == [copy(5, address="a")]
+def test_b4_one_holder_of_each_copy_is_enough_and_others_are_named_too() -> None:
+    both = [copy(5, address="a"), copy(5, address="b")]
+    assert newest(*both, of=1) == [both]
 
 
 def test_b2_a_silent_holder_is_forgotten() -> None:
     held = HeldCopies(max_jobs=8, began_at=0.0)
     held.record_report("j", "h1", (copy(4),), now=1.0)
     held.record_report("j", "h2", (), now=3.0)
-    assert held.held("j", 3.0) == [copy(4)]
-    assert held.num_holders("j", 3.0) == 2
-    assert held.held("j", 1.0 + SILENT_S) == [copy(4)]
-    assert held.held("j", 1.1 + SILENT_S) == []
-    assert held.num_holders("j", 1.1 + SILENT_S) == 1
-    assert held.held("another", 3.0) == []
+    assert held.whole_copies("j", 3.0) == [copy(4)]
+    assert held.summarize("j", 3.0) == CopiesSummary(num_holders=2, newest_step=4, age_s=2.0)
+    assert held.whole_copies("j", 1.0 + SILENT_S) == [copy(4)]
+    assert held.whole_copies("j", 1.1 + SILENT_S) == []
+    assert held.summarize("j", 10.0) == CopiesSummary(num_holders=0, newest_step=0, age_s=9.0)
+    assert held.whole_copies("another", 3.0) == []
+    assert held.summarize("another", 3.0) is None
 
 
 def test_b2_a_report_replaces_the_one_before() -> None:
     held = HeldCopies(max_jobs=8, began_at=0.0)
     held.record_report("j", "h", (copy(4), copy(8)), now=1.0)
+    assert held.whole_copies("j", 1.0) == [copy(8), copy(4)]
     held.record_report("j", "h", (copy(8),), now=2.0)
-    assert held.held("j", 2.0) == [copy(8)]
+    assert held.whole_copies("j", 2.0) == [copy(8)]
+
+
+def test_b4_a_state_of_which_the_only_holder_of_a_part_is_gone_is_not_shown() -> None:
+    held = HeldCopies(max_jobs=8, began_at=0.0)
+    both = [copy(4, rank, of=2, address=f"h{rank}") for rank in (0, 1)]
+    for each in both:
+        held.record_report("j", each.address, (each,), now=1.0)
+    assert held.whole_copies("j", 1.0) == both
+    held.record_report("j", "h0", (both[0],), now=5.0)
+    assert held.whole_copies("j", 1.1 + SILENT_S) == []
+    held.record_report("j", "h1", (both[1],), now=7.0)
+    assert held.whole_copies("j", 7.0) == both
+
+
+def test_b2_few_holders_and_states_are_shown_and_a_claim_hides_no_other_size() -> None:
+    held = HeldCopies(max_jobs=8, began_at=0.0)
+    for holder in range(5):
+        copies = tuple(copy(step, address=f"h{holder}") for step in range(1, 7))
+        held.record_report("j", f"h{holder}", copies, now=1.0)
+    pair = tuple(copy(2, rank, of=2) for rank in (0, 1))
+    held.record_report("j", "pair", pair, now=1.0)
+    shown = [(each.step, each.address) for each in held.whole_copies("j", 1.0)]
+    expected = [(step, f"h{holder}") for step in (6, 5, 4) for holder in range(3)]
+    assert shown == [*expected, (2, "x"), (2, "x")]
+
+
+def test_the_age_counts_from_the_newest_whole_state_on() -> None:
+    held = HeldCopies(max_jobs=8, began_at=0.0)
+
+    def age(now: float, *copies: HeldCopy) -> float:
+        held.record_report("j", "h", copies, now)
+        summary = held.summarize("j", now)
+        assert summary is not None
+        return summary.age_s
+
+    assert age(10.0) == 0.0, "the first report"
+    assert age(12.0, copy(4, 0, of=2)) == 2.0, "it is not whole"
+    assert age(13.0, copy(4, 0, of=2), copy(4, 1, of=2)) == 0.0
+    assert age(15.0, copy(4, 0, of=2), copy(4, 1, of=2), copy(8, 0, of=2)) == 2.0
+    assert age(16.0, copy(8, 0, of=2), copy(8, 1, of=2)) == 0.0
+    assert age(18.0, copy(4, 0, of=2), copy(4, 1, of=2)) == 2.0, "the newer one is gone"
+    assert age(20.0) == 4.0
+    assert age(21.0, copy(4, 0, of=2), copy(4, 1, of=2)) == 0.0, "another run, or another holder"
 
 
 def test_b5_a_lighthouse_knows_all_copies_after_a_while() -> None:
@@ -137,7 +192,9 @@ def test_reports_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
         held.record_report("j", "", (), now=SILENT_S + 1)
     for job in ("k", "l"):
         held.record_report(job, "h", (copy(4),), now=SILENT_S + 1)
-    assert held.held("j", SILENT_S + 1) == [], "the job that nobody has reported of for longest"
+    assert held.whole_copies("j", SILENT_S + 1) == [], (
+        "the job that nobody has reported of for longest"
+    )
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -48,9 +48,16 @@ class Fetch:
     it has sent the description.
     """
 
-    def __init__(self, request: FetchRequest, staging: Staging | None = None) -> None:
+    def __init__(
+        self,
+        request: FetchRequest,
+        staging: Staging | None = None,
+        on_offer: Callable[[], object] = lambda: None,
+    ) -> None:
+        """``on_offer`` is called when a source offers the state, before its bytes are fetched."""
         self._request = request
         self._staging = staging or Staging()
+        self._on_offer = on_offer
         self._primary = Feed(request.url, request)
         self._changed = threading.Condition()
         self._feeds: dict[int, Feed] = {_PRIMARY: self._primary}
@@ -123,6 +130,7 @@ class Fetch:
             thread.start()
         try:
             lead = self._open_first()
+            self._on_offer()
             address = self._feeds[lead].address
             plan = parse(self._feeds[lead].opening.description, address)
             with self._memory(plan.size) as memory:

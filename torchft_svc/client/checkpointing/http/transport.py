@@ -213,8 +213,15 @@ class HTTPTransport(CheckpointTransport[T]):
         if state is not None:
             self._server.offer(COPY, state)
 
-    def recv_copy(self, metadata: str, above: int, timeout: timedelta) -> T:
-        return self._fetch(self._request(COPY, metadata, (), above, timeout), Staging())
+    def recv_copy(
+        self,
+        metadata: str,
+        above: int,
+        timeout: timedelta,
+        on_offer: Callable[[], object] = lambda: None,
+    ) -> T:
+        request = self._request(COPY, metadata, (), above, timeout)
+        return self._run(Fetch(request, Staging(), on_offer))
 
     def expect_checkpoint(self, like: T | None) -> None:
         with self._lock:
@@ -272,7 +279,9 @@ class HTTPTransport(CheckpointTransport[T]):
         )
 
     def _fetch(self, request: FetchRequest, staging: Staging) -> T:
-        fetch = Fetch(request, staging)
+        return self._run(Fetch(request, staging))
+
+    def _run(self, fetch: Fetch) -> T:
         with self._fetching(fetch):
             return cast(T, fetch.run())
 

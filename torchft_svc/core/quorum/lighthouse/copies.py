@@ -7,9 +7,10 @@ one, `choose_buddy`, `places_to_keep` and `HistoryWatch` what a holder copies, k
 from __future__ import annotations
 
 import enum
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_INT64, check_name, check_text
 from torchft_svc.core.quorum.names import stable_name
@@ -29,6 +30,9 @@ BEHIND_S = 10.0
 MAX_HOLDERS_PER_JOB = 4096
 # Each may hold two copies of each worker of a large group.
 MAX_COPIES_PER_HOLDER = 512
+# A worker that cannot fetch a copy asks another holder of it, and then for the state before.
+MAX_HOLDERS_SHOWN = 3
+MAX_STATES_SHOWN = 3
 
 
 # What the copies of one state have in common: step, id of its quorum, and group world size.
@@ -52,6 +56,11 @@ class HeldCopy:
     def place(self) -> Place:
         """What the copies of one state have in common; a newer state has a higher one."""
         return self.step, self.step_quorum_id, self.group_world_size
+
+    @property
+    def holder(self) -> str:
+        """The holder for messages: with the whole address, the state can be read."""
+        return f"the holder at {self.address.partition('//')[2].partition('/')[0] or '?'}"
 
     def check(self) -> None:
         """Raise `RequestRefused` if a field is out of bounds."""
@@ -81,22 +90,20 @@ class MembersAndCopies:
     is_finished: bool = False
 
 
-def newest_whole(copies: Iterable[HeldCopy], group_world_size: int | None = None) -> list[HeldCopy]:
-    """Return the newest state that is there as a whole, one copy of each worker, by rank.
+def whole_states(
+    copies: Iterable[HeldCopy], group_world_size: int
+) -> dict[Place, dict[int, list[HeldCopy]]]:
+    """Return the states of which there is a copy of each worker, the newest first.
 
-    Copies of different states do not fit together. Empty: no state is whole. ``group_world_size``:
-    look at the states of groups of so many workers only.
+    Copies of different states do not fit together. Each state has its copies by group rank, those
+    of several holders side by side; only groups of ``group_world_size`` workers count.
     """
-    by_place: dict[Place, dict[int, HeldCopy]] = {}
+    states: dict[Place, dict[int, list[HeldCopy]]] = {}
     for copy in copies:
-        if group_world_size not in (None, copy.group_world_size):
-            continue
-        by_place.setdefault(copy.place, {}).setdefault(copy.group_rank, copy)
-    whole = [place for place, found in by_place.items() if len(found) == place[2]]
-    if not whole:
-        return []
-    found = by_place[max(whole)]
-    return [found[rank] for rank in sorted(found)]
+        if copy.group_world_size == group_world_size:
+            states.setdefault(copy.place, {}).setdefault(copy.group_rank, []).append(copy)
+    whole = [place for place, workers in states.items() if len(workers) == group_world_size]
+    return {place: states[place] for place in sorted(whole, reverse=True)}
 
 
 # -- what a worker that starts decides -------------------------------------------------------------
@@ -129,10 +136,21 @@ def whole_copy(
     view: MembersAndCopies, group_rank: int, group_world_size: int, own_step: int
 ) -> HeldCopy | None:
     """The copy that this worker would begin from (rule B4); None: none is whole and newer."""
+    states = copies_of_worker(view, group_rank, group_world_size, own_step)
+    return states[0][0] if states else None
+
+
+def copies_of_worker(
+    view: MembersAndCopies, group_rank: int, group_world_size: int, own_step: int
+) -> list[list[HeldCopy]]:
+    """Return the copies that a worker may begin from, the newest state first (rule B4).
+
+    Each state is whole, newer than ``own_step``, and has the worker's copies at several holders.
+    """
     if view.is_finished:
-        return None
-    whole = newest_whole(view.copies, group_world_size)
-    return whole[group_rank] if whole and whole[0].step > own_step else None
+        return []
+    states = whole_states(view.copies, group_world_size)
+    return [workers[group_rank] for place, workers in states.items() if place[0] > own_step]
 
 
 # -- what a holder decides -------------------------------------------------------------------------
@@ -183,6 +201,19 @@ class HistoryWatch:
 # -- what a lighthouse knows -----------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class CopiesSummary:
+    """What people want to know of the copies of a job.
+
+    ``newest_step``: that of the newest whole state (0: none is whole); ``age_s``: since a state was
+    first reported as a whole that was newer than all before it, or since the first report.
+    """
+
+    num_holders: int
+    newest_step: int
+    age_s: float
+
+
 class HeldCopies:
     """The copies of all jobs, as their holders have reported them last.
 
@@ -192,7 +223,7 @@ class HeldCopies:
     def __init__(self, max_jobs: int, began_at: float) -> None:
         self._max_jobs = max_jobs
         self._settled_at = began_at + ALL_REPORTED_S
-        self._jobs: OrderedDict[str, dict[str, tuple[float, tuple[HeldCopy, ...]]]] = OrderedDict()
+        self._jobs: OrderedDict[str, _JobCopies] = OrderedDict()
 
     def record_report(
         self, job: str, holder: str, copies: tuple[HeldCopy, ...], now: float
@@ -205,11 +236,11 @@ class HeldCopies:
         check_name("holder", holder)
         if len(copies) > MAX_COPIES_PER_HOLDER:
             raise RequestRefused(f"{len(copies)} copies, at most {MAX_COPIES_PER_HOLDER} are held")
-        holders = self._jobs.setdefault(job, {})
-        self._forget_silent(holders, now)
-        if holder not in holders and len(holders) >= MAX_HOLDERS_PER_JOB:
-            raise RequestRefused(f"job {job!r} has {len(holders)} holders of copies already")
-        holders[holder] = now, copies
+        held = self._jobs.setdefault(job, _JobCopies(now))
+        held.forget_silent(now)
+        if holder not in held.holders and len(held.holders) >= MAX_HOLDERS_PER_JOB:
+            raise RequestRefused(f"job {job!r} has {len(held.holders)} holders of copies already")
+        held.record_report(holder, copies, now)
         self._jobs.move_to_end(job)
         while len(self._jobs) > self._max_jobs:
             self._jobs.popitem(last=False)
@@ -218,20 +249,86 @@ class HeldCopies:
         """Whether each holder has had the time to report to this lighthouse."""
         return now >= self._settled_at
 
-    def held(self, job: str, now: float) -> list[HeldCopy]:
-        """Return all copies of ``job`` whose holders live."""
-        holders = self._jobs.get(job, {})
-        self._forget_silent(holders, now)
-        return [copy for _, copies in holders.values() for copy in copies]
+    def whole_copies(self, job: str, now: float) -> list[HeldCopy]:
+        """Return the copies of the whole states of ``job``, the newest state first.
 
-    def num_holders(self, job: str, now: float) -> int:
-        """Return how many processes hold copies of ``job``, or would like to."""
-        holders = self._jobs.get(job, {})
-        self._forget_silent(holders, now)
-        return len(holders)
+        Of each worker's copies of a state, those of a few holders.
+        """
+        held = self._jobs.get(job)
+        if held is None:
+            return []
+        held.forget_silent(now)
+        return held.whole_copies()
 
-    def _forget_silent(
-        self, holders: dict[str, tuple[float, tuple[HeldCopy, ...]]], now: float
-    ) -> None:
-        for holder in [name for name, (at, _) in holders.items() if now - at > SILENT_S]:
-            del holders[holder]
+    def summarize(self, job: str, now: float) -> CopiesSummary | None:
+        """Summarize the copies of ``job`` (None: no process has ever reported any)."""
+        held = self._jobs.get(job)
+        if held is None:
+            return None
+        held.forget_silent(now)
+        newest = max(held.whole_places(), default=(0, 0, 0))
+        return CopiesSummary(len(held.holders), newest[0], now - held.risen_at)
+
+
+class _JobCopies:
+    """The copies of one job, by their holders, and by what they are copies of.
+
+    A report costs as much as it has copies: a job may have a holder for each of its groups.
+    """
+
+    def __init__(self, now: float) -> None:
+        # Whoever has been silent for longest stands first.
+        self.holders: OrderedDict[str, tuple[float, tuple[HeldCopy, ...]]] = OrderedDict()
+        self.risen_at = now
+        self._newest_step = 0
+        # By state and worker, the copies by their holders.
+        self._states: dict[Place, dict[int, dict[str, HeldCopy]]] = {}
+
+    def record_report(self, holder: str, copies: tuple[HeldCopy, ...], now: float) -> None:
+        """Put a report in the place of the one before."""
+        _, before = self.holders.pop(holder, (0.0, ()))
+        self.holders[holder] = now, copies
+        if copies == before:
+            return
+        self._remove(holder, before)
+        for copy in copies:
+            self._states.setdefault(copy.place, {}).setdefault(copy.group_rank, {})[holder] = copy
+        if not self._states:
+            self._newest_step = 0  # the next one is of another run, or of a holder that has begun
+        newest = max(self.whole_places(), default=(0, 0, 0))[0]
+        if newest > self._newest_step:
+            self._newest_step, self.risen_at = newest, now
+
+    def forget_silent(self, now: float) -> None:
+        """Forget the holders that have not reported for `SILENT_S`."""
+        while self.holders:
+            holder, (at, copies) = next(iter(self.holders.items()))
+            if now - at <= SILENT_S:
+                return
+            del self.holders[holder]
+            self._remove(holder, copies)
+
+    def whole_places(self) -> list[Place]:
+        """Return what the copies of each whole state have in common."""
+        return [place for place, workers in self._states.items() if len(workers) == place[2]]
+
+    def whole_copies(self) -> list[HeldCopy]:
+        """Return some copies of the newest whole states, of groups of each size."""
+        found: list[HeldCopy] = []
+        num_shown: Counter[int] = Counter()  # states, by the size of a group
+        for place in sorted(self.whole_places(), reverse=True):
+            num_shown[place[2]] += 1
+            if num_shown[place[2]] <= MAX_STATES_SHOWN:
+                for by_holder in self._states[place].values():
+                    found += islice(by_holder.values(), MAX_HOLDERS_SHOWN)
+        return found
+
+    def _remove(self, holder: str, copies: tuple[HeldCopy, ...]) -> None:
+        for copy in copies:
+            workers = self._states.get(copy.place, {})
+            by_holder = workers.get(copy.group_rank, {})
+            by_holder.pop(holder, None)
+            if not by_holder:
+                workers.pop(copy.group_rank, None)
+            if not workers:
+                self._states.pop(copy.place, None)

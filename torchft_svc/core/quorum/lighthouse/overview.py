@@ -162,10 +162,11 @@ class JobStatus:
     to differ, ``last_difference`` what the last one found (empty: none did). ``stalled_s``: since a
     quorum showed a higher step than all before it, or since the job began. ``gone``: the groups
     that ended last, the newest first. ``num_holders``: processes that hold copies of its states,
-    ``copy_step``: that of the newest state that they hold as a whole (0: none). ``goodput``: how
-    much of its time ended in committed steps (None: not known). ``ended_s``: since the last group
-    of the job was gone (None: it has living groups); ``finished``: all groups of its last quorum
-    had ended on purpose by then.
+    ``copy_step``: that of the newest state that they hold as a whole (0: none), ``copy_age_s``:
+    since they first held a newer one than all before it, or first reported (None: none ever did).
+    ``goodput``: how much of its time ended in committed steps (None: not known). ``ended_s``: since
+    the last group of the job was gone (None: it has living groups); ``finished``: all groups of its
+    last quorum had ended on purpose by then.
     ``prepared_spares`` stand by, and fill ``num_places`` (rule G2).
     """
 
@@ -186,6 +187,7 @@ class JobStatus:
     finished: bool = False
     copy_step: int = 0
     num_holders: int = 0
+    copy_age_s: float | None = None
     goodput: Goodput | None = field(default=None, compare=False)
     prepared_spares: tuple[PreparedSpare, ...] = ()
     num_places: int = 0
