@@ -16,6 +16,7 @@ from support.metrics import Page
 from torchft_svc.core.launch.launched_run import Cause, ReportRunClosed, ReportWorld
 from torchft_svc.core.launch.world import Node, World
 from torchft_svc.core.pieces import finish
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopy
 from torchft_svc.core.quorum.lighthouse.incidents import Incident, IncidentKind
 from torchft_svc.core.quorum.lighthouse.jobs import ReportEviction, ReportLoss, ReportStraggler
 from torchft_svc.core.quorum.lighthouse.lighthouse import Publish
@@ -53,6 +54,24 @@ async def _trained(num_groups: int) -> LighthouseDriver:
     asking = [driver.quorum("j", member(f"g{n:04}:1", step=7), 20.0) for n in range(num_groups)]
     await asyncio.gather(*asking)
     return driver
+
+
+def test_a_page_shows_the_copies_of_jobs_that_have_some() -> None:
+    async def run() -> tuple[Page, Page]:
+        driver = await _trained(2)
+        before, _ = await LighthouseMetrics(driver).page()
+        copies = tuple(HeldCopy(step=5, group_rank=r, group_world_size=2) for r in range(2))
+        driver.record_copies("j", "holder", copies)
+        driver.record_copies("j", "another", ())
+        after, _ = await LighthouseMetrics(driver).page()
+        driver.close()
+        return Page(before), Page(after)
+
+    before, after = asyncio.run(run())
+    assert not {name for name in before.names() if "_copy" in name}
+    assert after.value("torchft_copy_holders", job="j") == 2
+    assert after.value("torchft_copy_step", job="j") == 5
+    assert 0 <= after.value("torchft_seconds_since_copy", job="j") < 20
 
 
 def test_a_page_shows_jobs_and_groups() -> None:

@@ -102,6 +102,12 @@ def test_of_a_thousand_groups_those_that_need_somebody_come_first() -> None:
     assert "and 981 more, 981 of them as usual" in frame
 
 
+def test_how_far_back_the_copies_are_is_shown() -> None:
+    job = replace(fleet(2), committed_step=8, num_holders=2, copy_step=5, copy_age_s=3.0)
+    assert "2 processes hold copies of the state of step 5, 3 steps back" in drawn(view_of(job))
+    assert "copies" not in drawn(view_of(fleet(2)))
+
+
 def test_every_group_can_be_scrolled_to() -> None:
     job, selection, seen = fleet(100), Selection(), set()
     for _ in range(12):

@@ -85,6 +85,7 @@ class LighthouseMetrics:
         yield values(catalog.SPARES, list(_spares(jobs)))
         for metric, read in _JOB_VALUES:
             yield values(metric, [((job.job,), read(job)) for job in jobs])
+        yield from _copies(jobs)
         yield from many_values(catalog.GROUP_SILENCE, _silences(jobs))
         yield from _paces(jobs)
 
@@ -173,6 +174,14 @@ def _spares(jobs: list[JobStatus]) -> Iterator[tuple[tuple[str, str], float]]:
         num_ready = sum(each.asks for each in job.prepared_spares)
         yield (job.job, "ready"), num_ready
         yield (job.job, "starting"), len(job.prepared_spares) - num_ready
+
+
+def _copies(jobs: list[JobStatus]) -> Iterator[Family]:
+    """The copies of the jobs of which a process has ever held one."""
+    held = [job for job in jobs if job.copy_age_s is not None]
+    yield values(catalog.COPY_HOLDERS, [((job.job,), job.num_holders) for job in held])
+    yield values(catalog.COPY_STEP, [((job.job,), job.copy_step) for job in held])
+    yield values(catalog.SINCE_COPY, [((job.job,), job.copy_age_s or 0.0) for job in held])
 
 
 def _silences(jobs: list[JobStatus]) -> Iterator[tuple[tuple[str, str], float]]:

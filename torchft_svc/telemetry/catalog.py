@@ -227,6 +227,27 @@ STATE_DIFFERENCES = _of(
     "State checks that have found the groups of a job to differ.",
     "job",
 )
+COPY_HOLDERS = _of(
+    Program.LIGHTHOUSE,
+    MetricKind.GAUGE,
+    "torchft_copy_holders",
+    "Processes that hold copies of the job's states, or wait for one.",
+    "job",
+)
+COPY_STEP = _of(
+    Program.LIGHTHOUSE,
+    MetricKind.GAUGE,
+    "torchft_copy_step",
+    "The step of the newest state that is held as a whole; 0: none is.",
+    "job",
+)
+SINCE_COPY = _of(
+    Program.LIGHTHOUSE,
+    MetricKind.GAUGE,
+    "torchft_seconds_since_copy",
+    "Time since a newer state of the job was held as a whole.",
+    "job",
+)
 GOODPUT = _of(
     Program.LIGHTHOUSE,
     MetricKind.GAUGE,

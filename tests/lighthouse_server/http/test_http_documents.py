@@ -101,6 +101,15 @@ def test_the_goodput_is_in_it_where_it_is_known() -> None:
     assert "goodput" not in document(JobStatus(job="j"))
 
 
+def test_the_copies_of_the_state_are_in_it_where_a_process_holds_them() -> None:
+    held = replace(JOB, num_holders=2, copy_step=5, copy_age_s=3.0)
+    expected = {"holders": 2, "step": 5, "at": NOW - 3}
+    assert document(held)["summary"]["copies"] == expected
+    later = replace(held, copy_age_s=7.5, stalled_s=8.5)
+    assert document(later, NOW + 4.5)["summary"]["copies"] == expected, "time alone is no change"
+    assert "copies" not in document()["summary"]
+
+
 def test_the_next_incarnation_takes_over_the_row_of_its_name() -> None:
     groups = document()["groups"]
     assert groups["a"]["id"] == "a:1"

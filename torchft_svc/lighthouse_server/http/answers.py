@@ -51,6 +51,7 @@ class JobSummary:
     last_difference: str
     copy_step: int
     num_holders: int
+    copy_age_s: float | None
     num_places: int
     num_spares: int
     num_spares_ready: int

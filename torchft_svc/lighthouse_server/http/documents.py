@@ -78,8 +78,15 @@ def summary(job: JobStatus, now: float) -> Document:
         spares=len(job.prepared_spares) or None,
         spares_ready=sum(each.asks for each in job.prepared_spares) or None,
         spares_seen_at=_oldest_sign(job, now),
+        copies=_copies(job, now),
     )
     return {**known, "groups": len(job.groups), "states": dict(states)}
+
+
+def _copies(job: JobStatus, now: float) -> Document | None:
+    """What holders have of the job's states; None: none has ever reported."""
+    at = _instant(now, job.copy_age_s)
+    return None if at is None else {"holders": job.num_holders, "step": job.copy_step, "at": at}
 
 
 def job_document(

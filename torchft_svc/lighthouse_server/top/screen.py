@@ -19,6 +19,7 @@ from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.host.log_format import escaped
 from torchft_svc.lighthouse_server.table import (
     GROUP_HEAD,
+    copies_line,
     goodput_line,
     pace_cells,
     phase_cell,
@@ -169,6 +170,7 @@ def _job_lines(job: JobStatus, view: View, width: int) -> Iterator[Text]:
         how = "finished" if job.finished else "ended unfinished"
         yield _line(f"job {job.job}: {how} {job.ended_s:.0f} s ago", "bold")
         yield from _goodput(job)
+        yield from _copies(job, width)
         return
     in_quorum = sum(group.in_quorum for group in job.groups)
     hung = sum(group.hung for group in job.groups)
@@ -179,6 +181,7 @@ def _job_lines(job: JobStatus, view: View, width: int) -> Iterator[Text]:
         "bold",
     )
     yield from _goodput(job)
+    yield from _copies(job, width)
     if job.prepared_spares:
         yield _line(spares_line(job))
     if job.waiting_for:
@@ -192,6 +195,12 @@ def _job_lines(job: JobStatus, view: View, width: int) -> Iterator[Text]:
 def _goodput(job: JobStatus) -> Iterator[Text]:
     if job.goodput is not None:
         yield _line(goodput_line(job.goodput))
+
+
+def _copies(job: JobStatus, width: int) -> Iterator[Text]:
+    line = copies_line(job)
+    if line:
+        yield from _sentence(line, "" if job.copy_step else "yellow", width)
 
 
 def _groups(

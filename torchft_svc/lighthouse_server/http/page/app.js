@@ -341,7 +341,7 @@ class JobPage {
     root.replaceChildren(
       make("div", { class: "panel" }, this.state, make("dl", { class: "figures" },
         figure("step", "Committed step"), figure("speed", "Speed"), figure("since", "Last commit"),
-        figure("goodput", "Goodput"), figure("heals", "Heals"), figure("discarded", "Steps discarded"), figure("quorum", "Quorum"))),
+        figure("goodput", "Goodput"), figure("heals", "Heals"), figure("discarded", "Steps discarded"), figure("copies", "Copies"), figure("quorum", "Quorum"))),
       section("timeline", "The last hour", this.timeline),
       section("groups", "Groups", make("div", { class: "panel" }, this.map, this.tools,
         make("div", { class: "scroll" }, make("table", { class: "stack" },
@@ -413,6 +413,8 @@ class JobPage {
     set("goodput", job.goodput?.ratio ? percent(job.goodput.ratio) : "–");
     set("heals", whole.format(summary.heals));
     set("discarded", whole.format(summary.discarded));
+    this.figures.copies.parentNode.hidden = summary.copies === undefined;
+    if (summary.copies) set("copies", summary.copies.step ? whole.format(Math.max(0, summary.step - summary.copies.step)) : "none", summary.copies.step ? "steps back" : "");
     set("quorum", summary.quorum_id ? `…${String(summary.quorum_id).slice(-6)}` : "none");
     setAttr(this.figures.quorum, "title", summary.quorum_id ? String(summary.quorum_id) : "");
   }
