@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
-import psutil
 import pytest
 from support.launched import OURS
 from support.programs import Program
@@ -150,22 +149,3 @@ def test_g5_a_spare_takes_the_place_and_the_next_one_stands_by(groups: Groups) -
     groups.program.signal(signal.SIGTERM)
     assert groups.program.wait(START_S) == 1
     assert not any(map(is_alive, pids))
-
-
-@pytest.mark.processes
-@pytest.mark.timeout(600)
-def test_g6_groups_and_spare_that_are_killed_together_train_again(groups: Groups) -> None:
-    groups.until(lambda: groups.trains_with({"0", "1"}), "two groups train")
-    groups.until(lambda: groups.standing_by() == {"2"}, "a spare stands by")
-
-    pids = {each["pid"] for each in groups.records()}
-    # The lighthouse counts each group for a moment after the end of its launcher.
-    launchers = {psutil.Process(pid).ppid() for pid in pids}
-    assert len(launchers) == 3
-    for launcher in launchers:
-        os.kill(launcher, signal.SIGKILL)
-
-    def train_again() -> bool:
-        return len(groups.trainers()) == 2 and not pids & set(groups.trainers().values())
-
-    groups.until(train_again, "two groups train again")
