@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -31,6 +32,7 @@ EVERY = 5
 BACK = 2 * EVERY
 LONG_S = 60.0
 CALL = timedelta(seconds=5)
+_BEGINS = re.compile(r"BEGINS (\d+) ([0-9a-f]{16})\b")
 # Steps, group ranks, and digests of the state.
 States = set[tuple[int, int, str]]
 
@@ -81,7 +83,8 @@ class Child:
 
     def begins(self) -> list[tuple[int, str]]:
         """The steps that it has begun, with the digests of its state."""
-        return [(int(line[1]), line[2]) for line in self.lines if line[:1] == ["BEGINS"]]
+        found = _BEGINS.finditer(self.text())  # also behind a line of the log that has no end yet
+        return [(int(each[1]), each[2]) for each in found]
 
     def last_step(self) -> int:
         begun = self.begins()

@@ -117,7 +117,8 @@ def main(layout: str, seed: str, every: str) -> None:
     while True:
         optimizer.zero_grad()
         if (step := manager.current_step()) > 0:
-            print("BEGINS", step, fingerprint(save()), flush=True)
+            sys.stdout.write(f"BEGINS {step} {fingerprint(save())}\n")  # one write: logs do not mix
+            sys.stdout.flush()
         odd.change(step + 1)
         dice = torch.Generator().manual_seed(1000 * step + 10 * rank)
         inputs = torch.randn(32, 4, generator=dice)

@@ -50,7 +50,8 @@ def main(lighthouse: str, name: str, seed: str, every: str, step_s: str = "0.02"
     while True:
         optimizer.zero_grad()
         if (step := manager.current_step()) > 0:
-            print("BEGINS", step, digest_of(save()), flush=True)
+            sys.stdout.write(f"BEGINS {step} {digest_of(save())}\n")  # one write: logs do not mix
+            sys.stdout.flush()
         parallel(torch.randn(4, 16)).square().mean().backward()
         time.sleep(float(step_s))
         optimizer.step()
