@@ -317,6 +317,18 @@ def test_g4_a_spare_whose_session_has_broken_ends_when_it_is_back() -> None:
     ]
 
 
+def test_g4_spares_of_a_run_without_a_quorum_go_on_waiting() -> None:
+    """The run before has finished; the groups of the next one are lost before they ask."""
+    scene = running("a", "b")
+    for name in ("a", "b", "s"):
+        scene.lose(name, ENDS)
+    scene.open("t", is_spare=True)
+    scene.ask("t")
+    scene.open("c")
+    assert [each for each in scene.lose("c") if isinstance(each, Send)] == []
+    assert scene.spares == ["t"]
+
+
 def test_a_request_that_is_withdrawn_takes_no_place() -> None:
     scene = running("a", "b")
     number = scene.core._sessions.by_stream[scene.streams["s"]].caller

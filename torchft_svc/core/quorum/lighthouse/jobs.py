@@ -1604,8 +1604,10 @@ class Jobs:
         job.ledger.end(self._moment(job, now))
         job.accounts.end(self._unix_s(now))
         if job.members.last.quorum_id or job.highest_id > self._ids.first:
-            is_finished = job.history.end() or job.members.is_finished
-            spares = self._end_spares(job.name) if is_finished else frozenset()
+            has_finished = job.history.end()
+            # A run that ends before its first quorum changes nothing: the one before it is the last.
+            is_finished = has_finished or job.members.is_finished
+            spares = self._end_spares(job.name) if has_finished else frozenset()
             self._ended[job.name] = EndedJob(
                 job.members.last,
                 job.highest_id,
