@@ -124,6 +124,7 @@ class ManagerDriver(GroupShell):
             PeerError: it cannot be asked within ``timeout_s``.
         """
         self._link.start()
+        self._link.return_for_worker()
         return await self._link.list_members(timeout_s)
 
     async def _wait(self, ask: Callable[[int, float], Orders]) -> bytes:

@@ -94,6 +94,10 @@ class LighthouseLink(LinkDriver[ManagerLink]):
         """See `ManagerLink.beat_at_once`."""
         self.feed(lambda machine, now: machine.beat_at_once(now))
 
+    def return_for_worker(self) -> None:
+        """See `ManagerLink.return_for_worker`."""
+        self.feed(lambda machine, now: machine.return_for_worker(now))
+
     async def leave(self, leave: Leave) -> None:
         """See `ManagerLink.leave`; returns when the group has left. Never raises."""
         self._left.clear()

@@ -393,6 +393,21 @@ def test_a_restarted_worker_makes_another_incarnation() -> None:
     assert asked.member.replica_id == "g:2"
 
 
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_new_worker_may_ask_who_trains_before_it_asks_for_a_quorum(has_left: bool) -> None:
+    link = ManagerPlay().opened()
+    assert link(lambda machine: machine.return_for_worker(0.0)) == [], "it is there"
+    link.leave()
+    if has_left:
+        link.close()
+    orders = link(lambda machine: machine.return_for_worker(0.0))
+    assert orders == ([ConfirmLeft(), Connect(2, "a")] if has_left else [])
+    assert link(lambda machine: machine.return_for_worker(0.0)) == [], "once is enough"
+    if not has_left:
+        assert link.close() == [Close(1), ConfirmLeft(), Connect(2, "a")]
+    assert link.machine.hello() == Hello("g:2", NO_QUORUM)
+
+
 def test_a_group_that_leaves_while_it_begins_again_does_not_come_back() -> None:
     link = ManagerPlay().opened()
     link.ask(dataclasses.replace(ASK, new_incarnation=True))

@@ -1605,7 +1605,7 @@ class Jobs:
         job.accounts.end(self._unix_s(now))
         if job.members.last.quorum_id or job.highest_id > self._ids.first:
             has_finished = job.history.end()
-            # A run that ends before its first quorum changes nothing: the one before it is the last.
+            # A run without a quorum does not count: the last one is the run before it.
             is_finished = has_finished or job.members.is_finished
             spares = self._end_spares(job.name) if has_finished else frozenset()
             self._ended[job.name] = EndedJob(

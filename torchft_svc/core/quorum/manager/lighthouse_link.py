@@ -207,14 +207,19 @@ class ManagerLink(LinkMachine[OwnOrder]):
         retries = self.config.quorum_retries
         self._question = LinkQuestion(ask, now + timeout_s, timeout_s, retries)
         if ask.new_incarnation:
-            self._last = NO_QUORUM
-            self._leave_for(Leave("a worker of the group was restarted"), now, restarts=True)
+            self._leave_to_return(now)
         self._begin_attempt(now)
 
     def withdraw_round(self, round_: int, now: float) -> None:
         """Drop the question of ``round_``: nobody waits for its outcome any more."""
         if self._question is not None and self._question.ask.round == round_:
             self._withdraw_question()
+
+    def return_for_worker(self, now: float) -> None:
+        """Connect again, if the group has left or is leaving: before its first quorum, a new worker
+        wants to know who trains."""
+        if self.state in (LinkState.LEAVING, LinkState.LEFT) and not self._restarts:
+            self._leave_to_return(now)
 
     def leave(self, leave: Leave, now: float) -> None:
         """Leave for good. `ConfirmLeft` follows, soon. An answer may come before it."""
@@ -356,6 +361,10 @@ class ManagerLink(LinkMachine[OwnOrder]):
         if question is not None and question.held is not None:
             self.answered(connection.number, question.number, question.held, now)
         self._pursue_question(now)
+
+    def _leave_to_return(self, now: float) -> None:
+        self._last = NO_QUORUM
+        self._leave_for(Leave("a worker of the group was restarted"), now, restarts=True)
 
     def _leave_for(self, leave: Leave, now: float, *, restarts: bool) -> None:
         # The lighthouse refuses a longer reason, and treats a session that breaks as a loss.
