@@ -16,6 +16,7 @@ from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportHang,
     ReportLeftHealing,
     ReportLoss,
+    ReportPlaceReturned,
     ReportPlaceTaken,
     ReportStraggler,
 )
@@ -93,6 +94,7 @@ class LighthouseChecks:
         self._liveness = LivenessChecks(config)
         self._places = PlaceChecks(config.heartbeat_timeout_s)
         self._held: dict[Key, tuple[ClientRecord, Member]] = {}  # the questions of spares
+        self._questions: dict[Key, tuple[ClientRecord, Member]] = {}  # and of groups
         self._undrained: set[ClientRecord] = set()  # spares of a job that has just finished
         self._began_at = self._now
         self._formed_at: dict[str, float] = {}  # the last quorum of each job
@@ -152,6 +154,7 @@ class LighthouseChecks:
 
     def _ask(self, client: ClientRecord, member: Member) -> None:
         """A group that is no prepared spare, or no longer, waits for a quorum."""
+        self._questions[client.key] = client, member
         if client in self._sessions:
             self._asked_at[client] = self._now
         self._invariants.progress.asked(client.key[0], member, lambda: self._has_rival(*client.key))
@@ -247,7 +250,7 @@ class LighthouseChecks:
         )
         self._invariants.ids.published(order.job, quorum)
         self._invariants.groups.published(order.job, quorum)
-        self._places.published(order.job, quorum)
+        self._places.published(order.job, quorum, goes_back=order.lost_from is not None)
         is_young = self._now - self._began_at < self._config.heartbeat_timeout_s
         self._invariants.progress.published(order, by=self, is_young=is_young)
         self._invariants.newcomers.published(order)
@@ -264,6 +267,8 @@ class LighthouseChecks:
             self._lost(report)
         elif isinstance(report, ReportPlaceTaken):
             self._place_taken((report.job, report.replica_id))
+        elif isinstance(report, ReportPlaceReturned):
+            self._place_returned((report.job, report.replica_id))
         elif isinstance(report, ReportHang):
             self._trace.record(self._name, f"{report.replica_id} hangs: {report.phase.value}")
             self._invariants.hangs.reported(report)
@@ -288,6 +293,16 @@ class LighthouseChecks:
         self._record_sign(client)
         self._ask(client, member)
 
+    def _place_returned(self, key: Key) -> None:
+        """A spare waits for a place again: its question is that of no group."""
+        self._trace.record(self._name, f"{key[1]} stands by again")
+        client, member = self._questions.pop(key)
+        self._places.returned(key, self._now)
+        self._held[key] = client, member
+        self._asked_at.pop(client, None)
+        self._liveness.withdrew(key, self._now)
+        self._invariants.newcomers.gone(*key)
+
     def _answered(self, client: ClientRecord, number: int) -> None:
         what = "the lighthouse answers a question"
         self._invariants.waits.answered((client, number), what)
@@ -296,6 +311,8 @@ class LighthouseChecks:
     def _forget(self, client: ClientRecord) -> None:
         self._waiting.discard(client)
         self._asked_at.pop(client, None)
+        if self._questions.get(client.key, (None,))[0] is client:
+            del self._questions[client.key]
 
     def _lost(self, loss: ReportLoss) -> None:
         self._trace.record(self._name, f"{loss.replica_id} is out: {loss.reason}")

@@ -121,9 +121,23 @@ class PlaceChecks:
         job.former.add(replica_id)
         self._admit(job, replica_id, has_place=not has_rival)
 
-    def published(self, name: str, quorum: Quorum) -> None:
+    def returned(self, key: Key, now: float) -> None:
+        """Check that a spare which has taken a place stands by again for a reason."""
+        job, replica_id = self._job(key), key[1]
+        must(replica_id in job.former, "G2", f"{key} was never a spare, and has to stand by")
+        living = (job.members & job.living) - job.former
+        must(not living, "G2", f"{key} has to stand by again, while {sorted(living)} live")
+        for ids in (job.living, job.asked, job.former):
+            ids.discard(replica_id)
+        job.spares[replica_id] = _Spare(now, asks=True)
+
+    def published(self, name: str, quorum: Quorum, *, goes_back: bool) -> None:
+        """Check a quorum; ``goes_back``: at an earlier step than that of the job."""
         job = self._jobs.setdefault(name, _Job())
-        job.members = frozenset(each.replica_id for each in quorum.participants)
+        ids = {each.replica_id for each in quorum.participants}
+        is_for_spares = ids <= job.former and job.members & job.living <= ids
+        must(not (goes_back and is_for_spares), "G2", f"{sorted(ids)} take {name} back")
+        job.members = frozenset(ids)
         early = job.members & job.spares.keys()
         must(not early, "G1", f"{sorted(early)} stand by, and are in a quorum of {name}")
         job.remaining = set(job.members)

@@ -10,6 +10,7 @@ from torchft_svc.core.quorum.lighthouse.jobs import (
     ReportLeftHealing,
     ReportLoss,
     ReportPace,
+    ReportPlaceReturned,
     ReportPlaceTaken,
     ReportStraggler,
 )
@@ -53,13 +54,8 @@ class Reports:
             )
         elif isinstance(report, ReportPace):
             _write_pace(log, report)
-        elif isinstance(report, ReportPlaceTaken):
-            log.info(
-                "prepared spare takes a place job=%s replica=%s: one of %d was free",
-                report.job,
-                report.replica_id,
-                report.num_places,
-            )
+        elif isinstance(report, ReportPlaceTaken | ReportPlaceReturned):
+            _write_place(log, report)
         elif isinstance(report, ReportLeftHealing):
             log.warning(
                 "group left out job=%s replica=%s: it has been healing for %.1f s, and has to "
@@ -137,6 +133,25 @@ def _write_loss(log: logging.LoggerAdapter[logging.Logger], report: ReportLoss) 
         log.info("group left job=%s replica=%s: %s", *whose)
     else:
         log.warning("group lost job=%s replica=%s: %s", *whose)
+
+
+def _write_place(
+    log: logging.LoggerAdapter[logging.Logger], report: ReportPlaceTaken | ReportPlaceReturned
+) -> None:
+    if isinstance(report, ReportPlaceTaken):
+        log.info(
+            "prepared spare takes a place job=%s replica=%s: one of %d was free",
+            report.job,
+            report.replica_id,
+            report.num_places,
+        )
+    else:
+        log.warning(
+            "prepared spare stands by again job=%s replica=%s: all groups that trained are lost, "
+            "and it has not got their state",
+            report.job,
+            report.replica_id,
+        )
 
 
 def _write_pace(log: logging.LoggerAdapter[logging.Logger], report: ReportPace) -> None:

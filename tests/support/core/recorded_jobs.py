@@ -110,6 +110,9 @@ class Recorder:
     def await_quorum(self, caller: int, now: float) -> None:
         """Record nothing: the report of the place precedes it."""
 
+    def await_place(self, caller: int) -> None:
+        """Record nothing: the caller waits on."""
+
     def report(self, report: JobReport) -> None:
         self._records.append(report)
 

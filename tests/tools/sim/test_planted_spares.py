@@ -57,6 +57,10 @@ def the_place_of_a_program_that_has_ended_is_taken(plant: pytest.MonkeyPatch) ->
     plant.setattr(History, "end_place", lambda self: None)
 
 
+def spares_take_the_job_back(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Job, "is_for_spares_alone", lambda self, formed: False)
+
+
 def spares_outlive_their_job(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(Jobs, "_end_spares", lambda self, job_name: None)
 
@@ -74,6 +78,7 @@ PLANTS: dict[Plant, int] = {
     the_last_spare_comes_first: 2,
     spares_that_have_joined_count_as_places: 2,
     the_place_of_a_program_that_has_ended_is_taken: 3,
+    spares_take_the_job_back: 31,
     spares_outlive_their_job: 3,
     spares_end_with_the_last_group_however_it_ends: 4,
 }

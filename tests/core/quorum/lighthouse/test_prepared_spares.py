@@ -282,6 +282,22 @@ def test_g2_after_a_total_loss_spares_wait_for_an_ordinary_group() -> None:
     assert scene.last == ("a2", "t")
 
 
+def test_g2_spares_do_not_take_the_job_back_to_what_they_have() -> None:
+    """All members are lost before the spare that has taken a place is in a quorum."""
+    scene = running("a", "b")
+    assert taken(scene.lose("b")) == ["s"]
+    num_quorums = len(scene.quorums)
+    scene.lose("a")
+    assert scene.spares == ["s"], "it stands by again"
+    scene.pass_time(30.0, "s")
+    assert len(scene.quorums) == num_quorums
+    scene.open("c")
+    scene.ask("c")
+    scene.meet("c")
+    assert scene.last == ("c", "s")
+    assert scene.spares == []
+
+
 def test_g2_a_spare_whose_model_differs_is_refused_at_once() -> None:
     scene = Scene()
     for name in ("a", "b"):

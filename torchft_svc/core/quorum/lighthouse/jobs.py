@@ -199,6 +199,15 @@ class ReportPlaceTaken:
     num_places: int
 
 
+@dataclass(frozen=True, slots=True)
+class ReportPlaceReturned:
+    """Report that former spare ``replica_id`` stands by again: all members of the last quorum are
+    lost, and it has not got their state."""
+
+    job: str
+    replica_id: str
+
+
 JobReport = (
     ReportLoss
     | ReportHang
@@ -207,6 +216,7 @@ JobReport = (
     | ReportStraggler
     | ReportLeftHealing
     | ReportPlaceTaken
+    | ReportPlaceReturned
 )
 
 
@@ -232,6 +242,9 @@ class Outputs(Protocol):
 
     def await_quorum(self, caller: int, now: float, /) -> None:
         """Count ``caller``, which has waited for a place, among those that wait for a quorum."""
+
+    def await_place(self, caller: int, /) -> None:
+        """Count ``caller``, which has waited for a quorum, among those that wait for a place."""
 
     def report(self, report: JobReport, /) -> None:
         """Log ``report``."""
@@ -372,6 +385,17 @@ class Job:
         if members.previous is None or not any(map(members.knows, members.previous_ids)):
             return 0
         return max(0, self.history.num_places - members.num_have_asked)
+
+    def is_for_spares_alone(self, formed: Formed) -> bool:
+        """Whether former spares would take the job back to what they have (rule G2).
+
+        Those that have healed are at the job's step. Nobody who trained lives.
+        """
+        if formed.lost_from is None or not self.former_spares:
+            return False
+        ids = {each.replica_id for each in formed.members}
+        living = filter(self.members.knows, self.members.previous_ids)
+        return self.former_spares.issuperset(ids) and ids.issuperset(living)
 
     def record_places(self, quorum: Quorum) -> None:
         """Record how many places the job has, by a quorum that is published."""
@@ -1299,6 +1323,17 @@ class Jobs:
         finally:
             self._fills_places = False
 
+    def _take_places_back(self, job: Job, members: Sequence[Member], now: float) -> None:
+        """Let former spares stand by again: nobody is left whose state they could get."""
+        spares = self._spares.setdefault(job.name, PreparedSpares(self._config.heartbeat_timeout_s))
+        for member in members:
+            caller = job.forget_group(member.replica_id)
+            assert caller is not None, "it is in a quorum that is about to be formed"
+            spares.add(member.replica_id, now)
+            spares.record_request(member, caller, now)
+            self._outputs.await_place(caller)
+            self._outputs.report(ReportPlaceReturned(job.name, member.replica_id))
+
     def _end_spares(self, job_name: str) -> frozenset[str]:
         """Let the prepared spares of a job that has finished end, too; returns them."""
         spares = self._spares.get(job_name)
@@ -1514,7 +1549,10 @@ class Jobs:
         look = look_at(job.members, self._config)
         if look <= now:
             decision = self._decide(job, now)
-            if isinstance(decision, Formed):
+            if isinstance(decision, Formed) and job.is_for_spares_alone(decision):
+                self._take_places_back(job, decision.members, now)
+                newcomers = []
+            elif isinstance(decision, Formed):
                 for straggler in job.left_behind():
                     self._report_loss(straggler)
                     self._record_late(job, (straggler.replica_id,), straggler.reason, now)

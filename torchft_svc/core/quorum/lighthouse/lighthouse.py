@@ -359,6 +359,18 @@ class Sessions:
         question.is_of_spare = False
         self._add_to_pause(question.job, caller, now)
 
+    def await_place(self, caller: int) -> None:
+        """Count ``caller``, which has waited for a quorum, among those that wait for a place."""
+        question = self.questions[caller]
+        question.is_of_spare = True
+        self._remove_from_pause(question.job, caller)
+
+    def _remove_from_pause(self, job: str, caller: int) -> None:
+        pause = self.pauses[job]
+        del pause.waiting[caller]
+        if not pause.waiting:
+            del self.pauses[job]
+
     def _add_to_pause(self, job: str, caller: int, at: float) -> None:
         pause = self.pauses.get(job)
         if pause is None:
@@ -375,10 +387,7 @@ class Sessions:
         else:
             del self.calls[question.call]
         if not question.is_of_spare:
-            pause = self.pauses[question.job]
-            del pause.waiting[caller]
-            if not pause.waiting:
-                del self.pauses[question.job]
+            self._remove_from_pause(question.job, caller)
         return question
 
 
