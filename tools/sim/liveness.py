@@ -162,7 +162,7 @@ class LivenessChecks:
         known = {replica_id for _, replica_id in alive}
         for job in core._jobs.values():
             must(len(job.term.lost) <= MAX_LOSSES_SENT, "I7", "too many losses are remembered")
-            known |= job.term.lost.keys()
+            known |= job.term.lost.keys() | job.left.keys()
         for ended in core._ended.values():  # spares whose order to end may be lost, and members
             must(len(ended.spares) <= MAX_PREPARED_SPARES, "I7", "too many spares are remembered")
             known |= ended.spares | ended.left.keys()
