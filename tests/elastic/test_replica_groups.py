@@ -24,7 +24,7 @@ from torchft_svc.coordination import LighthouseClient, LighthouseServer
 from torchft_svc.core.launch.replica_groups import GroupsRules
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.elastic import run
-from torchft_svc.elastic.replica_groups import command_of_group
+from torchft_svc.elastic.replica_groups import GroupsConfig, _GroupsLauncher, command_of_group
 from torchft_svc.errors import ConfigError
 
 SCRIPT = str(SCRIPTS / "spare_trainer.py")
@@ -53,6 +53,19 @@ def test_a_launcher_of_spares_is_no_spare(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TORCHFT_SPARE", "1")
     with pytest.raises(ConfigError, match="decide which groups stand by"):
         run.parse_args(["--replica-groups=2", SCRIPT])
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "2"), ("8", "8")])
+def test_the_number_of_groups_may_be_that_of_several_machines(
+    given: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NUM_REPLICA_GROUPS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("NUM_REPLICA_GROUPS", given)
+    rules = GroupsRules(num_groups=2)
+    config = GroupsConfig(rules=rules, command=[], num_workers=1, shutdown_timeout_s=1.0)
+    with _GroupsLauncher(config, "localhost:1") as launcher:
+        assert launcher._variables(0, is_spare=False)["NUM_REPLICA_GROUPS"] == expected
 
 
 def test_each_group_has_a_launcher_with_one_group() -> None:

@@ -45,6 +45,7 @@ from torchft_svc.host.worker_process import KILL_S, SpawnedProcess
 log = logging.getLogger(__name__)
 
 _NAME_VARIABLE = "REPLICA_GROUP_ID"
+_NUM_VARIABLE = "NUM_REPLICA_GROUPS"
 _LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _LOOK_TIMEOUT = timedelta(seconds=2)
@@ -222,7 +223,7 @@ class _GroupsLauncher:
         variables: dict[str, str | None] = {
             _NAME_VARIABLE: self._names[index],
             _LIGHTHOUSE_VARIABLE: self._lighthouse,
-            "NUM_REPLICA_GROUPS": str(rules.num_groups),
+            _NUM_VARIABLE: env.value_of(_NUM_VARIABLE, "").strip() or str(rules.num_groups),
             "TORCHFT_SPARE": "1" if is_spare else None,
         }
         if rules.num_spares and self._config.num_workers == 1:
