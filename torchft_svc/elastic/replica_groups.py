@@ -28,10 +28,10 @@ from torchft_svc.core.launch.replica_groups import (
     GiveUpReplicaGroup,
     GroupsOrders,
     GroupsRules,
-    LookAtJob,
+    JobView,
     ReplicaGroups,
+    RequestJobStatus,
     SeenGroup,
-    SeenJob,
     StartReplicaGroup,
 )
 from torchft_svc.core.quorum.names import stable_name
@@ -48,7 +48,7 @@ _NAME_VARIABLE = "REPLICA_GROUP_ID"
 _NUM_VARIABLE = "NUM_REPLICA_GROUPS"
 _LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
-_LOOK_TIMEOUT = timedelta(seconds=2)
+_STATUS_TIMEOUT = timedelta(seconds=2)
 # As the command's default: groups that start together meet in the first quorum.
 _STARTUP_WAIT_MS = 1000
 # A group's launcher needs so much to end after its workers had their time.
@@ -193,8 +193,8 @@ class _GroupsLauncher:
             order = left.pop(0)
             if isinstance(order, StartReplicaGroup):
                 left += self._start(order)
-            elif isinstance(order, LookAtJob):
-                left += self._machine.looked(self._view(), time.monotonic())
+            elif isinstance(order, RequestJobStatus):
+                left += self._machine.status_received(self._view(), time.monotonic())
             elif isinstance(order, EndReplicaGroups):
                 self._end_groups(order)
             elif isinstance(order, GiveUpReplicaGroup):
@@ -233,18 +233,18 @@ class _GroupsLauncher:
             variables[_DEVICES_VARIABLE] = self._devices[index]
         return variables
 
-    def _view(self) -> SeenJob | None:
+    def _view(self) -> JobView | None:
         """What the lighthouse knows of the job; None: it does not answer."""
         try:
-            with LighthouseClient(self._lighthouse, _LOOK_TIMEOUT) as client:
-                jobs = client.status(timeout=_LOOK_TIMEOUT)
+            with LighthouseClient(self._lighthouse, _STATUS_TIMEOUT) as client:
+                jobs = client.status(timeout=_STATUS_TIMEOUT)
         except PeerError as error:
             log.warning("the lighthouse cannot be asked for the job's groups: %s", error)
             return None
         named = [job for job in jobs if job.job == self._job]
         found = next((job for job in named if job.ended_s is None), None)
         if found is None:
-            return SeenJob(is_finished=any(job.finished for job in named))
+            return JobView(is_finished=any(job.finished for job in named))
         groups = {stable_name(each.replica_id): each for each in found.groups}
         own = {
             index: SeenGroup(groups[name].replica_id, groups[name].in_quorum)
@@ -252,7 +252,7 @@ class _GroupsLauncher:
             if name in groups
         }
         others = groups.keys() - set(self._names)
-        return SeenJob(
+        return JobView(
             others_train=any(groups[name].in_quorum for name in others),
             num_places=found.num_places,
             own_groups=own,

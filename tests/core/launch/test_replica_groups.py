@@ -8,29 +8,29 @@ import pytest
 
 from torchft_svc.core.launch.replica_groups import (
     ALONE_S,
-    LOOK_S,
     MAX_LOCAL_GROUPS,
+    STATUS_INTERVAL_S,
     EndLaunch,
     EndReplicaGroups,
     GiveUpReplicaGroup,
     GroupsRules,
-    LookAtJob,
+    JobView,
     ReplicaGroups,
+    RequestJobStatus,
     SeenGroup,
-    SeenJob,
     StartReplicaGroup,
 )
 from torchft_svc.errors import ConfigError
 
 KILLED = -9
-NOBODY = SeenJob(num_places=2)
-FINISHED = SeenJob(is_finished=True)
+NOBODY = JobView(num_places=2)
+FINISHED = JobView(is_finished=True)
 
 
-def seen(*replica_ids: str, num_places: int = 2) -> SeenJob:
+def seen(*replica_ids: str, num_places: int = 2) -> JobView:
     """A job in whose quorum are groups of this launcher, such as ``0:a``."""
     own = {int(each.split(":")[0]): SeenGroup(each, in_quorum=True) for each in replica_ids}
-    return SeenJob(num_places=num_places, own_groups=own)
+    return JobView(num_places=num_places, own_groups=own)
 
 
 TRAINS = seen("0:a", "1:a")
@@ -62,23 +62,23 @@ def test_what_cannot_work_is_refused(given: dict[str, int], sentence: str) -> No
 
 def test_g5_a_lost_group_is_started_again_as_a_spare() -> None:
     launch = begun()
-    assert launch.ended(1, KILLED, 10.0) == (LookAtJob(),)
-    assert launch.looked(TRAINS, 10.1) == (StartReplicaGroup(1, is_spare=True),)
+    assert launch.ended(1, KILLED, 10.0) == (RequestJobStatus(),)
+    assert launch.status_received(TRAINS, 10.1) == (StartReplicaGroup(1, is_spare=True),)
     assert launch.next_deadline() == math.inf  # a group of this launcher trains
 
 
 def test_g5_a_lost_spare_stands_by_again() -> None:
     launch = begun()
     launch.ended(2, KILLED, 10.0)
-    assert launch.looked(TRAINS, 10.1) == (StartReplicaGroup(2, is_spare=True),)
+    assert launch.status_received(TRAINS, 10.1) == (StartReplicaGroup(2, is_spare=True),)
 
 
 @pytest.mark.parametrize("num_places", [0, 1])
 def test_g6_before_the_job_was_whole_a_group_is_started_as_one(num_places: int) -> None:
     launch = begun()
     launch.ended(1, KILLED, 1.0)
-    view = SeenJob(others_train=bool(num_places), num_places=num_places)
-    assert launch.looked(view, 1.1) == (StartReplicaGroup(1, is_spare=False),)
+    view = JobView(others_train=bool(num_places), num_places=num_places)
+    assert launch.status_received(view, 1.1) == (StartReplicaGroup(1, is_spare=False),)
 
 
 def test_without_spares_a_group_is_started_again_at_once() -> None:
@@ -89,9 +89,9 @@ def test_without_spares_a_group_is_started_again_at_once() -> None:
 
 def test_g6_groups_that_are_lost_together_are_started_as_groups() -> None:
     launch = begun()
-    assert launch.ended(0, KILLED, 10.0) == (LookAtJob(),)
-    assert launch.ended(1, KILLED, 10.0) == ()  # the same look answers for both
-    assert launch.looked(NOBODY, 10.1) == (
+    assert launch.ended(0, KILLED, 10.0) == (RequestJobStatus(),)
+    assert launch.ended(1, KILLED, 10.0) == ()  # the same status answers for both
+    assert launch.status_received(NOBODY, 10.1) == (
         StartReplicaGroup(0, is_spare=False),
         StartReplicaGroup(1, is_spare=False),
     )
@@ -100,37 +100,37 @@ def test_g6_groups_that_are_lost_together_are_started_as_groups() -> None:
 def test_g6_a_spare_becomes_a_group_if_nobody_trains() -> None:
     launch = begun()
     launch.ended(0, KILLED, 10.0)
-    launch.looked(TRAINS, 10.1)  # the lighthouse did not know yet that both are lost
+    launch.status_received(TRAINS, 10.1)  # the lighthouse did not know yet that both are lost
     launch.ended(2, KILLED, 10.2)
-    launch.looked(TRAINS, 10.3)
+    launch.status_received(TRAINS, 10.3)
     launch.ended(1, KILLED, 10.4)
-    assert launch.looked(TRAINS, 10.4) == (StartReplicaGroup(1, is_spare=False),)
+    assert launch.status_received(TRAINS, 10.4) == (StartReplicaGroup(1, is_spare=False),)
     launch.ended(1, 0, 10.4)
-    at, orders = 10.4, launch.looked(NOBODY, 10.4)
+    at, orders = 10.4, launch.status_received(NOBODY, 10.4)
     assert orders == ()
     while not orders and at < 60.0:
-        assert launch.next_deadline() == pytest.approx(at + LOOK_S)
-        at += LOOK_S
-        assert launch.tick(at) == (LookAtJob(),)
-        orders = launch.looked(NOBODY, at)
+        assert launch.next_deadline() == pytest.approx(at + STATUS_INTERVAL_S)
+        at += STATUS_INTERVAL_S
+        assert launch.tick(at) == (RequestJobStatus(),)
+        orders = launch.status_received(NOBODY, at)
     assert at >= 10.4 + ALONE_S
     assert [type(each) for each in orders] == [EndReplicaGroups]
     assert orders[0].indices == (0,)  # type: ignore[union-attr]
-    # Its end is no failure, and it needs no look.
+    # Its end is no failure, and it needs no status.
     assert launch.ended(0, 0, at + 1) == (StartReplicaGroup(0, is_spare=False),)
 
 
 def test_g6_a_spare_that_is_lost_before_the_job_is_whole_is_a_spare_again() -> None:
     launch = begun()
     launch.ended(2, KILLED, 1.0)
-    assert launch.looked(SeenJob(), 1.1) == (StartReplicaGroup(2, is_spare=True),)
+    assert launch.status_received(JobView(), 1.1) == (StartReplicaGroup(2, is_spare=True),)
 
 
 def test_g6_no_more_groups_come_back_than_were_asked_for() -> None:
     launch = begun()
     for index in range(3):
         launch.ended(index, KILLED, 10.0)
-    assert launch.looked(NOBODY, 10.1) == (
+    assert launch.status_received(NOBODY, 10.1) == (
         StartReplicaGroup(0, is_spare=False),
         StartReplicaGroup(1, is_spare=False),
         StartReplicaGroup(2, is_spare=True),
@@ -141,9 +141,9 @@ def test_g6_groups_that_the_lighthouse_still_counts_do_not_train() -> None:
     launch = begun(num_groups=3)
     all_of_them = seen("0:a", "1:a", "2:a", num_places=3)
     for index in range(3):
-        assert launch.ended(index, KILLED, 10.0) == (LookAtJob(),)
+        assert launch.ended(index, KILLED, 10.0) == (RequestJobStatus(),)
         # The last one is known to have been the last, though all are in the view.
-        orders = launch.looked(all_of_them, 10.1)
+        orders = launch.status_received(all_of_them, 10.1)
         assert orders == (StartReplicaGroup(index, is_spare=index < 2),)
         assert (launch.next_deadline() < math.inf) == (index == 2)
 
@@ -152,12 +152,12 @@ def test_g6_a_group_that_is_given_up_leaves_no_spare_waiting() -> None:
     launch = begun(num_groups=1, max_restarts=1)
     one = {"num_places": 1}
     launch.ended(0, KILLED, 1.0)
-    launch.looked(NOBODY, 1.1)
-    launch.looked(seen("0:b", **one), 5.0)
+    launch.status_received(NOBODY, 1.1)
+    launch.status_received(seen("0:b", **one), 5.0)
     assert launch.next_deadline() == math.inf
-    assert launch.ended(0, KILLED, 10.0) == (GiveUpReplicaGroup(0, KILLED), LookAtJob())
-    launch.looked(seen("0:b", **one), 10.0)
-    (order,) = launch.looked(NOBODY, 10.0 + ALONE_S)
+    assert launch.ended(0, KILLED, 10.0) == (GiveUpReplicaGroup(0, KILLED), RequestJobStatus())
+    launch.status_received(seen("0:b", **one), 10.0)
+    (order,) = launch.status_received(NOBODY, 10.0 + ALONE_S)
     assert isinstance(order, EndReplicaGroups)
     assert order.indices == (1,)
 
@@ -165,64 +165,64 @@ def test_g6_a_group_that_is_given_up_leaves_no_spare_waiting() -> None:
 def test_g6_a_spare_that_has_taken_a_place_is_a_group() -> None:
     launch = begun()
     launch.ended(0, KILLED, 10.0)
-    launch.looked(TRAINS, 10.1)
+    launch.status_received(TRAINS, 10.1)
     # Another lighthouse: it knows both groups, and has no quorum yet.
     own = {index: SeenGroup(f"{index}:a", in_quorum=False) for index in (1, 2)}
     for at in (20.0, 20.0 + ALONE_S, 200.0):
-        assert launch.looked(SeenJob(own_groups=own), at) == ()
+        assert launch.status_received(JobView(own_groups=own), at) == ()
 
 
 def test_g4_a_spare_that_stands_by_after_the_end_of_its_job_is_ended() -> None:
     launch = begun()
     launch.ended(1, KILLED, 10.0)
-    launch.looked(TRAINS, 10.1)
-    assert launch.ended(2, 0, 11.0) == (LookAtJob(),)
-    launch.looked(seen("0:a"), 11.0)
-    assert launch.ended(0, 0, 12.0) == (LookAtJob(),)
-    assert launch.looked(FINISHED, 12.0) == ()  # the lighthouse drains those that it knows
-    orders = launch.looked(FINISHED, 12.0 + ALONE_S)
+    launch.status_received(TRAINS, 10.1)
+    assert launch.ended(2, 0, 11.0) == (RequestJobStatus(),)
+    launch.status_received(seen("0:a"), 11.0)
+    assert launch.ended(0, 0, 12.0) == (RequestJobStatus(),)
+    assert launch.status_received(FINISHED, 12.0) == ()  # the lighthouse drains those that it knows
+    orders = launch.status_received(FINISHED, 12.0 + ALONE_S)
     assert orders == (EndReplicaGroups((1,), "the job has finished"),)
     assert launch.ended(1, 1, 23.0) == (EndLaunch(0),)
 
 
 def test_g4_a_group_that_is_killed_as_its_job_ends_does_not_train_alone() -> None:
     launch = begun(num_groups=1)
-    launch.looked(seen("0:a", num_places=1), 2.0)
+    launch.status_received(seen("0:a", num_places=1), 2.0)
     launch.ended(0, KILLED, 10.0)
-    assert launch.looked(FINISHED, 10.1) == ()
-    assert launch.ended(1, 0, 10.2) == (LookAtJob(),)
-    assert launch.looked(FINISHED, 10.2 + ALONE_S) == (EndLaunch(0),)
+    assert launch.status_received(FINISHED, 10.1) == ()
+    assert launch.ended(1, 0, 10.2) == (RequestJobStatus(),)
+    assert launch.status_received(FINISHED, 10.2 + ALONE_S) == (EndLaunch(0),)
 
 
 def test_the_end_of_a_former_run_ends_nothing() -> None:
     launch = begun()
     launch.ended(1, KILLED, 1.0)
-    assert launch.looked(FINISHED, 1.1) == (StartReplicaGroup(1, is_spare=False),)
+    assert launch.status_received(FINISHED, 1.1) == (StartReplicaGroup(1, is_spare=False),)
 
 
 def test_no_spare_is_ended_while_all_groups_start() -> None:
     launch = begun()
     for at in (2.0, 20.0, 200.0):
         launch.tick(at)
-        assert launch.looked(SeenJob(), at) == ()
+        assert launch.status_received(JobView(), at) == ()
 
 
 def test_a_lighthouse_that_is_away_is_asked_again() -> None:
     launch = begun()
     launch.ended(1, KILLED, 10.0)
-    assert launch.looked(None, 10.1) == ()
-    assert launch.next_deadline() == pytest.approx(10.1 + LOOK_S)
-    assert launch.tick(10.1 + LOOK_S) == (LookAtJob(),)
-    assert launch.looked(TRAINS, 12.2) == (StartReplicaGroup(1, is_spare=True),)
+    assert launch.status_received(None, 10.1) == ()
+    assert launch.next_deadline() == pytest.approx(10.1 + STATUS_INTERVAL_S)
+    assert launch.tick(10.1 + STATUS_INTERVAL_S) == (RequestJobStatus(),)
+    assert launch.status_received(TRAINS, 12.2) == (StartReplicaGroup(1, is_spare=True),)
 
 
 def test_a_group_without_restarts_is_given_up() -> None:
     launch = begun(max_restarts=1)
     launch.ended(1, KILLED, 10.0)
-    launch.looked(TRAINS, 10.1)
-    assert launch.ended(1, KILLED, 20.0) == (GiveUpReplicaGroup(1, KILLED), LookAtJob())
-    launch.looked(TRAINS, 20.1)
-    assert launch.ended(0, 0, 30.0) == (LookAtJob(),)
+    launch.status_received(TRAINS, 10.1)
+    assert launch.ended(1, KILLED, 20.0) == (GiveUpReplicaGroup(1, KILLED), RequestJobStatus())
+    launch.status_received(TRAINS, 20.1)
+    assert launch.ended(0, 0, 30.0) == (RequestJobStatus(),)
     assert launch.ended(2, 0, 30.0) == (EndLaunch(0),)  # two groups have finished
 
 
@@ -243,9 +243,9 @@ def test_a_final_error_ends_all_groups() -> None:
 
 def test_an_interrupt_ends_all_groups_and_starts_none() -> None:
     launch = begun()
-    launch.ended(1, KILLED, 1.0)  # it waits for a look
+    launch.ended(1, KILLED, 1.0)  # it waits for the status
     assert launch.interrupt("SIGTERM") == (EndReplicaGroups((0, 2), "SIGTERM"),)
-    assert launch.looked(TRAINS, 1.1) == ()
+    assert launch.status_received(TRAINS, 1.1) == ()
     assert launch.interrupt("SIGTERM") == ()
     launch.ended(0, 0, 2.0)
     assert launch.ended(2, 0, 2.0) == (EndLaunch(1),)

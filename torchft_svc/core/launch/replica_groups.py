@@ -6,8 +6,8 @@ again, as a spare (rule G5). A spare waits for a group that trains, so if there 
 started as a group (rule G6). Groups are numbers from 0; the spares come last.
 
     launch.start_all(now)                 # Start orders for all of them
-    launch.ended(index, status, now)      # a group has ended; LookAtJob may follow
-    launch.looked(view, now)              # answers LookAtJob
+    launch.ended(index, status, now)      # a group has ended; RequestJobStatus may follow
+    launch.status_received(view, now)     # answers RequestJobStatus
     launch.tick(now)                      # at next_deadline()
 """
 
@@ -22,10 +22,11 @@ from torchft_svc.errors import ConfigError
 
 # Each of them is a launcher with its workers on this machine.
 MAX_LOCAL_GROUPS = 256
-# The pause between two looks at the job, where its lighthouse does not answer, or nobody trains.
-LOOK_S = 2.0
-# For so long nobody trains before a spare is ended: to be started as a group, or with its job.
-ALONE_S = 10.0
+# The pause between two requests for the status of the job, where nobody answers, or nobody trains.
+STATUS_INTERVAL_S = 2.0
+# For so long nobody trains before a spare is ended: to be started as a group, or with its job. A
+# group that is started takes this long to import torch on a busy machine.
+ALONE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +64,7 @@ class SeenGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SeenJob:
+class JobView:
     """What the lighthouse knows of the job.
 
     ``others_train``: a living group of another launcher is in its last quorum. ``num_places``:
@@ -86,8 +87,8 @@ class StartReplicaGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class LookAtJob:
-    """Call `ReplicaGroups.looked` with what the lighthouse knows; None: it does not answer."""
+class RequestJobStatus:
+    """Call `ReplicaGroups.status_received` with what the lighthouse knows (None: no answer)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +114,16 @@ class EndLaunch:
     status: int
 
 
-GroupsOrder = StartReplicaGroup | LookAtJob | EndReplicaGroups | GiveUpReplicaGroup | EndLaunch
+GroupsOrder = (
+    StartReplicaGroup | RequestJobStatus | EndReplicaGroups | GiveUpReplicaGroup | EndLaunch
+)
 GroupsOrders = tuple[GroupsOrder, ...]
 
 
 class _Stage(Enum):
     RUNNING = auto()
     CONVERTING = auto()  # a spare that was signalled, to be started as a group
-    WAITING = auto()  # it has ended, and is started again after a look at the job
+    WAITING = auto()  # it has ended, and is started again by the status of the job
     FINISHED = auto()  # with status 0
     GIVEN_UP = auto()
 
@@ -143,8 +146,8 @@ class ReplicaGroups:
         self._slots = [_Slot(is_spare=index >= rules.num_groups) for index in range(total)]
         self._orders: list[GroupsOrder] = []
         self._end_status: int | None = None  # all groups were signalled
-        self._look_at = math.inf
-        self._is_looking = False
+        self._status_at = math.inf
+        self._awaits_status = False
         self._alone_since: float | None = None
         self._has_trained = False  # the job, since this launcher has begun
 
@@ -153,17 +156,17 @@ class ReplicaGroups:
         for index, slot in enumerate(self._slots):
             self._orders.append(StartReplicaGroup(index, slot.is_spare))
         if self.rules.num_spares:
-            self._look_at = now + LOOK_S
+            self._status_at = now + STATUS_INTERVAL_S
         return self._pop_orders()
 
     def next_deadline(self) -> float:
         """The instant at which `tick` is due (infinity: none)."""
-        return self._look_at
+        return self._status_at
 
     def tick(self, now: float) -> GroupsOrders:
-        """Look at the job again, if that is due."""
-        if now >= self._look_at:
-            self._request_look()
+        """Request the status of the job again, if that is due."""
+        if now >= self._status_at:
+            self._request_status()
         return self._pop_orders()
 
     def ended(self, index: int, status: int, now: float) -> GroupsOrders:
@@ -191,16 +194,16 @@ class ReplicaGroups:
         self._end_if_over()
         if rules.num_spares and not was_converting and self._end_status is None:
             # Also if this group is not started again: perhaps only spares are left.
-            self._request_look()
+            self._request_status()
         return self._pop_orders()
 
-    def looked(self, view: SeenJob | None, now: float) -> GroupsOrders:
+    def status_received(self, view: JobView | None, now: float) -> GroupsOrders:
         """Start what has ended, by what the lighthouse knows of the job; None: it is away."""
-        self._is_looking = False
+        self._awaits_status = False
         if self._end_status is not None:
             return self._pop_orders()
         if view is None:
-            self._look_at = now + LOOK_S
+            self._status_at = now + STATUS_INTERVAL_S
             return self._pop_orders()
         for index, slot in enumerate(self._slots):
             self._compare_with_seen(slot, view.own_groups.get(index))
@@ -214,7 +217,7 @@ class ReplicaGroups:
             if slot.stage is _Stage.WAITING and not is_finished:
                 is_whole = self._num_groups() >= self.rules.num_groups
                 self._start(index, is_spare=has_place or is_whole)
-        self._look_at = math.inf if trains_here else now + LOOK_S
+        self._status_at = math.inf if trains_here else now + STATUS_INTERVAL_S
         if self._is_alone(trains, now):
             if is_finished:
                 self._end_all(0, "the job has finished")
@@ -231,11 +234,11 @@ class ReplicaGroups:
 
     # -- parts -------------------------------------------------------------------------------------
 
-    def _request_look(self) -> None:
-        self._look_at = math.inf
-        if not self._is_looking:
-            self._is_looking = True
-            self._orders.append(LookAtJob())
+    def _request_status(self) -> None:
+        self._status_at = math.inf
+        if not self._awaits_status:
+            self._awaits_status = True
+            self._orders.append(RequestJobStatus())
 
     def _start(self, index: int, *, is_spare: bool) -> None:
         slot = self._slots[index]
@@ -281,7 +284,7 @@ class ReplicaGroups:
     def _end_all(self, status: int, reason: str) -> None:
         if self._end_status is None:
             self._end_status = status
-            self._look_at = math.inf
+            self._status_at = math.inf
             for slot in self._slots:
                 if slot.stage is _Stage.WAITING:
                     slot.stage = _Stage.GIVEN_UP
@@ -292,7 +295,7 @@ class ReplicaGroups:
     def _end_if_over(self) -> None:
         if any(slot.stage in _RUNS or slot.stage is _Stage.WAITING for slot in self._slots):
             return
-        self._look_at = math.inf
+        self._status_at = math.inf
         num_finished = sum(slot.stage is _Stage.FINISHED for slot in self._slots)
         is_done = num_finished >= self.rules.num_groups
         status = self._end_status
