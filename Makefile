@@ -11,6 +11,8 @@ SECONDS ?= 60
 # The order is that of tests/conftest.py: xdist's own would start the files with few tests last.
 RUNNERS ?= 4
 PARALLEL ?= -n $(RUNNERS) --dist loadfile --no-loadscope-reorder
+# Compiled modules are kept: hundreds of processes import them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test quick check style types layers collect docs proto proto-check bench soak soak-rounds sim programs chaos clean
 
