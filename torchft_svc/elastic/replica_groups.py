@@ -28,7 +28,7 @@ from torchft_svc.core.launch.replica_groups import (
     GiveUpReplicaGroup,
     GroupsOrders,
     GroupsRules,
-    JobView,
+    GroupsView,
     ReplicaGroups,
     RequestJobStatus,
     SeenGroup,
@@ -233,7 +233,7 @@ class _GroupsLauncher:
             variables[_DEVICES_VARIABLE] = self._devices[index]
         return variables
 
-    def _view(self) -> JobView | None:
+    def _view(self) -> GroupsView | None:
         """What the lighthouse knows of the job; None: it does not answer."""
         try:
             with LighthouseClient(self._lighthouse, _STATUS_TIMEOUT) as client:
@@ -244,7 +244,7 @@ class _GroupsLauncher:
         named = [job for job in jobs if job.job == self._job]
         found = next((job for job in named if job.ended_s is None), None)
         if found is None:
-            return JobView(is_finished=any(job.finished for job in named))
+            return GroupsView(is_finished=any(job.finished for job in named))
         groups = {stable_name(each.replica_id): each for each in found.groups}
         own = {
             index: SeenGroup(groups[name].replica_id, groups[name].in_quorum)
@@ -252,7 +252,7 @@ class _GroupsLauncher:
             if name in groups
         }
         others = groups.keys() - set(self._names)
-        return JobView(
+        return GroupsView(
             others_train=any(groups[name].in_quorum for name in others),
             num_places=found.num_places,
             own_groups=own,

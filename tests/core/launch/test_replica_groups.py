@@ -14,7 +14,7 @@ from torchft_svc.core.launch.replica_groups import (
     EndReplicaGroups,
     GiveUpReplicaGroup,
     GroupsRules,
-    JobView,
+    GroupsView,
     ReplicaGroups,
     RequestJobStatus,
     SeenGroup,
@@ -23,14 +23,14 @@ from torchft_svc.core.launch.replica_groups import (
 from torchft_svc.errors import ConfigError
 
 KILLED = -9
-NOBODY = JobView(num_places=2)
-FINISHED = JobView(is_finished=True)
+NOBODY = GroupsView(num_places=2)
+FINISHED = GroupsView(is_finished=True)
 
 
-def seen(*replica_ids: str, num_places: int = 2) -> JobView:
+def seen(*replica_ids: str, num_places: int = 2) -> GroupsView:
     """A job in whose quorum are groups of this launcher, such as ``0:a``."""
     own = {int(each.split(":")[0]): SeenGroup(each, in_quorum=True) for each in replica_ids}
-    return JobView(num_places=num_places, own_groups=own)
+    return GroupsView(num_places=num_places, own_groups=own)
 
 
 TRAINS = seen("0:a", "1:a")
@@ -77,7 +77,7 @@ def test_g5_a_lost_spare_stands_by_again() -> None:
 def test_g6_before_the_job_was_whole_a_group_is_started_as_one(num_places: int) -> None:
     launch = begun()
     launch.ended(1, KILLED, 1.0)
-    view = JobView(others_train=bool(num_places), num_places=num_places)
+    view = GroupsView(others_train=bool(num_places), num_places=num_places)
     assert launch.status_received(view, 1.1) == (StartReplicaGroup(1, is_spare=False),)
 
 
@@ -123,7 +123,7 @@ def test_g6_a_spare_becomes_a_group_if_nobody_trains() -> None:
 def test_g6_a_spare_that_is_lost_before_the_job_is_whole_is_a_spare_again() -> None:
     launch = begun()
     launch.ended(2, KILLED, 1.0)
-    assert launch.status_received(JobView(), 1.1) == (StartReplicaGroup(2, is_spare=True),)
+    assert launch.status_received(GroupsView(), 1.1) == (StartReplicaGroup(2, is_spare=True),)
 
 
 def test_g6_no_more_groups_come_back_than_were_asked_for() -> None:
@@ -169,7 +169,7 @@ def test_g6_a_spare_that_has_taken_a_place_is_a_group() -> None:
     # Another lighthouse: it knows both groups, and has no quorum yet.
     own = {index: SeenGroup(f"{index}:a", in_quorum=False) for index in (1, 2)}
     for at in (20.0, 20.0 + ALONE_S, 200.0):
-        assert launch.status_received(JobView(own_groups=own), at) == ()
+        assert launch.status_received(GroupsView(own_groups=own), at) == ()
 
 
 def test_g4_a_spare_that_stands_by_after_the_end_of_its_job_is_ended() -> None:
@@ -204,7 +204,7 @@ def test_no_spare_is_ended_while_all_groups_start() -> None:
     launch = begun()
     for at in (2.0, 20.0, 200.0):
         launch.tick(at)
-        assert launch.status_received(JobView(), at) == ()
+        assert launch.status_received(GroupsView(), at) == ()
 
 
 def test_a_lighthouse_that_is_away_is_asked_again() -> None:

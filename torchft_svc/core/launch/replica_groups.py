@@ -64,7 +64,7 @@ class SeenGroup:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobView:
+class GroupsView:
     """What the lighthouse knows of the job.
 
     ``others_train``: a living group of another launcher is in its last quorum. ``num_places``:
@@ -197,7 +197,7 @@ class ReplicaGroups:
             self._request_status()
         return self._pop_orders()
 
-    def status_received(self, view: JobView | None, now: float) -> GroupsOrders:
+    def status_received(self, view: GroupsView | None, now: float) -> GroupsOrders:
         """Start what has ended, by what the lighthouse knows of the job; None: it is away."""
         self._awaits_status = False
         if self._end_status is not None:
