@@ -11,6 +11,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -130,14 +131,16 @@ def test_ray_s_own_example_trains_two_groups(tmp_path: Path) -> None:
     pytest.importorskip("ray.train.v2.torch.torchft_config", reason=reason, exc_type=ImportError)
     python, flags = (sys.executable, "-W", "ignore"), ("--num-workers", "2", "--num-steps", "30")
     module = "ray.train.v2.examples.pytorch.torchft_linear_example"
-    result = subprocess.run(
-        [*python, "-m", "torchft_svc.compat", "-m", module, *flags],
-        capture_output=True,
-        text=True,
-        timeout=550,
-        env=environment(**RAY, HOME=str(tmp_path)),
-        check=False,
-    )
+    # There Ray notes its address, so it joins no cluster of another test. Sockets need short paths.
+    with tempfile.TemporaryDirectory(prefix="ray-", ignore_cleanup_errors=True) as folder:
+        result = subprocess.run(
+            [*python, "-m", "torchft_svc.compat", "-m", module, *flags],
+            capture_output=True,
+            text=True,
+            timeout=550,
+            env=environment(**RAY, HOME=str(tmp_path), RAY_TMPDIR=folder),
+            check=False,
+        )
     assert result.returncode == 0, result.stdout + result.stderr
     last = result.stdout.splitlines()[-1]
     assert "'step': 30" in result.stdout, last
