@@ -269,8 +269,14 @@ class Site:
     def finish(self) -> None:
         """The program ends on purpose; one that stands by has to be ended by its lighthouse."""
         self.is_over = True
+        self._end_if_it_trains()
+
+    def _end_if_it_trains(self) -> None:
+        """One that takes a place at that moment trains to the end of its program, too."""
         if self.trains:
             self.leave(0.0)
+        elif self.processes():
+            self._launcher.after(1.0, self._end_if_it_trains)
 
     @property
     def trains(self) -> bool:
