@@ -18,16 +18,17 @@ from typing import Any
 import pytest
 from support.launched import OURS
 from support.programs import Program
-from support.running import SCRIPTS, eventually, is_alive
+from support.running import SCRIPTS, eventually, is_alive, lighthouse_process
 
 from torchft_svc.coordination import LighthouseClient, LighthouseServer
-from torchft_svc.core.launch.replica_groups import GroupsRules
+from torchft_svc.core.launch.replica_groups import GroupsRules, GroupsView
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.elastic import run
 from torchft_svc.elastic.replica_groups import GroupsConfig, _GroupsLauncher, command_of_group
 from torchft_svc.errors import ConfigError
 
 SCRIPT = str(SCRIPTS / "spare_trainer.py")
+TOKEN = "a-secret-of-these-tests"  # noqa: S105
 # Importing torch takes long on a busy machine: a launcher, and then its worker.
 START_S = 120.0
 
@@ -53,6 +54,21 @@ def test_a_launcher_of_spares_is_no_spare(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("TORCHFT_SPARE", "1")
     with pytest.raises(ConfigError, match="decide which groups stand by"):
         run.parse_args(["--replica-groups=2", SCRIPT])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("token", "view"), [(TOKEN, GroupsView()), (TOKEN[::-1], None)])
+def test_a_lighthouse_that_refuses_the_token_is_one_that_does_not_answer(
+    token: str, view: GroupsView | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The groups, which have their sessions, train on. Where it answers, no group has come yet."""
+    config = GroupsConfig(
+        rules=GroupsRules(num_groups=2), command=[], num_workers=1, shutdown_timeout_s=1.0
+    )
+    with lighthouse_process(TORCHFT_TOKEN=TOKEN) as lighthouse:
+        monkeypatch.setenv("TORCHFT_TOKEN", token)
+        with _GroupsLauncher(config, lighthouse.address) as launcher:
+            assert launcher._view() == view
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "2"), ("8", "8")])

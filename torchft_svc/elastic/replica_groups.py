@@ -37,7 +37,7 @@ from torchft_svc.core.launch.replica_groups import (
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.elastic.workers import tied
-from torchft_svc.errors import PeerError
+from torchft_svc.errors import RequestRefused, TorchFTError
 from torchft_svc.host.clean_start import ended_how
 from torchft_svc.host.process_end import POLL_S
 from torchft_svc.host.worker_process import KILL_S, SpawnedProcess
@@ -237,14 +237,14 @@ class _GroupsLauncher:
         """What the lighthouse knows of the job; None: it does not answer."""
         try:
             with LighthouseClient(self._lighthouse, _STATUS_TIMEOUT) as client:
-                jobs = client.status(timeout=_STATUS_TIMEOUT)
-        except PeerError as error:
+                (found,) = client.status(self._job, _STATUS_TIMEOUT)
+        except RequestRefused:  # nobody has come yet
+            return GroupsView()
+        except TorchFTError as error:
             log.warning("the lighthouse cannot be asked for the job's groups: %s", error)
             return None
-        named = [job for job in jobs if job.job == self._job]
-        found = next((job for job in named if job.ended_s is None), None)
-        if found is None:
-            return GroupsView(is_finished=any(job.finished for job in named))
+        if found.ended_s is not None:
+            return GroupsView(is_finished=found.finished)
         groups = {stable_name(each.replica_id): each for each in found.groups}
         own = {
             index: SeenGroup(groups[name].replica_id, groups[name].in_quorum)
