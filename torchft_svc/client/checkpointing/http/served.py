@@ -31,7 +31,6 @@ MAX_CLAIMS = 16
 # A receiver contacts all of its sources as soon as it knows them.
 EXTRAS_TIMEOUT_S = 5.0
 
-
 # A receiver of a copy that has asked for nothing and received nothing for so long delays no other.
 STANDSTILL_S = 5.0
 

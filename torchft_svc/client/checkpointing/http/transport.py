@@ -221,7 +221,7 @@ class HTTPTransport(CheckpointTransport[T]):
         on_offer: Callable[[], object] = lambda: None,
     ) -> T:
         request = self._request(COPY, metadata, (), above, timeout)
-        return self._run(Fetch(request, Staging(), on_offer))
+        return self._fetch(request, Staging(), on_offer)
 
     def expect_checkpoint(self, like: T | None) -> None:
         with self._lock:
@@ -278,10 +278,13 @@ class HTTPTransport(CheckpointTransport[T]):
             part=part,
         )
 
-    def _fetch(self, request: FetchRequest, staging: Staging) -> T:
-        return self._run(Fetch(request, staging))
-
-    def _run(self, fetch: Fetch) -> T:
+    def _fetch(
+        self,
+        request: FetchRequest,
+        staging: Staging,
+        on_offer: Callable[[], object] = lambda: None,
+    ) -> T:
+        fetch = Fetch(request, staging, on_offer)
         with self._fetching(fetch):
             return cast(T, fetch.run())
 

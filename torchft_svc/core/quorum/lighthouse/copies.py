@@ -34,7 +34,6 @@ MAX_COPIES_PER_HOLDER = 512
 MAX_HOLDERS_SHOWN = 3
 MAX_STATES_SHOWN = 3
 
-
 # What the copies of one state have in common: step, id of its quorum, and group world size.
 Place = tuple[int, int, int]
 
