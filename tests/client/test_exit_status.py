@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 import pytest
+from support.files import complete_lines
 from support.programs import Program
 from support.running import ROOT, TESTS, eventually, lighthouse_process
 
@@ -65,7 +66,7 @@ def test_a_model_that_differs_is_not_started_again(start: Start, tmp_path: Path)
             variables={**place, "REPLICA_GROUP_ID": "a", PROGRESS_VARIABLE: str(progress)},
         )
         eventually(
-            lambda: record.exists() and len(record.read_text().splitlines()) > 3,
+            lambda: len(complete_lines(record)) > 3,
             START_S,
             "it trains",
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.files import complete_lines
 from support.forked import Group
 from support.running import eventually, lighthouse_process
 from support.scripts import unlike_trainer
@@ -41,9 +42,7 @@ class Trainers:
         return group
 
     def lines_of(self, name: str) -> list[dict[str, Any]]:
-        file = self._folder / f"{name}.jsonl"
-        lines = file.read_text().splitlines(keepends=True) if file.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in complete_lines(self._folder / f"{name}.jsonl")]
 
     def commits(self, name: str) -> list[dict[str, Any]]:
         return [line for line in self.lines_of(name) if line.get("committed")]

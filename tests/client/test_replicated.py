@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.files import complete_lines
 from support.forked import Group, ending
 from support.running import eventually, lighthouse_process
 from support.scripts import replicated_trainer
@@ -26,9 +27,7 @@ def test_i3_groups_that_start_at_different_times(tmp_path: Path, wrapper: str) -
     groups: list[Group] = []
 
     def lines_of(name: str) -> list[dict[str, Any]]:
-        file = tmp_path / name
-        text = file.read_text() if file.exists() else ""
-        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [json.loads(line) for line in complete_lines(tmp_path / name)]
 
     def meet(*names: str, since: int = 0) -> None:
         """Wait until all have trained together for a while."""

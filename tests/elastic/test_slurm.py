@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from support.files import complete_lines
 from support.running import environment
 
 pytestmark = pytest.mark.processes
@@ -86,8 +87,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 
 def requeued(cluster: Path) -> list[str]:
-    file = cluster / "requeued"
-    return file.read_text().splitlines() if file.exists() else []
+    return complete_lines(cluster / "requeued")
 
 
 @pytest.mark.parametrize(

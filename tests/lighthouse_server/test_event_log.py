@@ -8,6 +8,7 @@ import os
 from pathlib import Path
 
 import pytest
+from support.files import complete_lines
 from support.running import command, eventually, lighthouse_process, line_to
 
 from torchft_svc.core.quorum.lighthouse.incidents import Incident, IncidentKind
@@ -28,7 +29,7 @@ def incident(number: int, cause: str = "it died") -> Incident:
 
 
 def lines_of(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines() if line]
+    return [json.loads(line) for line in complete_lines(path)]
 
 
 def test_each_record_is_an_object_in_a_line(tmp_path: Path) -> None:

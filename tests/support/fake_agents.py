@@ -14,6 +14,7 @@ from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
 
+from support.files import complete_lines
 from support.fork_server import Call, Forked
 from support.running import ROOT, eventually
 from support.warm import Warm
@@ -47,7 +48,7 @@ class FakeWorker:
         return WorkerLeft(round_) in self.listen()
 
     def lines(self) -> list[str]:
-        return self.log.read_text().splitlines() if self.log.exists() else []
+        return complete_lines(self.log)
 
     def says(self, *words: str) -> str:
         """Wait for a line that has all these words."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from support.agents import runs_at
+from support.files import complete_lines
 from support.programs import Program
 from support.running import SCRIPTS, eventually, is_alive
 from torchft_svc.coordination import LighthouseServer
@@ -105,7 +106,7 @@ class Launch:
         """The workers that live, of one node or of all."""
         found = []
         for path in self.folder.glob("*.events"):
-            notes = [json.loads(line) for line in path.read_text().splitlines() if line[-1] == "}"]
+            notes = [json.loads(line) for line in complete_lines(path)]
             if notes and is_alive(int(path.stem)) and node in ("", notes[0]["node"]):
                 found.append(Worker(int(path.stem), notes))
         return sorted(found, key=lambda worker: (worker.notes[-1]["rank"], worker.pid))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from support.files import complete_lines
 from support.forked import Group, ending
 from support.running import eventually, lighthouse_process
 from support.scripts import sharded_trainer
@@ -52,9 +53,7 @@ class Cluster:
         return group
 
     def reports(self, name: str) -> list[dict[str, Any]]:
-        path = self.folder / name
-        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return [json.loads(line) for line in complete_lines(self.folder / name)]
 
     def log(self, name: str) -> str:
         path = self.folder / f"{name}.log"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from support.files import complete_lines
 from support.fork_server import Call, Forked
 from torchft_svc.errors import ChannelClosed
 from torchft_svc.trainer.context import TrainContext
@@ -415,7 +416,7 @@ def note(path: str, step: int, numbers: list[int]) -> None:
 def noted(path: Path) -> dict[int, list[int]]:
     """The samples of each step."""
     found: dict[int, list[int]] = {}
-    for line in path.read_text().splitlines():
+    for line in complete_lines(path):
         step, *numbers = map(int, line.split())
         found.setdefault(step, []).extend(numbers)
     return found

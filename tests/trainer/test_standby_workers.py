@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from support.files import complete_lines
 from support.running import eventually
 from support.trained import (
     BATCH_SIZE,
@@ -152,10 +153,9 @@ def noted(folder: Path) -> dict[int, list[tuple[str, float]]]:
     """What workers have noted of each step: the digest of the weights before it, and the loss."""
     found: dict[int, list[tuple[str, float]]] = defaultdict(list)
     for file in folder.glob("steps-*"):
-        for line in file.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):  # else its worker was killed
-                step, digest, loss = line.split()
-                found[int(step)].append((digest, float(loss)))
+        for line in complete_lines(file):
+            step, digest, loss = line.split()
+            found[int(step)].append((digest, float(loss)))
     return found
 
 

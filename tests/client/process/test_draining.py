@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from support.bounds import check
+from support.files import complete_lines
 from support.fork_server import Call, Forked
 from support.running import (
     SCRIPTS,
@@ -92,8 +93,7 @@ class Worker:
         self._wait()
 
     def lines(self) -> list[list[str]]:
-        text = self.out.read_text() if self.out.exists() else ""
-        return [line.split() for line in text.splitlines() if line]
+        return [line.split() for line in complete_lines(self.out) if line]
 
     def steps(self, num_groups: int) -> int:
         """How many steps it has committed with so many groups."""
