@@ -36,6 +36,7 @@ from support.warm import Warm
 from torchft_svc.client.process import draining
 from torchft_svc.client.process.draining import TermSignal
 from torchft_svc.client.runtime import bootstrap
+from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.coordination import LighthouseClient
 from torchft_svc.core.quorum.session_messages import Drain
 from torchft_svc.errors import Drained
@@ -337,6 +338,31 @@ def test_a_manager_of_any_kind_drains(tmp_path: Path, kind: str) -> None:
         worker.ends()
         assert worker.left_s() < 30 if kind == "sidecar" else worker.left_s() == math.inf
         assert worker.discards(1) == 0
+
+
+def test_a_program_learns_how_long_it_may_live_though_the_order_comes_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The refusal of the quorum, by another call, may arrive before it."""
+    record = SharedRound.drain
+
+    def record_late(self: SharedRound, command: Drain) -> None:
+        time.sleep(0.5)
+        record(self, command)
+
+    monkeypatch.setattr(SharedRound, "drain", record_late)
+    with (
+        lighthouse() as address,
+        LighthouseClient(address, timedelta(seconds=20)) as operator,
+        Trainer(address, "a", 0) as trainer,
+    ):
+        assert trainer.steps(2) == [True, True]
+        operator.drain("a", "maintenance", within=timedelta(seconds=60))
+        with pytest.raises(Drained, match="maintenance"):
+            trainer.steps(100_000)
+        until = trainer.manager.draining_until()
+        assert until is not None
+        assert 30 < until - time.monotonic() < 60
 
 
 def test_a_worker_ends_in_good_order_though_its_manager_does_not_answer(

@@ -79,6 +79,8 @@ log = logging.getLogger(__name__)
 
 # Interval at which a wait cleans up abandoned process groups.
 _POLL_S = 0.05
+# A drained group's workers get the order by their stream; at most so long after the refusal.
+_DRAIN_NEWS_S = 1.0
 
 
 class RoundTracer(ABC):
@@ -447,6 +449,9 @@ class RoundRunner:
         except TorchFTError as error:
             over = self._deps.client.why_over(error)
             error = over or error
+            if isinstance(error, GroupLeft):
+                # The order to drain, which says how long the group may live, comes by the stream.
+                self._worker.wait_until_drained(_DRAIN_NEWS_S)
             with self._worker.changing() as round_:
                 now = time.monotonic()
                 ready = round_.question_failed(error, now, is_manager_over=over is not None)

@@ -47,6 +47,7 @@ class SharedRound:
         self._pg = pg
         self._clock = clock
         self._lock = threading.RLock()
+        self._drained = threading.Event()
 
     @contextmanager
     def changing(self) -> Iterator[Round]:
@@ -85,9 +86,14 @@ class SharedRound:
         within_s = math.inf if command.within_s is None else command.within_s
         with self._lock:
             is_news = self.round.drain(command.reason, self._clock() + within_s)
+        self._drained.set()
         if is_news:
             limit = f" within {within_s:g} s" if within_s < math.inf else ""
             log.warning("draining%s: %s", limit, command.reason)
+
+    def wait_until_drained(self, timeout_s: float) -> None:
+        """Block until `drain` was called, at most ``timeout_s``."""
+        self._drained.wait(timeout_s)
 
     def record_loss(self, replica_id: str, reason: str, quorum_id: int) -> None:
         """Record that a member of quorum ``quorum_id`` is gone."""

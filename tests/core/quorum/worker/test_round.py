@@ -575,6 +575,7 @@ def test_a_drained_group_ends_without_aborting_its_connections() -> None:
     assert round_.question_failed(GroupLeft("drained"), 101.0) == NOTHING
     with pytest.raises(Drained, match="drained"):
         round_.check_left()
+    assert round_.drain_reason == "drained"
 
 
 def test_a_worker_that_reported_its_end_does_not_wait_for_a_lost_manager() -> None:

@@ -671,6 +671,7 @@ class Round:
         may wait for it.
         """
         if isinstance(self.error, GroupLeft):
+            self.drain(self.error.reason)
             raise Drained(str(self.error))
         if self._leaves_for and isinstance(self.error, PeerError):
             raise Drained(f"{self._leaves_for}; it could not leave: {self.error}")
