@@ -51,6 +51,7 @@ IMPATIENT = {
     "buddy_every": 1,
 }
 LONG = timedelta(seconds=60)
+HOLDER_SILENCE = "torchft_svc.buddy.holder._SILENCE"
 FAR = 1000  # a step that the job has not reached
 BIG = 1 << 20
 
@@ -149,10 +150,13 @@ class Real:
 @pytest.fixture(scope="module")
 def real() -> Iterator[Real]:
     with (
+        pytest.MonkeyPatch.context() as patch,
         lighthouse() as server,
         holder(server.address()) as held,
         Trainer(server.address(), "a", 1, buddy_every=EVERY) as trainer,
     ):
+        # It waits for the next copy all the time, and a new request would begin another thread.
+        patch.setattr(HOLDER_SILENCE, timedelta(minutes=10))
         yield Real(*train_until_copied(trainer, held, server.address()))
 
 
@@ -205,7 +209,7 @@ def test_a_holder_keeps_its_copy_when_the_next_one_is_doubtful(
 ) -> None:
     """The group that is copied next has a worker whose address leads to such a source."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("torchft_svc.buddy.holder._SILENCE", timedelta(seconds=SILENT_S))
+    monkeypatch.setattr(HOLDER_SILENCE, timedelta(seconds=SILENT_S))
     with (
         lighthouse() as server,
         DOUBTFUL[kind]() as address,

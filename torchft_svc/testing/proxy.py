@@ -57,8 +57,13 @@ class Proxy:
         self._acceptor.start()
 
     def hold(self) -> None:
-        """Pass nothing on in either direction, as if the host of the service were cut off."""
-        self._passing.clear()
+        """Pass nothing on in either direction, as if the host of the service were cut off.
+
+        Has no effect once the proxy is closed, which a hook may not know.
+        """
+        with self._lock:
+            if not self._closed:
+                self._passing.clear()
 
     def release(self) -> None:
         """Pass on what was held, and everything later."""
@@ -139,12 +144,14 @@ class Proxy:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._closed = True
+        with self._lock:
+            self._closed = True
         _end(self._listener)
         self.cut()
         self.release()
-        for thread in [self._acceptor, *self._connections]:
-            thread.join(DEADLINE_S)
+        self._acceptor.join(DEADLINE_S)  # it may add another connection
+        for connection in self._connections:
+            connection.join(DEADLINE_S)
         self._listener.close()
 
 
