@@ -52,13 +52,14 @@ def main() -> None:
         }
     # Kept until the end of the program.
     store = _store(flags.store_port) if place and flags.rank == 0 else None
+    if flags.spare:  # else not named: a revision before prepared spares does not know it
+        place["spare"] = True
     watch = Stopwatch()
     manager = Manager(
         state_dict=state_dict,
         load_state_dict=load_state_dict,
         lighthouse_addr=flags.lighthouse,
         replica_id=flags.name,
-        spare=flags.spare,
         **place,
     )
 
