@@ -117,6 +117,40 @@ def test_n2_a_straggler_that_turns_out_to_be_dead_is_lost() -> None:
     assert records(scene)[1].cause == "no sign of life for 30 s"
 
 
+@pytest.mark.parametrize("on_hang", ["report", "evict"])
+def test_n2_a_silent_group_that_seemed_to_hang_is_lost(on_hang: str) -> None:
+    settings = config(hang_timeout_s=6.0, heartbeat_timeout_s=8.0, on_hang=on_hang)
+    scene = formed("a:1", "b:1", step=4, settings=settings)
+    scene.report("b:1", Phase.TRAINING, step=4)
+    scene.now = 102.0
+    scene.report("b:1", Phase.TRAINING, step=4, for_s=2.0)  # the last sign of life
+    scene.report("a:1", Phase.QUORUM, step=4, for_s=2.0)
+    scene.until(106.0)
+    scene.report("a:1", Phase.QUORUM, step=4, for_s=6.0)
+    assert kinds(scene) == ["joined", "hung" if on_hang == "report" else "evicted"]
+    scene.until(111.0)
+    lost = records(scene)[1]
+    assert kinds(scene) == ["joined", "lost"]
+    assert (lost.cause, lost.groups) == ("no sign of life for 8 s", ("b:1",))
+    assert (lost.at, lost.detected_after_s, lost.is_open) == (106.0, 4.0, True)
+
+
+def test_n2_a_group_that_hangs_with_signs_of_life_stays_hung_when_it_is_gone() -> None:
+    settings = config(hang_timeout_s=6.0, heartbeat_timeout_s=8.0)
+    scene = formed("a:1", "b:1", step=4, settings=settings)
+    scene.report("b:1", Phase.TRAINING, step=4)
+    scene.until(105.0)
+    scene.report("b:1", Phase.TRAINING, step=4, for_s=5.0)
+    scene.beat("a:1")
+    scene.until(112.0)
+    scene.beat("a:1")
+    scene.until(114.0)
+    assert kinds(scene) == ["joined", "hung"]
+    hung = records(scene)[1]
+    assert (hung.at, hung.detected_after_s) == (106.0, 6.0)
+    assert hung.cause.endswith("for 6.0 s; no sign of life for 8 s")
+
+
 def test_n3_the_ledger_of_a_job_is_bounded() -> None:
     scene = formed("a:0")
     for number in range(1, MAX_INCIDENTS + 20):
@@ -366,6 +400,21 @@ def test_n2_a_group_that_was_cut_off_is_lost_and_no_absence_of_the_lighthouse() 
     scene.beat("b:1")
     report(scene, "b:1", away(5.0))
     assert kinds(scene) == ["joined", "lost"]
+
+
+@pytest.mark.parametrize(
+    ("away_s", "kind", "at"), [(5.0, "lighthouse_away", 102.0), (2.0, "hung", 105.0)]
+)
+def test_n2_a_group_seems_to_hang_while_it_is_cut_off(away_s: float, kind: str, at: float) -> None:
+    scene = formed("a:1", "b:1", step=4, settings=config(hang_timeout_s=5.0))
+    scene.report("b:1", Phase.TRAINING, step=4)
+    scene.until(107.0)
+    assert kinds(scene) == ["joined", "hung"]
+    report(scene, "b:1", away(away_s))
+    scene.report("b:1", Phase.TRAINING, step=6)
+    assert kinds(scene) == ["joined", kind]
+    found = records(scene)[1]
+    assert (found.groups, found.at, found.is_open) == (("b:1",), at, False)
 
 
 def test_n5_a_new_lighthouse_learns_of_the_losses_that_groups_know() -> None:

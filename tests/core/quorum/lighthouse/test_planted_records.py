@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from core.quorum.worker import test_time_use as of_workers
 from torchft_svc.core.quorum.lighthouse.goodput import TimeAccounts
-from torchft_svc.core.quorum.lighthouse.incidents import JobLedger
+from torchft_svc.core.quorum.lighthouse.incidents import JobLedger, _Entry
 from torchft_svc.core.quorum.worker.time_use import TimeUse
 
 from . import test_goodput as of_jobs
@@ -22,6 +23,10 @@ def nothing(*_: Any, **__: Any) -> None:
 
 def no(*_: Any, **__: Any) -> bool:
     return False
+
+
+def yes(*_: Any, **__: Any) -> bool:
+    return True
 
 
 def counts_repeated_events(ledger: JobLedger, *event: Any) -> None:
@@ -90,6 +95,29 @@ PLANTED: list[tuple[type, str, Callable[..., Any], Callable[..., Any]]] = [
         "_record_dead_manager",
         nothing,
         of_records.test_n2_a_manager_that_died_in_a_term_costs_nothing_and_is_a_record,
+    ),
+    (
+        _Entry,
+        "only_seemed_to_hang",
+        no,
+        partial(of_records.test_n2_a_silent_group_that_seemed_to_hang_is_lost, "evict"),
+    ),
+    (
+        _Entry,
+        "only_seemed_to_hang",
+        yes,
+        of_records.test_n2_a_group_that_hangs_with_signs_of_life_stays_hung_when_it_is_gone,
+    ),
+    (
+        JobLedger,
+        "_explain_hang",
+        nothing,
+        partial(
+            of_records.test_n2_a_group_seems_to_hang_while_it_is_cut_off,
+            5.0,
+            "lighthouse_away",
+            102.0,
+        ),
     ),
     (TimeAccounts, "blame", nothing, of_jobs.test_n6_what_is_lost_to_a_hang_is_blamed_on_it),
     (

@@ -208,6 +208,15 @@ class _Entry:
         is_of_quorum = incident.quorum_id == report.event.quorum_id  # which ends with a discard
         return (self.is_of_member or self.is_history) and is_of_quorum
 
+    def only_seemed_to_hang(self, silent_since: float) -> bool:
+        """Whether the silence of a group since then is why it seemed to hang: for most of that time
+        nobody knew what it did."""
+        incident = self.incident
+        seemed_s = incident.detected_after_s
+        if incident.kind not in _HANGS or seemed_s is None:
+            return False
+        return silent_since < incident.at - seemed_s / 2
+
     def is_repeated_by(self, report: _Report) -> bool:
         """Whether the same step was discarded for the same reason, again."""
         incident, (quorum_id, step) = self.incident, report.step
@@ -219,8 +228,9 @@ class _Entry:
         )
 
 
+_HANGS = (IncidentKind.HUNG, IncidentKind.EVICTED)
 # A group that is gone, or left out, after one of these: that was the beginning of the same fault.
-_BEGINNINGS = (IncidentKind.HUNG, IncidentKind.EVICTED, IncidentKind.STRAGGLED)
+_BEGINNINGS = (*_HANGS, IncidentKind.STRAGGLED)
 _LASTING = (IncidentKind.LOST, IncidentKind.MANAGER_DIED, *_BEGINNINGS)  # it is expected back
 
 
@@ -289,9 +299,12 @@ class JobLedger:
         began = self._find_open(replica_id, _BEGINNINGS)
         if began is not None:
             cause = f"{began.incident.cause}; {how.reason}"
-            kind = began.incident.kind
+            kind, last_sign_at = began.incident.kind, moment.at - silent_s
             if kind is IncidentKind.STRAGGLED:  # as it turns out, it was dead or frozen
                 kind, cause = _kind_of(how), how.reason
+            elif began.only_seemed_to_hang(last_sign_at):
+                kind, cause = _kind_of(how), how.reason
+                self._change(began, detected_after_s=began.incident.at - last_sign_at)
             began.awaits_return = {stable_name(replica_id)}
             self._change(began, kind=kind, cause=cause[:MAX_CAUSE_LENGTH])
             return
@@ -610,17 +623,28 @@ class JobLedger:
                 entry.until = max(entry.until, moment.at)
                 self._change(entry, groups=groups[:MAX_GROUPS_NAMED])
                 return
+            is_hang = incident.kind is IncidentKind.HUNG and incident.at <= moment.at
+            if is_hang and entry.concerns(name) and entry.only_seemed_to_hang(began_at):
+                self._explain_hang(entry, event, moment)
+                return
             # If the lighthouse was there, the group was cut off, or frozen.
             is_recorded = began_at <= incident.at <= moment.at or bool(entry.awaits_return)
             if incident.kind in _LASTING and is_recorded and entry.concerns(name):
                 return
         entry = self._add(
             IncidentKind.LIGHTHOUSE_AWAY,
-            f"the lighthouse could not be reached for {event.lasts_s:.1f} s: {event.cause}",
+            _absence_cause(event),
             (replica_id,),
             replace(moment, at=began_at),
         )
         entry.until = moment.at
+
+    def _explain_hang(self, entry: _Entry, event: GroupEvent, moment: Moment) -> None:
+        """Let a group that seemed to hang have been cut off, as it reports itself."""
+        entry.until, entry.awaits_return = moment.at, set()
+        self._change(entry, kind=IncidentKind.LIGHTHOUSE_AWAY, cause=_absence_cause(event))
+        self._begin_earlier(entry, moment.at - event.lasts_s)
+        self._update(entry)
 
     # -- the rest --------------------------------------------------------------------------------
 
@@ -744,6 +768,11 @@ class JobLedger:
         """The open record of one of these kinds about the group."""
         about = self._open_about.get(replica_id, {}).values()
         return next((each for each in about if each.incident.kind in kinds), None)
+
+
+def _absence_cause(event: GroupEvent) -> str:
+    cause = f"the lighthouse could not be reached for {event.lasts_s:.1f} s: {event.cause}"
+    return cause[:MAX_CAUSE_LENGTH]
 
 
 def _longest(known: float | None, reported: float | None) -> float | None:
