@@ -40,6 +40,7 @@ class RunFailed(Exception):
 class Incident:
     """A fault that could be felt from ``at`` on, and what it cost, in seconds.
 
+    ``began_at``: when its injection began, which may hit other groups before ``at``.
     ``stall_s``: until all that have to had committed an update begun after it; ``back_s``: until
     the whole job had, with everybody in the quorum. ``allowed_s``: the bound, and what the machine,
     as busy as it was then, may add. ``is_unseen``: it happened before the lighthouse was back from
@@ -54,6 +55,10 @@ class Incident:
     stall_s: float | None = None
     back_s: float | None = None
     is_unseen: bool = False
+    began_at: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began_at = self.at
 
     def name(self) -> str:
         where = f"group {self.fault.group}"

@@ -13,7 +13,9 @@ from tools.chaos.faults import FOR_ALL, Kind
 
 # From here on a fault that lasts is longer than all timeouts, and has to have a record.
 LONG_S = 3.0
-# Groups report the same absence of a lighthouse to the next one, and to the one after that.
+# What groups report to the next lighthouse, and to the one after that; it may have been over before
+# the one that learns of it first has begun.
+_REPORTED = frozenset({"lighthouse_away", "manager_died"})
 _SAME_S = 1.0
 # A record may be older than the fault as it was noted.
 _EARLY_S = 0.2
@@ -57,11 +59,15 @@ class Record:
 
     def is_new(self, since: float, before: Sequence[Record]) -> bool:
         """Whether no lighthouse that died up to ``since`` has written this, or ``before``."""
-        if self.kind != "lighthouse_away":
-            return self.at >= since
-        return not any(
-            each.kind == self.kind and each.job == self.job and abs(each.at - self.at) < _SAME_S
-            for each in before
+        return not any(map(self._repeats, before)) if self.kind in _REPORTED else self.at >= since
+
+    def _repeats(self, other: Record) -> bool:
+        """Whether groups have reported the same to another lighthouse."""
+        is_about_all = self.kind == "lighthouse_away"
+        return (
+            (other.kind, other.job) == (self.kind, self.job)
+            and abs(other.at - self.at) < _SAME_S
+            and (is_about_all or bool(other.groups & self.groups))
         )
 
 
@@ -91,7 +97,7 @@ def compare_records(
         if causes is None or incident.is_unseen:
             continue
         following = incidents[number + 1 :]
-        until = following[0].at - _EARLY_S if following else float("inf")
+        until = following[0].began_at - _EARLY_S if following else float("inf")
         # The next one may be felt later than it began. A group goes on without its manager, and may
         # notice its death later.
         if incident.back_s is not None and incident.fault.kind is not Kind.MANAGER_KILLED:

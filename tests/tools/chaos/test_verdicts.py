@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -325,14 +326,30 @@ def test_what_a_restarted_lighthouse_repeats_is_one_record(tmp_path: Path) -> No
     away = {**line, "kind": "lighthouse_away", "at": 1025.0}  # known to the next but one only
     again = [{**line, "number": 9, "at": 1011.0}, {**line, "number": 10, "at": 1031.0}, away]
     before.path.write_text("\n".join(map(json.dumps, lines)))
-    after.path.write_text("\n".join(map(json.dumps, again)))
     third = EventLog(tmp_path / "third", 40.0)
-    third.path.write_text(json.dumps({**away, "at": 1025.25}))
+    # Its manager had died when no lighthouse was there, which the second one learns first.
+    died = {**line, "number": 11, "kind": "manager_died", "at": 1029.5}
+    after.path.write_text("\n".join(map(json.dumps, [*again, died])))
+    repeated = [{**away, "at": 1025.25}, {**died, "at": 1029.75}]
+    third.path.write_text("\n".join(map(json.dumps, repeated)))
     missing = EventLog(tmp_path / "missing", 50.0)
     found = read_records([before, after, third, missing], wall_offset_s=1000.0)
     assert [(each.kind, each.groups, each.at) for each in found] == [
         ("lost", frozenset({3}), 10.5),
         ("drained", frozenset({3}), 20.0),
         ("lighthouse_away", frozenset({3}), 25.0),
+        ("manager_died", frozenset({3}), 29.5),
         ("lost", frozenset({3}), 31.0),
     ]
+
+
+def test_what_prepares_the_next_fault_is_no_record_of_the_one_before() -> None:
+    run = after_a_kill(
+        record("manager_died", 0, 10.1), record("lost", 0, 14.0), kind=Kind.MANAGER_KILLED
+    )
+    assert judge_records(run).outcome is Outcome.FAIL, "group 0 is lost 4 s later"
+    stale = Fault(kind=Kind.STALE_SURVIVOR, group=1, worker=0, length_s=0.0, pause_s=0.0)
+    following = Incident(2, stale, "one", 12.0, 1.0)
+    following.at = 20.0
+    judged = replace(run, incidents=[*run.incidents, following])
+    assert judge_records(judged).outcome is Outcome.PASS
