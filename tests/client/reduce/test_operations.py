@@ -233,6 +233,33 @@ def test_an_operation_that_was_compared_and_not_launched_counts() -> None:
     assert (found.mine, found.is_misfit) == (of(7, position=2), True)
 
 
+def test_a_group_that_repeats_a_step_alone_does_not_differ_from_itself() -> None:
+    """Alone it compares nothing, so its error is sent only when another group has come."""
+    order = LaunchOrder(lambda: True)
+    order.begin_step(lambda: True, 5)
+    order.record_failure(Operation.shares(0))
+    order.begin_step(lambda: True, 5)
+    for operation in step(1, 2):
+        order.record_launch(operation)
+    order.begin_step(lambda: True, 6)
+    headers = [order.header(of(1)), Header(of(1), True, 0, 0)]
+    assert headers[0].stuck is not None
+    assert order.read_headers(headers[0], headers) is None
+
+
+def test_an_error_of_an_earlier_step_is_in_none_of_the_later_ones() -> None:
+    order = LaunchOrder(lambda: True)
+    order.begin_step(lambda: True, 5)
+    order.record_failure(of(7, position=4))
+    order.begin_step(lambda: True, 6)
+    for operation in step(1, 2):
+        order.record_launch(operation)
+    order.begin_step(lambda: True, 7)
+    other = Header(of(1), True, 0, OLD, Stuck(6, of(2, position=4)))
+    assert len(step(1, 2)) == 3
+    assert order.read_headers(order.header(of(1)), [order.header(of(1)), other]) is None
+
+
 @pytest.mark.parametrize("num_launched", [1, 2])
 def test_a_known_operation_that_has_failed_shows_no_difference(num_launched: int) -> None:
     """A group has left, so that the first operation fails after this and others were launched."""

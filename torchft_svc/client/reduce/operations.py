@@ -43,6 +43,8 @@ _OTHER = -1
 MAX_PATTERNS = 8
 # A group that differs may commit one step more than the others before it waits for them.
 STEPS_TO_LOOK_BACK = 3
+# Of each of these steps, so many attempts are remembered: an error is sent in one of the next ones.
+MAX_ATTEMPTS = 3
 # Operations of a step beyond this number are always compared.
 MAX_PLACES = 4096
 # A header has the six numbers of an operation, whether its group is settled, its pattern, how many
@@ -215,21 +217,22 @@ class Header:
     def find_mismatch(
         self,
         headers: Sequence[Header],
-        launched: Callable[[int, int], Operation | None],
+        launched: Callable[[int, int], Sequence[Operation]],
         instead: Operation | None = None,
     ) -> Mismatch | None:
         """Whether this group and another one were at different operations when one of them failed.
 
-        ``launched``: what this group has launched in a step, at a position (None: not known).
-        ``instead``: what all groups were known to launch where this one was stuck at another
-        operation; those that were not stuck there, too, have launched it.
+        ``launched``: what this group has launched in a step at a position, the newest last: several
+        operations if the step was repeated (none: it is not known). ``instead``: what all groups
+        were known to launch where this one was stuck at another operation; those that were not
+        stuck there, too, have launched it.
         """
         found: list[tuple[int, int, Operation, Operation]] = []
         for member, header in enumerate(headers):
             stuck = header.stuck
-            mine = None if stuck is None else launched(stuck.step, stuck.operation.position)
-            if stuck is not None and mine is not None and mine != stuck.operation:
-                found.append((member, stuck.step, mine, stuck.operation))
+            own = () if stuck is None else launched(stuck.step, stuck.operation.position)
+            if stuck is not None and own and stuck.operation not in own:
+                found.append((member, stuck.step, own[-1], stuck.operation))
             elif self.stuck is not None and instead is not None and stuck != self.stuck:
                 found.append((member, self.stuck.step, self.stuck.operation, instead))
         if not found:
@@ -273,7 +276,8 @@ class LaunchOrder:
         self._step = 0
         self._stuck: Stuck | None = None
         self._instead_of_it: Operation | None = None
-        self._by_step: dict[int, tuple[Operation, ...]] = {}  # the last steps that have begun
+        # The last steps that have begun, each with its attempts.
+        self._by_step: dict[int, list[tuple[Operation, ...]]] = {}
         self._patterns: list[
             tuple[Operation, ...]
         ] = []  # the steps that are remembered, newest first
@@ -300,11 +304,12 @@ class LaunchOrder:
     def _keep_last_step(self) -> None:
         """Keep the last step, for a group that differed in it and reports that in a later one."""
         launched, stuck = self._launched, self._stuck
-        if stuck is not None and stuck.operation.position == len(launched) + 1:
+        is_here = stuck is not None and stuck.step == self._step
+        if stuck is not None and is_here and stuck.operation.position == len(launched) + 1:
             launched = [*launched, stuck.operation]  # compared, and never launched
         if launched:
-            self._by_step.pop(self._step, None)
-            self._by_step[self._step] = tuple(launched)
+            attempts = [*self._by_step.pop(self._step, []), tuple(launched)]
+            self._by_step[self._step] = attempts[-MAX_ATTEMPTS:]
         while len(self._by_step) > STEPS_TO_LOOK_BACK:
             del self._by_step[next(iter(self._by_step))]
 
@@ -322,9 +327,9 @@ class LaunchOrder:
             self._stuck = self._instead_of_it = None
         return mine.find_mismatch(headers, self._launched_in, instead)
 
-    def _launched_in(self, step: int, position: int) -> Operation | None:
-        launched = self._by_step.get(step, ())
-        return launched[position - 1] if 0 < position <= len(launched) else None
+    def _launched_in(self, step: int, position: int) -> list[Operation]:
+        attempts = self._by_step.get(step, []) if position > 0 else []
+        return [each[position - 1] for each in attempts if position <= len(each)]
 
     def expects(self, operation: Operation) -> bool:
         """Whether all groups are known to launch ``operation`` next."""
