@@ -244,7 +244,7 @@ class _GroupsLauncher:
             log.warning("the lighthouse cannot be asked for the job's groups: %s", error)
             return None
         if found.ended_s is not None:
-            return GroupsView(is_finished=found.finished)
+            return GroupsView(is_finished=found.finished, num_places=found.num_places)
         groups = {stable_name(each.replica_id): each for each in found.groups}
         own = {
             index: SeenGroup(groups[name].replica_id, groups[name].in_quorum)

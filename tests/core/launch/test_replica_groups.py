@@ -9,6 +9,7 @@ import pytest
 from torchft_svc.core.launch.replica_groups import (
     ALONE_S,
     MAX_LOCAL_GROUPS,
+    SETTLE_S,
     STATUS_INTERVAL_S,
     EndLaunch,
     EndReplicaGroups,
@@ -214,6 +215,55 @@ def test_a_lighthouse_that_is_away_is_asked_again() -> None:
     assert launch.next_deadline() == pytest.approx(10.1 + STATUS_INTERVAL_S)
     assert launch.tick(10.1 + STATUS_INTERVAL_S) == (RequestJobStatus(),)
     assert launch.status_received(TRAINS, 12.2) == (StartReplicaGroup(1, is_spare=True),)
+
+
+@pytest.mark.parametrize("is_seen_away", [True, False])
+def test_g5_a_restarted_lighthouse_is_believed_when_it_knows_who_trains(
+    *, is_seen_away: bool
+) -> None:
+    """The group that is lost meanwhile stands by: a spare takes its place, as ever."""
+    launch = begun()
+    launch.status_received(TRAINS, 2.0)
+    launch.ended(0, KILLED, 10.0)
+    if is_seen_away:
+        assert launch.status_received(None, 10.1) == ()
+    assert launch.status_received(GroupsView(), 12.2) == ()
+    assert launch.next_deadline() == pytest.approx(12.2 + STATUS_INTERVAL_S)
+    assert launch.status_received(seen("1:a"), 14.2) == (StartReplicaGroup(0, is_spare=True),)
+    assert launch.next_deadline() == math.inf
+
+
+def test_g6_a_restarted_lighthouse_to_which_nobody_returns_is_believed_later() -> None:
+    launch = begun()
+    launch.status_received(TRAINS, 2.0)
+    for index in range(3):
+        launch.ended(index, KILLED, 10.0)
+    for waited_s in (0.0, 2.0, 0.9 * SETTLE_S):
+        assert launch.status_received(GroupsView(), 12.0 + waited_s) == ()
+    assert launch.status_received(GroupsView(), 12.0 + SETTLE_S) == (
+        StartReplicaGroup(0, is_spare=False),
+        StartReplicaGroup(1, is_spare=False),
+        StartReplicaGroup(2, is_spare=True),
+    )
+
+
+def test_g6_the_last_of_several_groups_is_started_again_at_once() -> None:
+    launch = begun()
+    launch.status_received(TRAINS, 2.0)
+    assert launch.ended(0, 0, 10.0) == (RequestJobStatus(),)
+    launch.status_received(seen("1:a", num_places=1), 10.1)
+    launch.ended(1, KILLED, 11.0)
+    orders = launch.status_received(seen("1:a", num_places=1), 11.1)
+    assert orders == (StartReplicaGroup(1, is_spare=False),)
+
+
+def test_a_launcher_looks_until_the_job_has_all_of_its_groups() -> None:
+    launch = begun()
+    launch.tick(2.0)
+    launch.status_received(seen("0:a", num_places=1), 2.0)
+    assert launch.next_deadline() == pytest.approx(2.0 + STATUS_INTERVAL_S)
+    launch.status_received(TRAINS, 4.0)
+    assert launch.next_deadline() == math.inf
 
 
 def test_a_group_without_restarts_is_given_up() -> None:

@@ -27,6 +27,9 @@ STATUS_INTERVAL_S = 2.0
 # For so long nobody trains before a spare is ended: to be started as a group, or with its job. A
 # group that is started takes this long to import torch on a busy machine.
 ALONE_S = 30.0
+# A lighthouse that knows fewer places than before was restarted. Within this time it knows again
+# who trains: groups that have lost it look for it every second.
+SETTLE_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +153,8 @@ class ReplicaGroups:
         self._awaits_status = False
         self._alone_since: float | None = None
         self._has_trained = False  # the job, since this launcher has begun
+        self._was_whole = False  # the job has had all places of this launcher's groups
+        self._forgotten_since: float | None = None  # the lighthouse knows fewer places than then
 
     def start_all(self, now: float) -> GroupsOrders:
         """Start all groups."""
@@ -213,11 +218,13 @@ class ReplicaGroups:
         is_finished = view.is_finished and self._has_trained
         # Before the job had all of its groups, no spare would take the place of the missing one.
         has_place = trains and view.num_places >= self.rules.num_groups
+        may_start = not is_finished and self._is_settled(view, trains, now)
         for index, slot in enumerate(self._slots):
-            if slot.stage is _Stage.WAITING and not is_finished:
+            if slot.stage is _Stage.WAITING and may_start:
                 is_whole = self._num_groups() >= self.rules.num_groups
                 self._start(index, is_spare=has_place or is_whole)
-        self._status_at = math.inf if trains_here else now + STATUS_INTERVAL_S
+        is_known = trains_here and self._was_whole
+        self._status_at = math.inf if is_known else now + STATUS_INTERVAL_S
         if self._is_alone(trains, now):
             if is_finished:
                 self._end_all(0, "the job has finished")
@@ -255,6 +262,18 @@ class ReplicaGroups:
             slot.is_spare = False  # it has taken a place
         else:
             slot.ended_id = seen.replica_id
+
+    def _is_settled(self, view: GroupsView, trains: bool, now: float) -> bool:
+        """Whether the lighthouse would know of groups that train: not right after its restart."""
+        num_finished = sum(slot.stage is _Stage.FINISHED for slot in self._slots)
+        knows_all = view.num_places >= self.rules.num_groups - num_finished
+        self._was_whole = self._was_whole or knows_all
+        if trains or knows_all or not self._was_whole:
+            self._forgotten_since = None
+            return True
+        if self._forgotten_since is None:
+            self._forgotten_since = now
+        return now >= self._forgotten_since + SETTLE_S
 
     def _is_alone(self, trains: bool, now: float) -> bool:
         """Whether nobody has trained for `ALONE_S`, and groups are missing here."""

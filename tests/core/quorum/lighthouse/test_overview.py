@@ -231,3 +231,17 @@ def test_a_job_may_change_while_it_is_described() -> None:
     (status,) = finish(pieces)
     assert len(status.groups) == GROUPS_AT_ONCE - 1
     assert scene.jobs.status(JOB, scene.now)[0].ended_s == 0.0
+
+
+def test_f1_a_restarted_lighthouse_shows_the_quorum_that_groups_report() -> None:
+    """The groups train on in it, and ask nobody."""
+    scene = Scene(config())
+    scene.opened("a:1", quorum_id=7, max_step=4, num_groups=2)
+    scene.opened("late:1")
+    (status,) = scene.jobs.status(JOB, scene.now)
+    assert (status.quorum_id, status.committed_step, status.num_places) == (7, 4, 2)
+    assert [group.in_quorum for group in status.groups] == [True, False]
+    scene.opened("b:1", quorum_id=9, max_step=5, num_groups=1)  # a was left behind
+    (status,) = scene.jobs.status(JOB, scene.now)
+    assert status.quorum_id == 9
+    assert [group.replica_id for group in status.groups if group.in_quorum] == ["b:1"]

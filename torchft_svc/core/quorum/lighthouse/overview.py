@@ -338,7 +338,7 @@ def describe_in_pieces(
             GroupStatus(
                 replica_id=replica_id,
                 address=known.address,
-                in_quorum=replica_id in peers,
+                in_quorum=replica_id in members.previous_ids,
                 asking=replica_id in askers,
                 step=max(known.step, doing.step if doing else 0),
                 phase=doing.phase if doing else None,
@@ -355,7 +355,7 @@ def describe_in_pieces(
         )
     return JobStatus(
         job=job,
-        quorum_id=previous.quorum_id if previous else 0,
+        quorum_id=members.last.quorum_id if members.previous_ids else 0,
         committed_step=members.committed_step,
         min_replicas=min_replicas or members.min_replicas,
         waiting_for=why if askers else "",
