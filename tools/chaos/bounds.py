@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-# Architecture, section 6. All are from the fault until the others have committed again.
+# See "When something fails" in ARCHITECTURE.md: from the fault until the others commit again.
 NEWS_S = 0.25
 # The same after the join timeout: others say that they wait 50 ms after they have begun to, and
 # leave the step 100 ms after the news.

@@ -1,4 +1,5 @@
-"""The decisions once more, slow and obvious, written from architecture.md and not from the code.
+"""The decisions once more, slow and obvious, written from docs/design/quorum.md and not from
+the code.
 
 Nothing here remembers or prepares anything: every question is answered by looking at everyone.
 """
@@ -14,7 +15,7 @@ from torchft_svc.core.quorum.types import Member, Quorum, QuorumConfig
 
 
 def waited_for(view: JobView, config: QuorumConfig) -> dict[str, float]:
-    """Rules 3 and 4: who is waited for, and until when."""
+    """Return who is waited for, and until when (rules Q3, Q4, Q9, Q10 and Q16)."""
     left_out = view.groups[GroupState.STRAGGLING] | view.groups[GroupState.EVICTED]
     absent = [x for x in view.living if x not in view.waiting and x not in left_out]
     previous = view.previous
@@ -102,7 +103,7 @@ def decide(
 def progress(
     view: JobView, config: QuorumConfig, asking: list[Member], newest: int
 ) -> tuple[list[Member], int | None] | float:
-    """Rule 7."""
+    """Decide whether the job may continue with these members (rule Q7)."""
     if newest < view.committed_step:
         if view.loss_accepted:
             return asking, view.committed_step
@@ -137,7 +138,7 @@ def not_believed(view: JobView, config: QuorumConfig, asking: list[Member]) -> l
 
 
 def assign(quorum: Quorum, replica_id: str, group_rank: int, init_sync: bool) -> QuorumResult:
-    """The assignment rules, section 4, for one worker."""
+    """Compute the part of one worker in a quorum (I2)."""
     ordered = sorted(quorum.participants, key=lambda member: member.replica_id)
     ids = [member.replica_id for member in ordered]
     me = ids.index(replica_id)

@@ -1,4 +1,4 @@
-"""Rules 6 and 7: when the quorum id grows, and what happens to committed steps."""
+"""Rules Q6 and Q7: when the quorum id grows, and what happens to committed steps."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def test_what_is_reported_to_a_lighthouse_with_a_quorum_of_the_job_is_old() -> N
 
 
 def test_but_who_was_in_any_quorum_of_the_job_may_have_the_newer_state() -> None:
-    """Rule 7 lets a job go back only if no group of it is left."""
+    """Rule Q7 lets a job go back only if no group of it is left."""
     scene = formed("a", "b", step=7)
     scene.leave("a", "its session ended")
     scene.ask("b", step=7)

@@ -63,196 +63,196 @@ def too_few(num_asking: int, num_needed: int, num_kept_out: int = 0) -> Waiting:
 
 TABLE: dict[str, tuple[JobView, dict[str, Any], float, Formed | Waiting]] = {
     "nobody asks": (view(silent="ab"), {}, 0, Waiting(Why.NOBODY_ASKS)),
-    "1: all who live ask": (view((B, 0), (A, 0)), {}, 0, Formed((A, B))),
-    "2: fast path, with a newcomer who asks too": (
+    "Q3: all who live ask": (view((B, 0), (A, 0)), {}, 0, Formed((A, B))),
+    "Q2: fast path, with a newcomer who asks too": (
         view((A, 0), (B, 0), (C, 0), veterans="ab", previous="ab"),
         {},
         0,
         Formed((A, B, C)),
     ),
-    "2: fast path, a silent newcomer is not waited for": (
+    "Q2: fast path, a silent newcomer is not waited for": (
         view((A, 0), (B, 0), silent="c", veterans="ab", previous="ab"),
         {},
         0,
         Formed((A, B)),
     ),
-    "2: fast path does not lower min_replicas": (
+    "Q2: fast path does not lower min_replicas": (
         view((A, 0), veterans="a", previous="a"),
         {"min_replicas": 2},
         0,
         too_few(1, 2),
     ),
-    "3: a living member of the previous quorum is waited for": (
+    "Q3: a living member of the previous quorum is waited for": (
         view((A, 3), silent="b", veterans="ab", previous="ab"),
         {},
         12,
         awaits("b", 13),
     ),
-    "3: until join_timeout after the first request": (
+    "Q3: until join_timeout after the first request": (
         view((A, 3), silent="b", veterans="ab", previous="ab"),
         {},
         13,
         Formed((A,)),
     ),
-    "3: the first request of a member counts, not a later one": (
+    "Q3: the first request of a member counts, not a later one": (
         view((A, 3), (B, 6), silent="c", veterans="abc", previous="abc"),
         {},
         12,
         awaits("c", 13),
     ),
-    "3: a newcomer's request does not count while a member lives": (
+    "Q3: a newcomer's request does not count while a member lives": (
         view((C, 0), (A, 9), silent="b", veterans="ab", previous="ab"),
         {},
         12,
         awaits("b", 19),
     ),
-    "3: a dead member of the previous quorum is not waited for": (
+    "Q3: a dead member of the previous quorum is not waited for": (
         view((A, 0), veterans="a", previous="ab"),
         {},
         0,
         Formed((A,)),
     ),
-    "3: a newcomer may join when a dead member is replaced": (
+    "Q3: a newcomer may join when a dead member is replaced": (
         view((A, 0), (C, 0), veterans="a", previous="ab"),
         {},
         0,
         Formed((A, C)),
     ),
-    "3: a cold start waits for startup_timeout": (
+    "Q3: a cold start waits for startup_timeout": (
         view((A, 3), silent="b"),
         {},
         22,
         awaits("b", 23),
     ),
-    "3: and not longer": (view((A, 3), silent="b"), {}, 23, Formed((A,))),
-    "3: counted from the first request of anyone": (
+    "Q3: and not longer": (view((A, 3), silent="b"), {}, 23, Formed((A,))),
+    "Q3: counted from the first request of anyone": (
         view((B, 5), (A, 3), silent="c"),
         {},
         22,
         awaits("c", 23),
     ),
-    "3: known groups get join_timeout in a cold start": (
+    "Q3: known groups get join_timeout in a cold start": (
         view((A, 3), silent="b", veterans="b"),
         {},
         12,
         awaits("b", 13),
     ),
-    "3: the earliest deadline comes first": (
+    "Q3: the earliest deadline comes first": (
         view((A, 3), silent="bc", veterans="b"),
         {},
         4,
         awaits("bc", 13),
     ),
-    "3: the later deadline is still ahead": (
+    "Q3: the later deadline is still ahead": (
         view((A, 3), silent="bc", veterans="b"),
         {},
         13,
         awaits("c", 23),
     ),
-    "3: no previous member lives, its newcomers are waited for": (
+    "Q3: no previous member lives, its newcomers are waited for": (
         view((A, 3), silent="b", previous="c"),
         {},
         13,
         awaits("b", 23),
     ),
-    "3: not enough after the deadline": (
+    "Q3: not enough after the deadline": (
         view((A, 3), silent="b"),
         {"min_replicas": 2},
         23,
         too_few(1, 2),
     ),
-    "3: min_replicas are enough": (view((A, 0), (B, 0)), {"min_replicas": 2}, 0, Formed((A, B))),
-    "3: the largest min_replicas that the job reports counts": (
+    "Q3: min_replicas are enough": (view((A, 0), (B, 0)), {"min_replicas": 2}, 0, Formed((A, B))),
+    "Q3: the largest min_replicas that the job reports counts": (
         view((member("a", min_replicas=2), 0), (member("b", min_replicas=3), 0)),
         {"min_replicas": 1},
         0,
         too_few(2, 3),
     ),
-    "3: and it counts instead of the lighthouse's": (
+    "Q3: and it counts instead of the lighthouse's": (
         view((member("a", min_replicas=1), 0), (B, 0)),
         {"min_replicas": 3},
         0,
         Formed((member("a", min_replicas=1), B)),
     ),
-    "4: a straggler is not waited for": (
+    "Q4: a straggler is not waited for": (
         view((A, 3), silent="b", veterans="ab", straggling="b", previous="ab"),
         {},
         3,
         Formed((A,)),
     ),
-    "4: a straggler that asks is in": (
+    "Q4: a straggler that asks is in": (
         view((A, 3), (B, 3), veterans="ab", previous="a"),
         {},
         3,
         Formed((A, B)),
     ),
-    "5: shrink_only keeps newcomers out": (
+    "Q5: shrink_only keeps newcomers out": (
         view((SHRINKING, 0), (B, 0), (C, 0), veterans="ab", previous="ab"),
         {},
         0,
         Formed((SHRINKING, B)),
     ),
-    "5: min_replicas holds": (
+    "Q5: min_replicas holds": (
         view((SHRINKING, 0), (B, 0), veterans="a", previous="a"),
         {"min_replicas": 2},
         0,
         too_few(1, 2, 1),
     ),
-    "5: a newcomer can not keep others out": (
+    "Q5: a newcomer can not keep others out": (
         view((SHRINKING, 0), (B, 0), (C, 0), veterans="b", previous="b"),
         {},
         0,
         Formed((SHRINKING, B, C)),
     ),
-    "5: nobody to shrink to at a cold start": (
+    "Q5: nobody to shrink to at a cold start": (
         view((SHRINKING, 0), (B, 0)),
         {},
         0,
         Formed((SHRINKING, B)),
     ),
-    "7: the committed step is kept": (
+    "Q7: the committed step is kept": (
         view((A, 0), (AHEAD, 0), committed_step=7),
         {},
         0,
         Formed((A, AHEAD)),
     ),
-    "7: hold": (
+    "Q7: hold": (
         view((AHEAD, 0), committed_step=8),
         {"on_step_regression": "hold"},
         0,
         Waiting(Why.WOULD_GO_BACK, committed_step=8, max_step=7),
     ),
-    "7: an operator accepted the loss": (
+    "Q7: an operator accepted the loss": (
         view((AHEAD, 0), committed_step=8, loss_accepted=True),
         {"on_step_regression": "hold"},
         0,
         Formed((AHEAD,), lost_from=8),
     ),
-    "7: warn": (
+    "Q7: warn": (
         view((AHEAD, 0), veterans="b", committed_step=8),
         {"on_step_regression": "warn"},
         0,
         Formed((AHEAD,), lost_from=8),
     ),
-    "7: auto warns when none is left": (
+    "Q7: auto warns when none is left": (
         view((AHEAD, 0), committed_step=8),
         {},
         0,
         Formed((AHEAD,), lost_from=8),
     ),
-    "deviation a: newcomers do not hold up a running job": (
+    "Q9: newcomers do not hold up a running job": (
         view((A, 0), silent="bcde", veterans="a", previous="ax"),
         {},
         0,
         Formed((A,)),
     ),
-    "deviation b: newcomers do not start a second history": (
+    "Q10: newcomers do not start a second history": (
         view((C, 0), silent="ab", veterans="ab", previous="ab"),
         {},
         1e9,
         awaits("ab"),
     ),
-    "deviation b: not even beside straggling members": (
+    "Q10: not even beside straggling members": (
         view((C, 0), silent="ab", veterans="ab", straggling="a", previous="ab"),
         {},
         1e9,
@@ -268,14 +268,14 @@ def test_decisions(case: str) -> None:
 
 
 def test_auto_holds_while_a_group_of_the_job_lives() -> None:
-    """Rule 7."""
+    """Rule Q7."""
     seen = view((AHEAD, 0), veterans="b", committed_step=8)
     held = Waiting(Why.WOULD_GO_BACK, committed_step=8, max_step=7)
     assert decide(seen, config(), 0) == held
 
 
 def test_without_startup_timeout_newcomers_get_the_join_timeout() -> None:
-    """Rule 3."""
+    """Rule Q3."""
     seen = view((A, 3), silent="b")
     settings = config(startup_timeout_s=None)
     assert decide(seen, settings, 12) == awaits("b", 13)
@@ -283,7 +283,7 @@ def test_without_startup_timeout_newcomers_get_the_join_timeout() -> None:
 
 
 def test_everyone_who_is_waited_for_has_a_deadline() -> None:
-    """Rules 3 and 4, as a whole map."""
+    """Rules Q3, Q4 and Q10, as a whole map."""
     cold = view((A, 1), (B, 2), silent="cde", veterans="d", straggling="e")
     assert absent_deadlines(cold, config()) == {"c": 21.0, "d": 11.0}
     running = view((A, 1), silent="bcde", veterans="abd", straggling="d", previous="abd")
