@@ -40,7 +40,7 @@ RAY = {
 class Group:
     """A replica group of two workers, and what these have printed.
 
-    All its ``programs`` have imported torch before they are started; workers of an agent have not.
+    All its ``programs``, and the workers of an agent, have imported torch before they are started.
     """
 
     def __init__(self, *programs: Program) -> None:
@@ -79,13 +79,16 @@ def two_groups(lighthouse: str) -> Iterator[list[Group]]:
 
     with contextlib.ExitStack() as stack:
         options = ["--standalone", "--nproc-per-node", "2", "--max-restarts", "3"]
-        launched = agent(*options, *command(0), of=TORCHS, environment=variables)
+        launched = agent(
+            *options, *command(0), of=TORCHS, environment=variables, forks_programs=True
+        )
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         workers = [
             Program(
                 [sys.executable, *command(1)],
                 variables | worker_variables(rank, store.port),
                 warm=True,
+                forks_programs=True,
             )
             for rank in range(2)
         ]

@@ -32,6 +32,8 @@ LOCAL_PROCESS = "torchft_svc.trainer.local_process"
 # What a fork server has imported: a service must not have torch, nor its memory.
 TORCH = "torch"
 SERVICES = "services"
+# What forks may show as their command lines: the server's own has room for it.
+MAX_COMMAND_LINE = 4000
 # So long waits one thread for the end of a process while others do.
 _TURN_S = 0.1
 # A process is gone so long before its end is reported, at most.
@@ -51,6 +53,8 @@ class Program:
     ``parent_pid``: it becomes a child of this process, which adopts orphans, and writes its own
         process id to the first descriptor.
     ``serves``: its first fork server with this module needs no import.
+    ``passed``: the numbers that the descriptors after its streams get (default: from 3 up).
+    ``forks_programs``: it forks the Python programs that it starts, see forking_popen.py.
     """
 
     arguments: Sequence[str]
@@ -62,6 +66,8 @@ class Program:
     drops_memory: bool = False
     parent_pid: int = 0
     serves: str = ""
+    passed: tuple[int, ...] = ()
+    forks_programs: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,8 +92,9 @@ def server(loaded: str) -> ForkServer:
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # looks for devices without CUDA
     }
     inherited = {name: value for name, value in os.environ.items() if name != MARK}
+    room = " " * MAX_COMMAND_LINE
     return ForkServer(
-        "support.fork_server_main", "tests", loaded, environment=inherited | environment
+        "support.fork_server_main", "tests", loaded, room, environment=inherited | environment
     )
 
 

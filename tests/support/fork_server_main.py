@@ -4,6 +4,8 @@ fork_server.py."""
 from __future__ import annotations
 
 import atexit
+import ctypes
+import fcntl
 import inspect
 import os
 import pickle
@@ -18,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from support.fork_server import SERVICES, TORCH, Call, Program
+from support.forking_popen import FORK_SERVER, FREE_FROM, fork_programs
 from tools.chaos.forked import fork_first
 from tools.demo.orphans import die_with_parent
 from torchft_svc.host.fork_server import serve
@@ -35,6 +38,7 @@ def load_torch() -> None:
     import torch.distributed.tensor.parallel
 
     import torchft_svc.elastic.run
+    import torchft_svc.manager_server.process
     import torchft_svc.preload  # noqa: F401
 
     if not torch.cuda.is_available():  # where it is, a step asks CUDA, which no fork could use then
@@ -73,20 +77,23 @@ def call(asked: Call) -> None:
 
 def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
     """Prepare what the interpreter would have; return the arguments, without its own."""
-    for number, descriptor in enumerate(descriptors):
-        os.dup2(descriptor, number)
-        os.close(descriptor)
+    take_over(descriptors, (0, 1, 2, *asked.passed) if asked.passed else range(len(descriptors)))
     if asked.parent_pid:
-        be_adopted(asked.parent_pid)
+        leave_to(asked.parent_pid)
+    show_command_line([sys.executable, *asked.arguments])
     os.environ.clear()
     os.environ.update(asked.environment)
     os.chdir(asked.folder)
     if asked.leads_session:
         os.setsid()
-    if "PYTHONUNBUFFERED" in os.environ:
+    if asked.parent_pid:
+        report_id()
+    arguments = list(asked.arguments)
+    if arguments[0] == "-u" or "PYTHONUNBUFFERED" in os.environ:
         for stream in (sys.stdout, sys.stderr):
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    arguments = list(asked.arguments)
+    if arguments[0] == "-u":
+        del arguments[0]
     if arguments[:2] == ["-W", "ignore"]:
         warnings.simplefilter("ignore")
         del arguments[:2]
@@ -98,14 +105,40 @@ def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
     return arguments
 
 
-def be_adopted(parent_pid: int) -> None:
-    """Continue as a child of process ``parent_pid``, without an input."""
+def show_command_line(words: Sequence[str]) -> None:
+    """Let others see this command line, as far as it fits, instead of the fork server's."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+    except OSError:  # not Linux
+        return
+    begin, end = map(int, stat.rpartition(")")[2].split()[45:47])
+    room = end - begin - 1
+    line = "\0".join(words).encode()[:room]
+    ctypes.memmove(begin, line.ljust(room, b"\0"), room)
+
+
+def take_over(descriptors: Sequence[int], numbers: Sequence[int]) -> None:
+    """Give each descriptor its number, whatever the others have."""
+    moved = [fcntl.fcntl(each, fcntl.F_DUPFD_CLOEXEC, FREE_FROM) for each in descriptors]
+    for each in descriptors:
+        os.close(each)
+    for each, number in zip(moved, numbers, strict=True):
+        os.dup2(each, number)
+        os.close(each)
+
+
+def leave_to(parent_pid: int) -> None:
+    """Continue as a child of process ``parent_pid``."""
     if os.fork():
         os._exit(0)
     while os.getppid() != parent_pid:
         if not lives(parent_pid):
             os._exit(1)
         time.sleep(_LOOK_S)
+
+
+def report_id() -> None:
+    """Write the process id to the input, which is empty from now on."""
     os.write(0, b"%d" % os.getpid())
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -125,7 +158,34 @@ def leave(status: int) -> None:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
     os._exit(status)
+
+
+def run(arguments: Sequence[str]) -> None:
+    """Run a script or ``-m MODULE`` in this process, as its main program."""
+    if arguments[0] == "-m":
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        globals()["__file__"] = arguments[0]
+        exec(compile(Path(arguments[0]).read_bytes(), arguments[0], "exec"), globals())  # noqa: S102
+
+
+def status_of(arguments: Sequence[str]) -> int:
+    """Run a program; its exit status (negative: the signal), with the output of the interpreter."""
+    try:
+        run(arguments)
+    except SystemExit as error:
+        if isinstance(error.code, int | None):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        return -signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1
+    return 0
 
 
 if __name__ == "__main__":
@@ -140,19 +200,15 @@ if __name__ == "__main__":
             call(_asked)
         else:
             _arguments = become(_asked, _fork.descriptors)
+            if _asked.forks_programs:
+                # The child that forks them must not look like one of them.
+                show_command_line([sys.executable, "-m", FORK_SERVER])
+                fork_programs()
+                show_command_line([sys.executable, *_asked.arguments])
             if _asked.serves:
                 fork_first(_asked.serves)
             if _asked.pace_s:
                 pace(_asked.pace_s)
-            try:
-                if _arguments[0] == "-m":
-                    runpy.run_module(_arguments[1], run_name="__main__", alter_sys=True)
-                else:
-                    __file__ = _arguments[0]
-                    exec(compile(Path(__file__).read_bytes(), __file__, "exec"))  # noqa: S102
-            except SystemExit as _error:
-                if _asked.drops_memory and isinstance(_error.code, int | None):
-                    leave(_error.code or 0)
-                raise
             if _asked.drops_memory:
-                leave(0)
+                leave(status_of(_arguments))
+            run(_arguments)

@@ -21,9 +21,15 @@ OURS, TORCHS = "torchft_svc.elastic.run", "torch.distributed.run"
 LAUNCH_S = 60.0
 
 
-def agent(*arguments: str, of: str = OURS, environment: Mapping[str, str] | None = None) -> Program:
+def agent(
+    *arguments: str,
+    of: str = OURS,
+    environment: Mapping[str, str] | None = None,
+    forks_programs: bool = False,
+) -> Program:
     """An agent of this host, as the command line ``arguments`` start it."""
-    return Program([sys.executable, "-m", of, *arguments], environment, warm=True)
+    command = [sys.executable, "-m", of, *arguments]
+    return Program(command, environment, warm=True, forks_programs=forks_programs)
 
 
 def worker_variables(group_rank: int, port: int) -> dict[str, str]:

@@ -31,16 +31,24 @@ class Program:
         warm: bool = False,
         pace_s: float = 0.0,
         serves: str = "",
+        forks_programs: bool = False,
         folder: Path = ROOT,
     ) -> None:
         """``warm``: it has imported torch before it is started. Such a program may be slowed down:
         it sleeps ``pace_s`` in each step of its optimizer, and so do all that train with it.
+        ``forks_programs``: the workers or the manager that it starts have, too.
         ``folder``: where it runs.
         """
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
         how: Any = (
-            functools.partial(Warm, pace_s=pace_s, drops_memory=True, serves=serves)
+            functools.partial(
+                Warm,
+                pace_s=pace_s,
+                drops_memory=True,
+                serves=serves,
+                forks_programs=forks_programs,
+            )
             if warm
             else subprocess.Popen
         )

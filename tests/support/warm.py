@@ -35,6 +35,7 @@ class Warm(Forked):
         loaded: str = TORCH,
         drops_memory: bool = False,
         serves: str = "",
+        forks_programs: bool = False,
         preexec_fn: Callable[[], None] | None = None,
     ) -> None:
         """``preexec_fn`` is not called: what is forked ends with its streams, as these do."""
@@ -48,6 +49,7 @@ class Warm(Forked):
             loaded,
             drops_memory,
             serves=serves,
+            forks_programs=forks_programs,
         )
         with contextlib.ExitStack() as given:
             theirs: list[int] = []

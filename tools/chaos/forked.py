@@ -46,8 +46,8 @@ class ForkedChild:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def fork_first(module: str) -> None:
-    """Fork a child that becomes the first fork server of this process with ``module``.
+def fork_first(module: str) -> int:
+    """Fork a child that becomes the first fork server of this process with ``module``; its id.
 
     To be called while this process has no other thread.
     """
@@ -69,6 +69,7 @@ def fork_first(module: str) -> None:
         return ForkedChild(pid)
 
     spawn_before = replace_spawner(hand_over)
+    return pid
 
 
 def _be_server(module: str, owner_pid: int, asked: socket.socket) -> None:

@@ -66,10 +66,10 @@ def test_the_loss_falls_and_a_checkpoint_is_resumed(
 
 
 def test_a_launcher_may_start_it(environment: dict[str, str]) -> None:
-    """The launcher has imported torch before it is started; its worker has not."""
+    """The launcher and its worker have imported torch before they are started."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=1"]
     start = [*command, EXAMPLE, "--steps", "20"]
-    with Program(start, environment, warm=True) as launcher:
+    with Program(start, environment, warm=True, forks_programs=True) as launcher:
         assert launcher.wait() == 0, launcher.lines
     assert any(line.startswith("step 20 ") for line in launcher.lines)
 
@@ -109,15 +109,18 @@ def test_sharded_groups_heal_with_the_commands_of_their_page(environment: dict[s
                     [sys.executable, SHARDED, *steps],
                     settings | names | worker_variables(rank, store.port),
                     warm=True,
+                    forks_programs=True,
                     pace_s=PACE_S,
                 )
             )
             for rank in range(2)
         ]
-        # The launcher has imported torch before it is started; its workers have not.
+        # The launcher and its workers have imported torch before they are started.
         assert command[0] == "torchrun"
         launcher = [sys.executable, "-m", "torch.distributed.run", *command[1:], *steps]
-        victim = stack.enter_context(Program(launcher, settings | name, warm=True))
+        victim = stack.enter_context(
+            Program(launcher, settings | name, warm=True, forks_programs=True)
+        )
         survivors[0].wait_for("groups 2", SHARDED_S)
         line = victim.wait_for("groups 2", SHARDED_S)
         workers_of(victim)[-1].kill()
