@@ -9,6 +9,7 @@ import torchft_svc  # noqa: F401
 # isort: split
 import contextlib
 import gc
+import itertools
 import os
 import resource
 import signal
@@ -16,6 +17,7 @@ import sys
 import threading
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator
 
 import psutil
@@ -100,16 +102,27 @@ def _no_active_ddp_module() -> Iterator[None]:
         torch_ddp.DistributedDataParallel._active_ddp_module = None
 
 
+def pytest_configure() -> None:
+    """Give Ray's workers the cores' time that others get: by default, Ray lowers their priority."""
+    os.environ.setdefault("RAY_worker_niceness", "0")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Start with the files that use Ray, then those that start processes: they wait longest, and
-    what only computes fills the gaps at the end, the simulator's long files first."""
-    waits = {
-        marker: {item.path for item in items if item.get_closest_marker(marker)}
+    """Start with the files that use Ray, the longest first, and those that start processes, in
+    turns: a cluster for each runner at once is more than two cores can serve in time.
+
+    What only computes fills the gaps at the end, the simulator's long files first.
+    """
+    sizes, with_processes = (
+        Counter(item.path for item in items if item.get_closest_marker(marker))
         for marker in ("ray", "processes")
-    }
-    simulator = {item.path for item in items if "sim" in item.path.parts}
-    groups = (*waits.values(), simulator)
-    items.sort(key=lambda item: [item.path not in files for files in groups])
+    )
+    with_ray = [path for path, _ in sizes.most_common()]
+    without_ray = [path for path in with_processes if path not in sizes]
+    in_turns = itertools.chain.from_iterable(itertools.zip_longest(with_ray, without_ray))
+    simulator = [item.path for item in items if "sim" in item.path.parts]
+    places = {path: place for place, path in enumerate(dict.fromkeys([*in_turns, *simulator]))}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
 
 
 def pytest_collection_finish() -> None:
