@@ -14,6 +14,7 @@ from support.reconfigurable import ReconfigurableGroup, add_to_torch, make_group
 from support.running import eventually
 from support.training import Trainer, assert_identical, in_step, lighthouse, together
 
+from torchft_svc.client import ProcessGroup
 from torchft_svc.client.process_groups.torch_group import TorchGroup, adopt_torch_group
 from torchft_svc.errors import ConfigError, MemberLost, PeerError
 
@@ -117,6 +118,31 @@ def test_an_attempt_that_was_given_up_connects_nobody_later(
     assert together(lambda: total(first), lambda: total(third)) == [2, 2]
     stuck.join()
     assert [len(native.uuids) for native in natives] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("planted"), ValueError("planted")], ids=repr)
+def test_the_others_learn_that_torch_has_raised(
+    place: MeetingPlace,
+    natives: list[ReconfigurableGroup],
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+) -> None:
+    """The others do not wait for this member, whatever class of exception that was."""
+    first, second = (adopt_torch_group(native, TIMEOUT) for native in natives[:2])
+
+    def refuse(opts: object) -> None:
+        raise error
+
+    def fails_too(group: ProcessGroup, rank: int) -> None:
+        with pytest.raises(PeerError, match="planted"):
+            group.configure(place.place(1), f"group {rank}", rank, 2, quorum_id=1)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(natives[1], "reconfigure", refuse)
+        together(lambda: fails_too(first, 0), lambda: fails_too(second, 1))
+    place.quorum_id = 1
+    place.configure(first, second)
+    assert together(lambda: total(first), lambda: total(second)) == [2, 2]
 
 
 def fails(action: Callable[[], None]) -> None:

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from torchft_svc.client.process_groups.delegate import DelegatingProcessGroup
 from torchft_svc.client.process_groups.gloo import ProcessGroupGloo
 from torchft_svc.client.process_groups.rendezvous import CONNECT_TIMEOUT_S
-from torchft_svc.errors import ConfigError, QuorumFailed
+from torchft_svc.errors import ConfigError, QuorumFailed, TorchFTError
 from torchft_svc.host.uninterruptible import UninterruptibleCall, wait_checking
 
 _NAME = "torch-reconfigure"
@@ -128,7 +128,12 @@ class TorchGroup(DelegatingProcessGroup):
         def connect() -> None:
             with self._connecting:
                 check()
-                reconnect(self.group, store, rank, world_size, timeout, check)
+                try:
+                    reconnect(self.group, store, rank, world_size, timeout, check)
+                except (RuntimeError, TorchFTError):
+                    raise
+                except Exception as error:  # what backends raise is theirs to choose
+                    raise RuntimeError(f"torch has raised {error!r}") from error
 
         call = UninterruptibleCall(connect, _NAME, self._last_store.cutter())
         limit_s = timeout.total_seconds() * _CONNECT_TIMEOUTS
