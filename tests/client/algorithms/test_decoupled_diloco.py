@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from torchft_svc.client import Manager, ProcessGroupGloo
-from torchft_svc.client.algorithms import DecoupledDiLoCo, DiLoCo, LocalSGD
+from torchft_svc.client.algorithms import DecoupledDiLoCo, DiLoCo, LocalSGD, merging
 from torchft_svc.client.algorithms.agreed_weights import AgreedWeights, BucketedAverage
 from torchft_svc.client.algorithms.learner_workers import LearnerWorkers
 from torchft_svc.client.algorithms.merge_rule import LearnerReport
@@ -407,6 +407,9 @@ def test_settings_that_cannot_work(address: str) -> None:
         ):
             with pytest.raises(ConfigError, match=field):
                 make_learner(manager, model, inner, **cast("Any", options))
+        stale = torch.optim.SGD(nn.Linear(2, 3).parameters(), lr=1.0)
+        with pytest.raises(ConfigError, match=r"inner_optimizer='SGD' .*: it trains none"):
+            make_learner(manager, model, stale)
         learner = make_learner(manager, model, inner)
         with pytest.raises(ConfigError, match="count"):
             learner.add_tokens(-1)
@@ -420,6 +423,28 @@ def test_settings_that_cannot_work(address: str) -> None:
         pytest.raises(ConfigError, match="it returns the model"),
     ):
         make_learner(manager, model, inner)
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_a_program_that_steps_another_optimizer_is_warned(
+    address: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    *,
+    steps: bool,
+) -> None:
+    """The learner delivers nothing, and a loop over the merges would never end."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    inner = torch.optim.SGD(model.parameters(), lr=1.0)
+    with make_manager(address, "a", use_async_quorum=False) as manager:
+        learner = make_learner(manager, model, inner)
+        with learner:
+            if steps:
+                inner.step()
+            monkeypatch.setattr(merging, "_FIRST_STEP_S", 0.0)
+            step = manager.current_step()
+            eventually(lambda: manager.current_step() > step + 3)
+    assert caplog.text.count("no inner step") == (not steps)
 
 
 def test_workers_without_a_world_are_refused() -> None:

@@ -36,6 +36,7 @@ from torchft_svc.client.algorithms.periodic_sync import (
     check_is_plain,
     check_owns_steps,
     check_serves_one,
+    check_trains,
 )
 from torchft_svc.errors import ConfigError, DeadlineExceeded, RequestRefused
 
@@ -121,6 +122,7 @@ class DecoupledDiLoCo:
         rounding = Rounding.of(should_quantize, error_feedback=error_feedback)
         agreed = [AgreedWeights(each, _CPU, False) for each in model_fragments]
         check_disjoint(agreed)
+        check_trains("inner_optimizer", inner_optimizer, agreed)
         rounding.check(agreed)
         check_serves_one(manager, type(self).__name__)
         self._manager = manager
@@ -291,6 +293,7 @@ class DecoupledDiLoCo:
         Never waits, but for the workers of the same learner, which come at the same time.
         """
         self._merger.raise_error()
+        self._merger.trains = True
         self._seen += self._new_tokens or 1
         self._new_tokens = 0
         self._count += 1

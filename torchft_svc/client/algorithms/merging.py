@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,6 +31,12 @@ _RETRY_PAUSE_S = 0.5
 # A step takes milliseconds where nothing is wrong.
 _STOP_S = 1.0
 _FIELDS = 3  # of a report
+# The first inner step may compile the model.
+_FIRST_STEP_S = 120.0
+_NO_STEP = (
+    "no inner step since this learner joined %.0f s ago: nothing of it is merged until the program "
+    "calls step() of the optimizer that DecoupledDiLoCo was given"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +208,7 @@ class Merger:
         self.merges = 0
         self.merged_tokens = 0  # of all learners, in all fragments
         self.num_learners = 0
+        self.trains = False  # whether an inner step was made
         self._manager = manager
         self._fragments = fragments
         self._rule = rule
@@ -213,6 +221,7 @@ class Merger:
         self._last_reason = ""  # of an error of the network
         self._stopping = threading.Event()
         self._begun = threading.Event()
+        self._begun_at = math.inf  # infinity: not yet, or it was warned of what follows
         self._thread = threading.Thread(target=self._run, name="torchft-merger", daemon=True)
         manager.register_state_dict_fn(_STATE_KEY, self.load_state, self.save_state)
 
@@ -284,6 +293,7 @@ class Merger:
         An error of the network is logged.
         """
         self._stopping.wait(self._pause_s if self._begun.is_set() else 0.0)
+        self._warn_without_steps()
         with self.lock:
             heals, delivery = self._num_heals, self.next_fragment.delivery
         offer = self._exchange_offers(delivery)
@@ -298,6 +308,13 @@ class Merger:
             self._last_reason = reason
             self._stopping.wait(_RETRY_PAUSE_S)
         return True
+
+    def _warn_without_steps(self) -> None:
+        """Warn, once, if the program seems to step another optimizer."""
+        waited_s = time.monotonic() - self._begun_at
+        if not self.trains and waited_s > _FIRST_STEP_S:
+            self._begun_at = math.inf
+            log.warning(_NO_STEP, waited_s)
 
     def _exchange_offers(self, delivery: Delivery | None) -> Offer | None:
         """Return what this learner offers, equal in all of its workers; None: one of them ends."""
@@ -350,7 +367,8 @@ class Merger:
         if is_due:
             self._log_merge(reports)
         self.num_learners = len(reports)
-        self._is_in_phase = True
+        if not self._is_in_phase:
+            self._is_in_phase, self._begun_at = True, time.monotonic()
         pause_s = usual_pace_s(reports) / _LOOKS_PER_PACE
         self._pause_s = min(max(pause_s, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
         self._begun.set()

@@ -34,6 +34,10 @@ _NOT_SYNCHRONIZED = (
     "%s trains %d parameters (the first one's shape is %s) that are in none of the modules which "
     "are synchronized: they will differ between groups"
 )
+_TRAINS_NOTHING = (
+    "it trains none of the parameters that are synchronized: make it of the model's parameters, "
+    "after whatever replaces them, such as fully_shard"
+)
 _ANOTHER_STEP = (
     "the program has ended the step of the manager in which an average was under way, or has begun "
     "another one, so the average is not applied: do neither between its launch and its end"
@@ -86,6 +90,7 @@ class PeriodicSync(abc.ABC):
         self._sync_every = sync_every
         self._agreed = [AgreedWeights(model, device, pin_memory) for model in models]
         check_disjoint(self._agreed)
+        check_trains("optimizer", optimizer, self._agreed)
         self._count = 0
         self._hooks: list[RemovableHandle] = []
         self._epoch = 0  # of the manager's step in which the synchronization is under way
@@ -112,20 +117,6 @@ class PeriodicSync(abc.ABC):
         for key, (load, save) in pieces.items():
             self._manager.register_state_dict_fn(key, load, save)
         self._manager.register_reducer(self._synced)
-        self._warn_of_unsynchronized()
-
-    def _warn_of_unsynchronized(self) -> None:
-        """Warn of parameters that only the inner steps of this group change."""
-        known = {id(parameter) for each in self._agreed for parameter in each.parameters}
-        apart = [
-            parameter
-            for group in self._optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad and id(parameter) not in known
-        ]
-        if apart:
-            name, shape = type(self._optimizer).__name__, tuple(apart[0].shape)
-            log.warning(_NOT_SYNCHRONIZED, name, len(apart), shape)
 
     @property
     def inner_steps(self) -> int:
@@ -276,6 +267,23 @@ def check_is_plain(argument: str, optimizer: Any) -> None:
     if isinstance(optimizer, Optimizer) or not isinstance(optimizer, torch.optim.Optimizer):
         reason = "only a synchronization votes: give the plain torch optimizer, without a wrapper"
         raise ConfigError(argument, type(optimizer).__name__, reason)
+
+
+def check_trains(
+    argument: str, optimizer: torch.optim.Optimizer, agreed: Sequence[AgreedWeights]
+) -> None:
+    """Raise `ConfigError` if ``optimizer`` trains nothing of what is synchronized.
+
+    Warns of what else it trains: only the inner steps of this group change that.
+    """
+    known = {id(parameter) for each in agreed for parameter in each.parameters}
+    trained = [each for group in optimizer.param_groups for each in group["params"]]
+    name = type(optimizer).__name__
+    if known.isdisjoint(map(id, trained)):
+        raise ConfigError(argument, name, _TRAINS_NOTHING)
+    apart = [each for each in trained if each.requires_grad and id(each) not in known]
+    if apart:
+        log.warning(_NOT_SYNCHRONIZED, name, len(apart), tuple(apart[0].shape))
 
 
 def check_serves_one(manager: Manager, algorithm: str) -> None:
