@@ -242,7 +242,7 @@ def test_nobody_listens_for_longer_than_the_manager_may_take(worker: Worker) -> 
     number = worker.manager.next_of("ping").number
     worker.manager.news.put(pb.AttachNews(pong=pb.AttachPong(number=late)))
     assert not concurrent.futures.wait([listening], 0.1).done, "that was the one before"
-    worker.manager.news.put(None)
+    worker.manager.news.put(pb.AttachNews(pong=pb.AttachPong(number=number)))
     listening.result(END_S)
     assert number > late
 
