@@ -51,7 +51,7 @@ IMPATIENT = {
     "buddy_every": 1,
 }
 LONG = timedelta(seconds=60)
-HOLDER_SILENCE = "torchft_svc.buddy.holder._SILENCE"
+HOLDER_SILENCE = "torchft_svc.buddy.holder._SILENCE_TIMEOUT"
 FAR = 1000  # a step that the job has not reached
 BIG = 1 << 20
 

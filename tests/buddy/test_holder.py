@@ -12,7 +12,7 @@ import torch
 from torchft_svc.buddy.holder import HolderConfig, WorkerCopies
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.step.state import MANAGER_KEY
-from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, choose_buddy
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopy, StateKey, choose_buddy
 from torchft_svc.errors import ConfigError, PeerError
 from torchft_svc.testing.proxy import DEADLINE_S
 
@@ -38,7 +38,7 @@ def pairs() -> Iterator[WorkerCopies]:
 
 
 def steps(copies: WorkerCopies) -> list[int]:
-    return [each.step for each in copies.described()]
+    return [each.step for each in copies.describe_copies()]
 
 
 def fetch(copy: HeldCopy) -> Any:
@@ -80,24 +80,26 @@ def test_b4_a_copy_can_be_fetched_again_and_again() -> None:
 
 def test_b4_the_newest_that_is_whole_stays_until_a_newer_one_is(pairs: WorkerCopies) -> None:
     old = pairs.add(state_of(5))
-    pairs.keep_newest({old.place}, room=True)
+    pairs.free_outdated({old.state_key}, is_next_coming=True)
     assert steps(pairs) == [5]
     new = pairs.add(state_of(10))
-    pairs.keep_newest({old.place}, room=False)
+    pairs.free_outdated({old.state_key}, is_next_coming=False)
     assert steps(pairs) == [5, 10]
-    pairs.keep_newest({old.place}, room=True)  # another one arrives, and the one of 10 is not whole
+    pairs.free_outdated(
+        {old.state_key}, is_next_coming=True
+    )  # another one arrives, and the one of 10 is not whole
     assert steps(pairs) == [5]
     with pytest.raises(PeerError):
         fetch(new)
     newest = pairs.add(state_of(15))
-    pairs.keep_newest({newest.place, (99, 7, 2)}, room=False)
+    pairs.free_outdated({newest.state_key, StateKey(99, 7, 2)}, is_next_coming=False)
     assert steps(pairs) == [15]
 
 
 def test_b4_without_a_whole_state_the_newest_copy_stays(pairs: WorkerCopies) -> None:
     pairs.add(state_of(5))
     pairs.add(state_of(10))
-    pairs.keep_newest(set(), room=True)
+    pairs.free_outdated(set(), is_next_coming=True)
     assert steps(pairs) == [10]
 
 

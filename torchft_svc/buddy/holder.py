@@ -1,6 +1,6 @@
 """Fetches the newest states of a group, keeps them in memory, and serves them (rules B1 to B6).
 
-For each worker there is a thread that waits for copies, and for each lighthouse one that reports.
+One thread for each worker waits for copies; one for each lighthouse reports what is held.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torchft_svc.core.quorum.lighthouse.copies import (
     HeldCopy,
     HistoryWatch,
     MembersAndCopies,
-    Place,
+    StateKey,
     choose_buddy,
-    places_to_keep,
+    states_to_keep,
     whole_states,
 )
 from torchft_svc.core.quorum.types import DEFAULT_JOB
@@ -42,11 +42,11 @@ from torchft_svc.rpc.security import PLAIN, Security
 log = logging.getLogger(__name__)
 
 # A service that needs longer to answer is asked again.
-_CALL = timedelta(seconds=REPORT_TIMEOUT_S)
-# How long a worker may be silent while it is waited for, or sends.
-_SILENCE = timedelta(seconds=60)
-# A copy is offered again before its receivers would have had it for so long without progress.
-_OFFERED = timedelta(hours=1)
+_CALL_TIMEOUT = timedelta(seconds=REPORT_TIMEOUT_S)
+# How long a worker may be silent before it offers a copy, and while it sends one.
+_SILENCE_TIMEOUT = timedelta(seconds=60)
+# An offer ends when nobody has fetched from it for this time, so it is made again before.
+_OFFER_TIMEOUT = timedelta(hours=1)
 _OFFER_AGAIN_S = 1800.0
 _JOIN_S = 5.0
 
@@ -96,11 +96,11 @@ class ServedCopy:
         self.keep_offered()
 
     def keep_offered(self) -> None:
-        """Offer the state, or again before the offer ends."""
+        """Offer the state for the first time, and again before that offer ends."""
         now = time.monotonic()
         if not self._offered_at or now - self._offered_at > _OFFER_AGAIN_S:
             self._offered_at = now
-            self._transport.send_checkpoint([0], self.described.step, self._state, _OFFERED)
+            self._transport.send_checkpoint([0], self.described.step, self._state, _OFFER_TIMEOUT)
 
     def close(self) -> None:
         """Stop serving, and free the memory."""
@@ -117,8 +117,8 @@ class WorkerCopies:
         self._lock = threading.Lock()
         self._copies: list[ServedCopy] = []  # the newest last
 
-    def described(self) -> list[HeldCopy]:
-        """Return what is held, to be reported."""
+    def describe_copies(self) -> list[HeldCopy]:
+        """Return what is held, for a report."""
         with self._lock:
             for copy in self._copies:
                 copy.keep_offered()
@@ -130,32 +130,32 @@ class WorkerCopies:
             return self._copies[-1].described.step if self._copies else 0
 
     def add(self, state: Any) -> HeldCopy:
-        """Serve ``state``, which has arrived; without other workers it is whole at once."""
+        """Serve ``state``, which has arrived; in a group of one worker it is whole at once."""
         copy = ServedCopy(state, self._rank, self._config)
         with self._lock:
             self._copies.append(copy)
         if self._config.group_world_size == 1:
-            self.keep_only({copy.described.place})
+            self.keep_only({copy.described.state_key})
         return copy.described
 
-    def keep_only(self, places: set[Place]) -> None:
-        """Free all other copies."""
+    def keep_only(self, states: set[StateKey]) -> None:
+        """Free the copies of all other states."""
         with self._lock:
-            dropped = [each for each in self._copies if each.described.place not in places]
-            self._copies = [each for each in self._copies if each.described.place in places]
+            dropped = [each for each in self._copies if each.described.state_key not in states]
+            self._copies = [each for each in self._copies if each.described.state_key in states]
         for copy in dropped:
             copy.close()
 
-    def keep_newest(self, whole: Collection[Place], *, room: bool) -> None:
-        """Free what `places_to_keep` leaves out; ``whole``: all states that are whole."""
+    def free_outdated(self, whole: Collection[StateKey], *, is_next_coming: bool) -> None:
+        """Free all but `states_to_keep`; ``whole``: all states that are whole."""
         with self._lock:
-            held = [each.described.place for each in self._copies]
-        newest = next((place for place in reversed(held) if place in whole), None)
-        self.keep_only(places_to_keep(held, newest, room=room))
+            held = [each.described.state_key for each in self._copies]
+        newest = next((key for key in reversed(held) if key in whole), None)
+        self.keep_only(states_to_keep(held, newest, is_next_coming=is_next_coming))
 
 
 class CopyHolder:
-    """Holds copies of a job's states until `close`; its threads begin with ``start``."""
+    """Holds copies of a job's states from `start` until `close`."""
 
     def __init__(self, config: HolderConfig) -> None:
         self._config = config
@@ -166,19 +166,19 @@ class CopyHolder:
             hostname=config.host, security=config.security
         )
         self._viewing = threading.Lock()
-        self._views: dict[str, MembersAndCopies] = {}  # by the lighthouse that has answered last
+        self._views: dict[str, MembersAndCopies] = {}  # of the lighthouses that answer, by address
         self._view = MembersAndCopies()
         self._history = HistoryWatch()
         self._rate = StepRate()
         self._is_over = threading.Event()
-        self._reasons: dict[str, str] = {}  # the last one that was logged of each party
+        self._reasons: dict[str, str] = {}  # logged last, by what it is about
         self._threads = [
-            threading.Thread(target=work, args=(what,), name=f"torchft-buddy-{what}", daemon=True)
-            for work, whats in (
+            threading.Thread(target=run, args=(each,), name=f"torchft-buddy-{each}", daemon=True)
+            for run, arguments in (
                 (self._report_to, self._addresses),
                 (self._follow_buddy, config.ranks),
             )
-            for what in whats
+            for each in arguments
         ]
 
     def start(self) -> None:
@@ -205,10 +205,7 @@ class CopyHolder:
     # -- reports ---------------------------------------------------------------------------------
 
     def _report_to(self, address: str) -> None:
-        """Report to one lighthouse again and again: any of them may be the one that leads.
-
-        One that does not answer holds up no report to another.
-        """
+        """Report to one lighthouse, which may be the one that leads, until the holder is closed."""
         while not self._is_over.is_set():
             with contextlib.suppress(TorchFTError), self._client(address) as client:
                 while not self._is_over.is_set():
@@ -222,15 +219,17 @@ class CopyHolder:
     def _client(self, address: str) -> Iterator[LighthouseClient]:
         try:
             job_id, security = self._config.job_id, self._config.security
-            with LighthouseClient(address, _CALL, job_id=job_id, security=security) as client:
+            with LighthouseClient(
+                address, _CALL_TIMEOUT, job_id=job_id, security=security
+            ) as client:
                 yield client
         except TorchFTError as error:
             self._log_once(address, f"lighthouse {address} does not receive reports: {error}")
             raise
 
     def _report(self, client: LighthouseClient) -> MembersAndCopies:
-        copies = [each for held in self._copies.values() for each in held.described()]
-        return client.report_copies(self._name, copies, _CALL)
+        copies = [each for held in self._copies.values() for each in held.describe_copies()]
+        return client.report_copies(self._name, copies, _CALL_TIMEOUT)
 
     def _record_view(self, address: str, view: MembersAndCopies | None) -> None:
         """Follow the lighthouse that knows most, and free what has become outdated."""
@@ -248,7 +247,7 @@ class CopyHolder:
                 self._free_outdated(self._view)
 
     def _free_outdated(self, view: MembersAndCopies) -> None:
-        """Free what is not of the job's present history, or older than a state that is whole."""
+        """Free copies of another history of the job, and those older than a whole state."""
         newest = max(each.newest_step() for each in self._copies.values())
         if self._history.is_over(view, newest, time.monotonic()):
             if newest and not view.is_finished:
@@ -257,10 +256,9 @@ class CopyHolder:
                 copies.keep_only(set())
             return
         for copies in self._copies.values():
-            copies.keep_newest(self._whole(view), room=False)
+            copies.free_outdated(self._whole_states(view), is_next_coming=False)
 
-    def _whole(self, view: MembersAndCopies) -> Collection[Place]:
-        """The states of which there is a copy of each worker."""
+    def _whole_states(self, view: MembersAndCopies) -> Collection[StateKey]:
         return whole_states(view.copies, self._config.group_world_size)
 
     # -- copies ----------------------------------------------------------------------------------
@@ -276,7 +274,7 @@ class CopyHolder:
                 continue
             buddy = choose_buddy(view.members, self._config.beside)
             try:
-                copies.keep_newest(self._whole(view), room=True)
+                copies.free_outdated(self._whole_states(view), is_next_coming=True)
                 above = copies.newest_step()
                 if self._config.group_world_size > 1:
                     step, rate = view.committed_step, self._rate.per_second()
@@ -296,16 +294,20 @@ class CopyHolder:
                 self._is_over.wait(REPORT_S)
 
     def _fetch(self, manager_address: str, rank: int, above: int) -> tuple[HeldCopy, float]:
-        """Wait for the next copy that a worker offers, and serve it; how long the fetch took.
+        """Wait for the next copy that a worker offers, and serve it.
+
+        Returns the copy, and how many seconds it took to fetch it once it was offered.
 
         Raises:
             TorchFTError: the group does not answer, or what it sends is no state above ``above``.
         """
-        with ManagerClient(manager_address, _CALL, security=self._config.security) as manager:
-            metadata = manager._checkpoint_metadata(rank, _CALL)
+        with ManagerClient(
+            manager_address, _CALL_TIMEOUT, security=self._config.security
+        ) as manager:
+            metadata = manager._checkpoint_metadata(rank, _CALL_TIMEOUT)
         offered_at: list[float] = []
         state = self._receiver.recv_copy(
-            metadata, above, _SILENCE, lambda: offered_at.append(time.monotonic())
+            metadata, above, _SILENCE_TIMEOUT, lambda: offered_at.append(time.monotonic())
         )
         step = counters_of_copy(state, manager_address)["step"]
         if step <= above:
@@ -313,20 +315,21 @@ class CopyHolder:
         return self._copies[rank].add(state), time.monotonic() - offered_at[0]
 
     def _await_other_ranks(self, held: HeldCopy, limit_s: float) -> None:
-        """Keep a copy until it is a part of a whole state, which a lighthouse sees: not for long.
+        """Wait, ``limit_s`` at most, until a lighthouse sees ``held`` as a part of a whole state.
 
-        Before, the next one would take the place of it.
+        If the next copy were fetched before, it would replace this one.
         """
         until = time.monotonic() + limit_s
         while (
             held.group_world_size > 1
-            and held.place not in self._whole(self._view)
+            and held.state_key not in self._whole_states(self._view)
             and time.monotonic() < until
             and not self._is_over.is_set()
         ):
             self._is_over.wait(REPORT_S / 4)
 
     def _log_once(self, party: str, reason: str) -> None:
+        """Log ``reason`` (empty: all is well), unless it was the last one of ``party``."""
         if self._reasons.get(party, "") != reason:
             self._reasons[party] = reason
             if reason:

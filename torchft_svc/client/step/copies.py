@@ -37,7 +37,7 @@ _MAX_ASKED = 3
 class CopyOffers:
     """Offers this worker's state after each ``copy_every``-th step, if somebody waits for it.
 
-    For the training thread. ``version``: changes when a healed state is loaded.
+    Called on the training thread. ``version()`` changes when a healed state is loaded.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CopyOffers:
         self._version = version
         self._streams = TrainingStreams()
         self._is_on = rules.copy_every > 0 and deps.transport.can_copy
-        self._thread: threading.Thread | None = None  # that reads the last one
+        self._thread: threading.Thread | None = None  # offers the last one
 
     def begin_step(self) -> None:
         """Offer the state of the step that begins, which is that of the last committed one.
@@ -106,19 +106,19 @@ class FetchedCopy:
 def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedCopy | None:
     """Fetch the newest copy of this worker's state, if that is newer than ``own_step``.
 
-    None: others live, or there is no such copy.
+    Returns None if groups with a state live, or there is no such copy.
 
     Raises:
         PeerError: there are copies, and none can be fetched, or the lighthouse does not answer.
     """
     began_at, place = time.monotonic(), rules.place
     search = _Search(place.group_rank, place.group_world_size, own_step)
-    error: TorchFTError = RequestRefused("the lighthouse does not know all copies yet")
+    error: TorchFTError = RequestRefused("the lighthouse does not know all copies yet")  # the last
     while True:
         waited_s = time.monotonic() - began_at
         try:
             view = deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
-            start, _ = find_start(view, place.group_rank, place.group_world_size, own_step)
+            start = find_start(view, place.group_rank, place.group_world_size, own_step)
             if start is Start.WITHOUT_COPY:
                 return None
             if start is Start.ASK_MEMBERS and _is_one_alive(deps, rules, view.members.values()):
@@ -132,6 +132,7 @@ def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedC
         except PeerError as failure:
             log.warning("no copy of the state was fetched yet: %s", failure)
             error = failure
+        # Holders that were not asked yet get as much time again.
         patience_s = rules.timeouts.quorum_s * (2 if search.has_untried else 1)
         if waited_s > patience_s:
             raise error
@@ -139,9 +140,9 @@ def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedC
 
 
 class _Search:
-    """Chooses the copy that is asked for next: the newest state, and each of its holders in turn.
+    """Chooses the copy to ask for: of the newest state, from each of its holders in turn.
 
-    The states before that one count once it could not be fetched for a while.
+    With ``takes_older``, the copies of the states before are among them, too.
     """
 
     def __init__(self, group_rank: int, group_world_size: int, own_step: int) -> None:
@@ -150,7 +151,7 @@ class _Search:
         self._found: list[HeldCopy] = []
 
     def choose(self, view: MembersAndCopies, *, takes_older: bool) -> HeldCopy:
-        """Return a copy in a view that has one: first those that were not asked for yet."""
+        """Return the copy in ``view``, which has one, that was not asked for for longest."""
         states = copies_of_worker(view, *self._worker)
         if not takes_older:
             states = states[:1]
@@ -166,7 +167,7 @@ class _Search:
 
 
 def _is_one_alive(deps: Dependencies, rules: RoundRules, addresses: Iterable[str]) -> bool:
-    """Whether the manager of a member answers: then there is a living state."""
+    """Whether the manager of a member answers, so that a living group has a state."""
     limit = timedelta(seconds=_LOOK_UP_S)
     for address in list(addresses)[:_MAX_ASKED]:
         try:
@@ -183,10 +184,10 @@ def _is_one_alive(deps: Dependencies, rules: RoundRules, addresses: Iterable[str
 
 
 def _fetch(deps: Dependencies, rules: RoundRules, copy: HeldCopy) -> Any:
-    """Fetch a copy, and check that it is of the state that its holder has reported.
+    """Fetch a copy, and check that it is what its holder has reported.
 
     Raises:
-        PeerError: it cannot be fetched, or is another one.
+        PeerError: it cannot be fetched, or is a copy of another state.
     """
     log.info("fetching a copy of step %d: no group with a state lives", copy.step)
     timeout = timedelta(seconds=rules.timeouts.collective_s)
@@ -194,7 +195,7 @@ def _fetch(deps: Dependencies, rules: RoundRules, copy: HeldCopy) -> Any:
         state = deps.transport.recv_checkpoint(0, copy.address, copy.step, timeout)
     except PeerError:
         raise
-    except TorchFTError as error:  # its address is none, or it refuses this worker's token
+    except TorchFTError as error:  # the address is malformed, or the holder refuses the token
         raise CheckpointError(copy.holder, str(error)) from error
     counters = counters_of_copy(state, copy.holder)
     if (counters["step"], counters["quorum_id"]) != (copy.step, copy.step_quorum_id):

@@ -19,6 +19,7 @@ from torchft_svc.core.quorum.lighthouse.copies import (
     MembersAndCopies,
     Start,
     find_start,
+    whole_copy,
     whole_states,
 )
 from torchft_svc.errors import RequestRefused
@@ -45,7 +46,7 @@ def test_b4_the_newest_state_is_the_one_that_has_a_copy_of_each_worker() -> None
     assert newest(*old, copy(20, 0, of=2)) == [old[:1], old[1:]]
     new = [copy(20, 0, of=2), copy(20, 1, of=2)]
     assert newest(*new[::-1], *old) == [new[:1], new[1:]]
-    assert list(whole_states([*old, *new], 2)) == [new[0].place, old[0].place]
+    assert list(whole_states([*old, *new], 2)) == [new[0].state_key, old[0].state_key]
 
 
 def test_b4_copies_of_two_states_of_one_step_do_not_fit_together() -> None:
@@ -142,28 +143,29 @@ def view_of(**fields: Any) -> MembersAndCopies:
 
 
 def test_b5_a_worker_begins_from_a_copy_if_no_member_lives() -> None:
-    assert find_start(view_of(), 0, 1, own_step=0) == (Start.FETCH_COPY, copy(8))
-    assert find_start(view_of(), 0, 1, own_step=8) == (Start.WITHOUT_COPY, None)
-    assert find_start(view_of(is_finished=True), 0, 1, own_step=0) == (Start.WITHOUT_COPY, None)
+    assert find_start(view_of(), 0, 1, own_step=0) == Start.FETCH_COPY
+    assert whole_copy(view_of(), 0, 1, own_step=0) == copy(8)
+    assert find_start(view_of(), 0, 1, own_step=8) == Start.WITHOUT_COPY
+    assert find_start(view_of(is_finished=True), 0, 1, own_step=0) == Start.WITHOUT_COPY
 
 
 def test_b5_a_worker_asks_members_that_may_have_a_state() -> None:
     members = {"a:1": "address"}
     asks = find_start(view_of(members=members, committed_step=7), 0, 1, own_step=0)
-    assert asks == (Start.ASK_MEMBERS, copy(8))
+    assert asks == Start.ASK_MEMBERS
     begins = find_start(view_of(members=members, committed_step=0), 0, 1, own_step=0)
-    assert begins == (Start.FETCH_COPY, copy(8))
+    assert begins == Start.FETCH_COPY
 
 
 def test_b5_members_that_have_reported_to_a_new_lighthouse_live() -> None:
     """The lighthouse has no addresses of groups that have not asked."""
     outcome = find_start(view_of(committed_step=7), 0, 1, own_step=0)
-    assert outcome == (Start.WITHOUT_COPY, None)
+    assert outcome == Start.WITHOUT_COPY
 
 
 def test_b5_a_new_lighthouse_is_looked_at_again() -> None:
     outcome = find_start(MembersAndCopies(), 0, 1, own_step=0)
-    assert outcome == (Start.LOOK_AGAIN, None)
+    assert outcome == Start.LOOK_AGAIN
 
 
 def test_b6_copies_above_the_step_of_a_job_that_goes_on_are_freed() -> None:

@@ -1,7 +1,8 @@
 """Decides which copies of a job's states are held outside of its groups (rules B1 to B6).
 
 `HeldCopies` is what a lighthouse knows of them; `find_start` decides whether a worker begins from
-one, `choose_buddy`, `places_to_keep` and `HistoryWatch` what a holder copies, keeps and frees.
+one; `choose_buddy`, `states_to_keep` and `HistoryWatch` decide what a holder copies, keeps and
+frees.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_INT64, check_name, check_text
 from torchft_svc.core.quorum.names import stable_name
@@ -24,18 +26,26 @@ SILENT_S = 5.0
 # By then each holder has reported to a lighthouse that has just started, also one that has waited
 # for another lighthouse of its list.
 ALL_REPORTED_S = 2 * REPORT_S + REPORT_TIMEOUT_S
-# The committed step that a lighthouse knows may lag behind that of the groups for a moment.
+# For so long the committed step that a lighthouse knows may be behind that of the groups.
 BEHIND_S = 10.0
-# A worker's copy has one holder, or a few.
+# A job has about a holder for each group.
 MAX_HOLDERS_PER_JOB = 4096
 # Each may hold two copies of each worker of a large group.
 MAX_COPIES_PER_HOLDER = 512
-# A worker that cannot fetch a copy asks another holder of it, and then for the state before.
+# A worker that cannot fetch a copy tries another holder of it, and then the state before.
 MAX_HOLDERS_SHOWN = 3
 MAX_STATES_SHOWN = 3
 
-# What the copies of one state have in common: step, id of its quorum, and group world size.
-Place = tuple[int, int, int]
+
+class StateKey(NamedTuple):
+    """What the copies of one state have in common; a newer state has a higher key."""
+
+    step: int
+    step_quorum_id: int
+    group_world_size: int
+
+
+_NO_STATE = StateKey(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,13 +62,13 @@ class HeldCopy:
     address: str = ""
 
     @property
-    def place(self) -> Place:
-        """What the copies of one state have in common; a newer state has a higher one."""
-        return self.step, self.step_quorum_id, self.group_world_size
+    def state_key(self) -> StateKey:
+        """The state that this is a part of."""
+        return StateKey(self.step, self.step_quorum_id, self.group_world_size)
 
     @property
     def holder(self) -> str:
-        """The holder for messages: with the whole address, the state can be read."""
+        """The holder for messages, without the secret part of the address."""
         return f"the holder at {self.address.partition('//')[2].partition('/')[0] or '?'}"
 
     def check(self) -> None:
@@ -91,18 +101,18 @@ class MembersAndCopies:
 
 def whole_states(
     copies: Iterable[HeldCopy], group_world_size: int
-) -> dict[Place, dict[int, list[HeldCopy]]]:
-    """Return the states of which there is a copy of each worker, the newest first.
+) -> dict[StateKey, dict[int, list[HeldCopy]]]:
+    """Return the whole states, the newest first, each with its copies by group rank.
 
-    Copies of different states do not fit together. Each state has its copies by group rank, those
-    of several holders side by side; only groups of ``group_world_size`` workers count.
+    A state of a group of ``group_world_size`` workers is whole if there is a copy of each of them.
+    Several holders may have a copy of the same worker.
     """
-    states: dict[Place, dict[int, list[HeldCopy]]] = {}
+    states: dict[StateKey, dict[int, list[HeldCopy]]] = {}
     for copy in copies:
         if copy.group_world_size == group_world_size:
-            states.setdefault(copy.place, {}).setdefault(copy.group_rank, []).append(copy)
-    whole = [place for place, workers in states.items() if len(workers) == group_world_size]
-    return {place: states[place] for place in sorted(whole, reverse=True)}
+            states.setdefault(copy.state_key, {}).setdefault(copy.group_rank, []).append(copy)
+    whole = [key for key, workers in states.items() if len(workers) == group_world_size]
+    return {key: states[key] for key in sorted(whole, reverse=True)}
 
 
 # -- what a worker that starts decides -------------------------------------------------------------
@@ -119,22 +129,22 @@ class Start(enum.Enum):
 
 def find_start(
     view: MembersAndCopies, group_rank: int, group_world_size: int, own_step: int
-) -> tuple[Start, HeldCopy | None]:
-    """Decide how worker ``group_rank``, which is at ``own_step``, goes on, and with which copy."""
-    copy = whole_copy(view, group_rank, group_world_size, own_step)
-    if copy is None:
-        return Start.WITHOUT_COPY if view.knows_copies else Start.LOOK_AGAIN, None
+) -> Start:
+    """Decide how worker ``group_rank``, which is at ``own_step``, goes on."""
+    if whole_copy(view, group_rank, group_world_size, own_step) is None:
+        return Start.WITHOUT_COPY if view.knows_copies else Start.LOOK_AGAIN
     # Groups of a quorum at step 0 have no state, nor has this one, which may be among them.
     if view.committed_step == 0:
-        return Start.FETCH_COPY, copy
-    # Members without addresses have reported to a restarted lighthouse: they live.
-    return (Start.ASK_MEMBERS, copy) if view.members else (Start.WITHOUT_COPY, None)
+        return Start.FETCH_COPY
+    # A job at a step, and no address of a member: the members have reported to a restarted
+    # lighthouse, so they live.
+    return Start.ASK_MEMBERS if view.members else Start.WITHOUT_COPY
 
 
 def whole_copy(
     view: MembersAndCopies, group_rank: int, group_world_size: int, own_step: int
 ) -> HeldCopy | None:
-    """The copy that this worker would begin from (rule B4); None: none is whole and newer."""
+    """Return the copy that this worker would begin from (None: none is whole and newer)."""
     states = copies_of_worker(view, group_rank, group_world_size, own_step)
     return states[0][0] if states else None
 
@@ -142,23 +152,24 @@ def whole_copy(
 def copies_of_worker(
     view: MembersAndCopies, group_rank: int, group_world_size: int, own_step: int
 ) -> list[list[HeldCopy]]:
-    """Return the copies that a worker may begin from, the newest state first (rule B4).
+    """Return the copies of this worker that it may begin from (rule B4), by state and holder.
 
-    Each state is whole, newer than ``own_step``, and has the worker's copies at several holders.
+    The states are whole and newer than ``own_step``, the newest one first.
     """
     if view.is_finished:
         return []
     states = whole_states(view.copies, group_world_size)
-    return [workers[group_rank] for place, workers in states.items() if place[0] > own_step]
+    return [workers[group_rank] for key, workers in states.items() if key.step > own_step]
 
 
 # -- what a holder decides -------------------------------------------------------------------------
 
 
 def choose_buddy(members: Mapping[str, str], beside: str) -> str:
-    """Return the member that the holder beside a group copies; its own group, if it is alone.
+    """Return the member that the holder beside the group ``beside`` copies.
 
-    It is the next one in the order of names, and the first one after the last.
+    That is the next one in the order of names, and after the last one the first one; the group
+    itself, if there is no other.
     """
     names = sorted(members, key=lambda each: (stable_name(each), each))
     others = [each for each in names if stable_name(each) != beside]
@@ -166,15 +177,18 @@ def choose_buddy(members: Mapping[str, str], beside: str) -> str:
     return (after or others or names)[0]
 
 
-def places_to_keep(held: Sequence[Place], whole: Place | None, *, room: bool) -> set[Place]:
-    """Return which of the copies ``held`` of one worker, the newest last, a holder keeps (rule B4).
+def states_to_keep(
+    held: Sequence[StateKey], whole: StateKey | None, *, is_next_coming: bool
+) -> set[StateKey]:
+    """Return the states whose copies a holder keeps, of the copies that it has of one worker.
 
-    ``whole``: the newest state that is there as a whole; what is older is freed, and for ``room``,
-    before another copy arrives, also what is newer.
+    These are the newest one of ``held``, whose newest is the last, and ``whole``, the newest one
+    that is whole (None: none is). Once the next copy ``is_next_coming``, ``whole`` alone is kept,
+    so that there are never more than two copies (rule B4).
     """
     kept = {*held[-1:]}
     if whole in held and whole is not None:
-        kept = {whole} if room else {*kept, whole}
+        kept = {whole} if is_next_coming else {*kept, whole}
     return kept
 
 
@@ -202,10 +216,10 @@ class HistoryWatch:
 
 @dataclass(frozen=True, slots=True)
 class CopiesSummary:
-    """What people want to know of the copies of a job.
+    """What operators are shown of the copies of a job.
 
-    ``newest_step``: that of the newest whole state (0: none is whole); ``age_s``: since a state was
-    first reported as a whole that was newer than all before it, or since the first report.
+    ``newest_step``: of the newest whole state (0: none is whole). ``age_s``: how long ago the
+    newest state so far became whole; before the first one, how long ago the first report came.
     """
 
     num_holders: int
@@ -249,9 +263,9 @@ class HeldCopies:
         return now >= self._settled_at
 
     def whole_copies(self, job: str, now: float) -> list[HeldCopy]:
-        """Return the copies of the whole states of ``job``, the newest state first.
+        """Return copies of the newest whole states of ``job``, the newest state first.
 
-        Of each worker's copies of a state, those of a few holders.
+        Of each worker's copies of a state, those of `MAX_HOLDERS_SHOWN` holders at most.
         """
         held = self._jobs.get(job)
         if held is None:
@@ -265,23 +279,23 @@ class HeldCopies:
         if held is None:
             return None
         held.forget_silent(now)
-        newest = max(held.whole_places(), default=(0, 0, 0))
-        return CopiesSummary(len(held.holders), newest[0], now - held.risen_at)
+        newest = max(held.whole_states(), default=_NO_STATE)
+        return CopiesSummary(len(held.holders), newest.step, now - held.newest_since)
 
 
 class _JobCopies:
-    """The copies of one job, by their holders, and by what they are copies of.
+    """The copies of one job, by their holders and by their states.
 
-    A report costs as much as it has copies: a job may have a holder for each of its groups.
+    The cost of a report depends on its own copies alone: a job may have a holder for each group.
     """
 
     def __init__(self, now: float) -> None:
-        # Whoever has been silent for longest stands first.
+        # Each one's last report and its time; the holder that has been silent for longest is first.
         self.holders: OrderedDict[str, tuple[float, tuple[HeldCopy, ...]]] = OrderedDict()
-        self.risen_at = now
+        self.newest_since = now
         self._newest_step = 0
-        # By state and worker, the copies by their holders.
-        self._states: dict[Place, dict[int, dict[str, HeldCopy]]] = {}
+        # By state, group rank and holder.
+        self._states: dict[StateKey, dict[int, dict[str, HeldCopy]]] = {}
 
     def record_report(self, holder: str, copies: tuple[HeldCopy, ...], now: float) -> None:
         """Put a report in the place of the one before."""
@@ -291,12 +305,15 @@ class _JobCopies:
             return
         self._remove(holder, before)
         for copy in copies:
-            self._states.setdefault(copy.place, {}).setdefault(copy.group_rank, {})[holder] = copy
+            workers = self._states.setdefault(copy.state_key, {})
+            workers.setdefault(copy.group_rank, {})[holder] = copy
         if not self._states:
-            self._newest_step = 0  # the next one is of another run, or of a holder that has begun
-        newest = max(self.whole_places(), default=(0, 0, 0))[0]
+            self._newest_step = (
+                0  # the next copy is of another run, or of a holder that has started
+            )
+        newest = max(self.whole_states(), default=_NO_STATE).step
         if newest > self._newest_step:
-            self._newest_step, self.risen_at = newest, now
+            self._newest_step, self.newest_since = newest, now
 
     def forget_silent(self, now: float) -> None:
         """Forget the holders that have not reported for `SILENT_S`."""
@@ -307,27 +324,28 @@ class _JobCopies:
             del self.holders[holder]
             self._remove(holder, copies)
 
-    def whole_places(self) -> list[Place]:
-        """Return what the copies of each whole state have in common."""
-        return [place for place, workers in self._states.items() if len(workers) == place[2]]
+    def whole_states(self) -> list[StateKey]:
+        """Return the states of which there is a copy of each worker."""
+        items = self._states.items()
+        return [key for key, workers in items if len(workers) == key.group_world_size]
 
     def whole_copies(self) -> list[HeldCopy]:
-        """Return some copies of the newest whole states, of groups of each size."""
+        """Return some copies of the newest whole states, for each size of a group."""
         found: list[HeldCopy] = []
         num_shown: Counter[int] = Counter()  # states, by the size of a group
-        for place in sorted(self.whole_places(), reverse=True):
-            num_shown[place[2]] += 1
-            if num_shown[place[2]] <= MAX_STATES_SHOWN:
-                for by_holder in self._states[place].values():
+        for key in sorted(self.whole_states(), reverse=True):
+            num_shown[key.group_world_size] += 1
+            if num_shown[key.group_world_size] <= MAX_STATES_SHOWN:
+                for by_holder in self._states[key].values():
                     found += islice(by_holder.values(), MAX_HOLDERS_SHOWN)
         return found
 
     def _remove(self, holder: str, copies: tuple[HeldCopy, ...]) -> None:
         for copy in copies:
-            workers = self._states.get(copy.place, {})
+            workers = self._states.get(copy.state_key, {})
             by_holder = workers.get(copy.group_rank, {})
             by_holder.pop(holder, None)
             if not by_holder:
                 workers.pop(copy.group_rank, None)
             if not workers:
-                self._states.pop(copy.place, None)
+                self._states.pop(copy.state_key, None)
