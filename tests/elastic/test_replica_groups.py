@@ -68,7 +68,7 @@ def test_a_lighthouse_that_refuses_the_token_is_one_that_does_not_answer(
     with lighthouse_process(TORCHFT_TOKEN=TOKEN) as lighthouse:
         monkeypatch.setenv("TORCHFT_TOKEN", token)
         with _GroupsLauncher(config, lighthouse.address) as launcher:
-            assert launcher._view() == view
+            assert launcher._request_view() == view
 
 
 @pytest.mark.parametrize(("given", "expected"), [(None, "2"), ("8", "8")])

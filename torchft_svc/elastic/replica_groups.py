@@ -49,9 +49,9 @@ _NUM_VARIABLE = "NUM_REPLICA_GROUPS"
 _LIGHTHOUSE_VARIABLE = "TORCHFT_LIGHTHOUSE"
 _DEVICES_VARIABLE = "CUDA_VISIBLE_DEVICES"
 _STATUS_TIMEOUT = timedelta(seconds=2)
-# As the command's default: groups that start together meet in the first quorum.
+# The default of the command `lighthouse`: groups that start together meet in the first quorum.
 _STARTUP_WAIT_MS = 1000
-# A group's launcher needs so much to end after its workers had their time.
+# How much longer than its workers the launcher of a group may take to end.
 _END_SLACK_S = 5.0
 _ENDING_SIGNALS = signal.SIGTERM, signal.SIGINT, signal.SIGHUP
 
@@ -62,8 +62,8 @@ class GroupsConfig:
 
     Args:
         rules: how many groups, spares and restarts.
-        command: of each group's launcher, behind the interpreter.
-        num_workers: of each group.
+        command: the launcher of each group, as arguments of the Python interpreter.
+        num_workers: the workers of each group.
         shutdown_timeout_s: how long the workers may take to end.
     """
 
@@ -76,15 +76,15 @@ class GroupsConfig:
 def run_replica_groups(config: GroupsConfig) -> int:
     """Run the groups until they have ended, and return the exit status of the launcher.
 
-    Call it on the main thread: it handles signals, and its end ends the groups.
+    Call it on the main thread, because it handles signals. An exception ends the groups, too.
     """
-    with _lighthouse() as address, _GroupsLauncher(config, address) as launcher:
+    with _job_lighthouse() as address, _GroupsLauncher(config, address) as launcher:
         return launcher.run()
 
 
 @contextlib.contextmanager
-def _lighthouse() -> Iterator[str]:
-    """Return the address of the job's lighthouse; without one, serve it on this machine."""
+def _job_lighthouse() -> Iterator[str]:
+    """Return the address of the job's lighthouse; if none is given, serve one on this machine."""
     given = env.value_of(_LIGHTHOUSE_VARIABLE, "").strip()
     if given:
         yield given
@@ -107,7 +107,7 @@ class _GroupsLauncher:
         self._processes: dict[int, SpawnedProcess] = {}
         self._status: int | None = None
         self._signal: signal.Signals | None = None
-        self._kill_at: dict[int, float] = {}  # of groups that were signalled
+        self._kill_at: dict[int, float] = {}  # when to kill the groups that were signalled to end
         self._job = env.Environment().job_id or DEFAULT_JOB
         self._names = _group_names(config.rules)
         self._devices = _device_parts(config)
@@ -153,7 +153,7 @@ class _GroupsLauncher:
             log.warning("the launcher of group %s %s", self._names[index], ended_how(status))
         else:
             log.info("group %s has finished", self._names[index])
-        self._execute(self._machine.ended(index, status, time.monotonic()))
+        self._execute(self._machine.group_ended(index, status, time.monotonic()))
 
     def _wait(self) -> None:
         """Wait until a group has ended, a signal has come, or something is due."""
@@ -194,7 +194,7 @@ class _GroupsLauncher:
             if isinstance(order, StartReplicaGroup):
                 left += self._start(order)
             elif isinstance(order, RequestJobStatus):
-                left += self._machine.status_received(self._view(), time.monotonic())
+                left += self._machine.status_received(self._request_view(), time.monotonic())
             elif isinstance(order, EndReplicaGroups):
                 self._end_groups(order)
             elif isinstance(order, GiveUpReplicaGroup):
@@ -212,7 +212,7 @@ class _GroupsLauncher:
             process = SpawnedProcess([str(entrypoint), *map(str, words)], environment)
         except OSError as error:
             log.error("group %s could not be started: %s", name, error)
-            return self._machine.ended(order.index, 1, time.monotonic())
+            return self._machine.group_ended(order.index, 1, time.monotonic())
         self._processes[order.index] = process
         role = "stands by" if order.is_spare else "starts"
         log.info("group %s %s, its launcher is process %d", name, role, process.pid)
@@ -233,8 +233,8 @@ class _GroupsLauncher:
             variables[_DEVICES_VARIABLE] = self._devices[index]
         return variables
 
-    def _view(self) -> GroupsView | None:
-        """What the lighthouse knows of the job; None: it does not answer."""
+    def _request_view(self) -> GroupsView | None:
+        """Return what the lighthouse knows of the job (None: it does not answer)."""
         try:
             with LighthouseClient(self._lighthouse, _STATUS_TIMEOUT) as client:
                 (found,) = client.status(self._job, _STATUS_TIMEOUT)
@@ -267,14 +267,14 @@ class _GroupsLauncher:
 
 
 def _group_names(rules: GroupsRules) -> list[str]:
-    """The names of all groups: numbers, or those behind this launcher's own name."""
+    """Return the names of all groups: ``0``, or ``NAME-0`` if this launcher has a name itself."""
     base = env.value_of(_NAME_VARIABLE, "").strip()
     total = rules.num_groups + rules.num_spares
     return [f"{base}-{index}" if base else str(index) for index in range(total)]
 
 
 def _device_parts(config: GroupsConfig) -> list[str]:
-    """The GPUs of each group, one for each of its workers; none: all groups see the same ones."""
+    """Return the GPUs of each group, one for each worker (empty: all groups see the same ones)."""
     given = env.value_of(_DEVICES_VARIABLE, "").strip()
     devices = given.split(",") if given else list(map(str, range(torch.cuda.device_count())))
     if not devices:
@@ -292,13 +292,13 @@ def _device_parts(config: GroupsConfig) -> list[str]:
 
 
 def command_of_group(arguments: Sequence[str], num_script_words: int) -> list[str]:
-    """The command of a group's launcher, by the ``arguments`` of this one.
+    """Return the command of a group's launcher, made of the ``arguments`` of this one.
 
-    The last ``num_script_words`` of them are the script and what is for it.
+    The last ``num_script_words`` of these are the script and its arguments.
     """
     at = len(arguments) - num_script_words
     options, script = list(arguments[:at]), list(arguments[at:])
     separator = [options.pop()] if options and options[-1] == "--" else []
-    # Later ones count.
+    # Of an option that is given twice, the later one counts.
     ours = ["--replica-groups=1", "--spares=0", "--max-restarts=0", "--standalone", "--nnodes=1"]
     return ["-m", "torchft_svc.elastic.run", *options, *ours, *separator, *script]

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torchft_svc.client.manager import Manager
 
 _CPU = torch.device("cpu")
-# Workers of a learner apply a merge at the same moment, but for their machine's other work.
+# Workers of a learner apply a merge at almost the same moment.
 _SETTLE_PAUSE_S = 0.005
 _NO_FUNCTION = "a function is needed that makes an optimizer of the weights which it is given"
 _ONLY_ON_DEVICES = (
@@ -66,16 +66,15 @@ class DecoupledDiLoCo:
     too late, is in its next contribution. So each token counts in exactly one merge.
 
     Training never waits: not for a merge, nor for a learner that is slow, frozen or dead, nor for
-    the lighthouse. The merged weights and the outer optimizer are in all learners, and bitwise
-    equal after each merge. A learner's own weights are not: each is elsewhere between two merges.
+    the lighthouse. All learners have the merged weights and the outer optimizer, bitwise equal
+    after each merge. Their own weights differ.
 
     A learner that joins has the merged weights before its first inner step. Its inner optimizer
     begins anew.
 
     In a learner of several workers each of them merges its own shards. Their world is that of
-    ``torch.distributed``; they make the same inner steps, and deliver and adopt at the same ones,
-    which are those of the deliveries. So they wait there for one another, as they do within each
-    step. One that is lost ends them all, and its group starts again.
+    ``torch.distributed``. They make the same inner steps; at those with a delivery they wait for
+    one another, deliver and adopt. If one is lost, all of them end, and the group starts again.
 
     Args:
         manager: with ``use_async_quorum=False`` and a process group that sums on CPUs, such as
@@ -87,10 +86,11 @@ class DecoupledDiLoCo:
             nesterov=True)``; equal in all learners.
         sync_every: inner steps in which each fragment is delivered once; a multiple of the number
             of fragments. Learners may differ in it.
-        min_replicas: see above; equal in all learners.
+        min_replicas: how many learners must have delivered before the grace window begins; equal
+            in all learners.
         grace: the grace window, as a multiple of the usual time between two deliveries; equal in
             all learners.
-        bucket_cap_mb: what is averaged at once, in MiB.
+        bucket_cap_mb: how much is averaged at once, in MiB.
         should_quantize: average in 8-bit numbers, see `Manager.allreduce`; equal in all learners.
         error_feedback: with ``should_quantize``, add what rounding has left out of an average to
             the next one of the fragment; takes 4 bytes for each element. A learner that was away,
@@ -115,7 +115,8 @@ class DecoupledDiLoCo:
         error_feedback: bool = False,
     ) -> None:
         check_is_plain("inner_optimizer", inner_optimizer)
-        _check(manager, len(model_fragments), sync_every)
+        check_fragments(manager, len(model_fragments), sync_every)
+        manager._sums.check_reduces_on(_CPU, _ONLY_ON_DEVICES)
         if not callable(outer_optimizer):
             raise ConfigError("outer_optimizer", type(outer_optimizer).__name__, _NO_FUNCTION)
         rule = MergeRule(min_replicas, grace)
@@ -182,9 +183,9 @@ class DecoupledDiLoCo:
         return self._seen
 
     def add_tokens(self, count: int) -> None:
-        """Count tokens of the present inner step; one without any counts as one token.
+        """Count tokens of the present inner step; a step without this call counts as one token.
 
-        Of a learner of several workers, each counts those that it has seen itself.
+        In a learner of several workers, each counts those that it has seen itself.
 
         Raises:
             ConfigError: ``count`` is negative.
@@ -194,7 +195,7 @@ class DecoupledDiLoCo:
         self._new_tokens += count
 
     def load_merged_weights(self) -> None:
-        """Set the model to the merged weights, such as to evaluate or save it.
+        """Set the model to the merged weights, for example to evaluate or save it.
 
         What this learner has learned since its last contribution is lost. All workers of a learner
         call it at the same inner step, or after the block.
@@ -205,10 +206,11 @@ class DecoupledDiLoCo:
             self._adopt()
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy of what a whole job can continue from: the merged weights, the outer optimizers,
-        and the number of merges; equal in all learners after the same merge.
+        """Return a copy of what a whole job can continue from.
 
-        All workers of a learner call it at the same inner step; each gets its own shards.
+        That is the merged weights, the outer optimizers and the number of merges; it is equal in
+        all learners after the same merge. All workers of a learner call this at the same inner
+        step; each gets its own shards.
         """
         with self._settled():
             return copy.deepcopy(self._merger.save_state())
@@ -259,7 +261,7 @@ class DecoupledDiLoCo:
         for hook in self._hooks:
             hook.remove()
         self._merger.stop()
-        if not self._workers.are_several:  # which may not end together
+        if not self._workers.are_several:  # several workers may not end together
             with self._merger.lock:
                 self._adopt()
 
@@ -290,7 +292,7 @@ class DecoupledDiLoCo:
     def _end_inner_step(self) -> None:
         """Adopt what was merged, and deliver the next fragment if it is time.
 
-        Never waits, but for the workers of the same learner, which come at the same time.
+        It waits for nothing but the workers of the same learner, which come at the same time.
         """
         self._merger.raise_error()
         self._merger.trains = True
@@ -314,11 +316,6 @@ class DecoupledDiLoCo:
                 self._count, self._delivered_at = 0, now
         finally:
             self._merger.lock.release()
-
-
-def _check(manager: Manager, num: int, sync_every: int) -> None:
-    check_fragments(manager, num, sync_every)
-    manager._sums.check_reduces_on(_CPU, _ONLY_ON_DEVICES)
 
 
 def _check_outer(fragment: Fragment) -> None:

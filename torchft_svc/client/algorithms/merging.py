@@ -41,12 +41,12 @@ _NO_STEP = (
 
 @dataclass(frozen=True, slots=True)
 class Delivery:
-    """What a learner has learned in a fragment since its contribution to a merge before.
+    """What a learner has learned in a fragment since its last contribution to a merge.
 
-    ``number``: from 1 on, of this fragment's deliveries. ``deltas``: the merged weights minus its
-    own. ``tokens``: how many it has seen since then; ``seen``: how many in all. ``since``: when it
-    first delivered this fragment (monotonic). ``start``: how often the learner had begun anew with
-    the merged weights.
+    ``number``: of this fragment's deliveries, from 1 on. ``deltas``: the merged weights minus its
+    own. ``tokens``: how many it has seen since its last contribution; ``seen``: how many in all.
+    ``since``: when its first delivery since then was made (monotonic). ``num_restarts``: how often
+    the learner had begun anew with the merged weights.
     """
 
     number: int
@@ -54,7 +54,7 @@ class Delivery:
     tokens: int
     seen: int
     since: float
-    start: int
+    num_restarts: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,26 +93,27 @@ class Fragment:
         self.outer = make_outer(self.merged)
         self.delivery: Delivery | None = None
         self._seen = 0  # tokens whose progress is merged
-        self._shift: list[torch.Tensor] | None = None  # what merges have changed in its own weights
-        self._restarts = False  # its own weights are to be replaced by the merged ones
-        self._start = 0  # how often they were replaced
+        self._shift: list[torch.Tensor] | None = None  # what `adopt` adds to its own weights
+        self._is_restarting = False  # `adopt` replaces its own weights by the merged ones
+        self._num_restarts = 0  # how often it did that
         self._num_delivered = 0
 
     def restart(self) -> None:
         """Begin anew with the merged weights in the next `adopt`."""
-        self._restarts = True
+        self._is_restarting = True
 
     @torch.no_grad()
     def adopt(self, seen: int) -> None:
-        """Apply the merges since the last call to the learner's weights; keep what it has learned
-        since its last contribution; on the thread that trains.
+        """Apply the merges since the last call to the learner's own weights.
 
-        ``seen``: tokens that the learner has seen.
+        They keep what it has learned since its last contribution. Called on the thread that trains.
+        ``seen``: how many tokens the learner has seen.
         """
-        if self._restarts:
+        if self._is_restarting:
             self.weights.restore()
-            self._seen, self.delivery, self._shift, self._restarts = seen, None, None, False
-            self._start += 1
+            self._seen, self.delivery, self._shift = seen, None, None
+            self._is_restarting = False
+            self._num_restarts += 1
         elif self._shift is not None:
             for own, change in zip(self.weights.local_tensors(), self._shift, strict=True):
                 own.add_(change.to(own.device))
@@ -120,7 +121,7 @@ class Fragment:
 
     @torch.no_grad()
     def deliver(self, seen: int, now: float) -> None:
-        """Offer what was learned since the last contribution; replaces an earlier offer.
+        """Deliver what was learned since the last contribution, in place of an earlier delivery.
 
         Called right after `adopt`.
         """
@@ -134,7 +135,9 @@ class Fragment:
         ]
         since = now if self.delivery is None else self.delivery.since
         self._num_delivered += 1
-        self.delivery = Delivery(self._num_delivered, deltas, tokens, seen, since, self._start)
+        self.delivery = Delivery(
+            self._num_delivered, deltas, tokens, seen, since, self._num_restarts
+        )
 
     @torch.no_grad()
     def merge(self, averages: Sequence[torch.Tensor], contribution: Delivery | None) -> None:
@@ -151,8 +154,8 @@ class Fragment:
         """Load the merged weights of another learner.
 
         ``keeps_progress``: this learner has only missed merges, and keeps what it has learned since
-        its last contribution. ``sent``: what it had sent for a merge that others may have seen, but
-        not this learner; that counts as merged, so that nothing is merged twice.
+        its last contribution. ``sent``: its contribution to a merge whose result it does not know,
+        and others may have. That counts as merged, so that nothing is merged twice.
         """
         before = [value.clone() for value in self.weights.values]
         self.average.reset_errors()
@@ -171,10 +174,14 @@ class Fragment:
         }
 
     def _shift_from(self, before: list[torch.Tensor], contribution: Delivery | None) -> None:
+        """Let `adopt` move the own weights as the merged ones have moved since ``before``.
+
+        What this learner has contributed is in them already.
+        """
         shift = [
             value - earlier for value, earlier in zip(self.weights.values, before, strict=True)
         ]
-        if contribution is not None and contribution.start == self._start:
+        if contribution is not None and contribution.num_restarts == self._num_restarts:
             torch._foreach_add_(shift, contribution.deltas)
             self._seen = contribution.seen
             self.delivery = None  # a newer one holds what was merged now
@@ -192,8 +199,9 @@ class Merger:
     All workers of a learner look at the same time: they exchange what each of them has delivered,
     and their manager counts their votes, so they merge the same delivery, or none.
 
-    ``lock`` protects the fragments. The thread that trains only tries to take it, where a learner
-    has one worker. Nothing is waited for while it is held, but the same moment in other workers.
+    ``lock`` protects the fragments. Where a learner has one worker, the thread that trains never
+    waits for it. Whoever holds it waits for nothing, except for the learner's other workers, which
+    come to the same point.
     """
 
     def __init__(
@@ -216,7 +224,7 @@ class Merger:
         self._error: BaseException | None = None
         self._num_heals = 0
         self._is_in_phase = False  # this learner's weights follow from the merged ones
-        self._sent: tuple[Fragment, Delivery] | None = None  # in a merge whose result is not known
+        self._sent: tuple[Fragment, Delivery] | None = None  # to a merge whose result is unknown
         self._pause_s = _SHORTEST_PAUSE_S
         self._last_reason = ""  # of an error of the network
         self._stopping = threading.Event()
@@ -288,9 +296,9 @@ class Merger:
         self._begun.set()
 
     def _run_look(self) -> bool:
-        """Run a step of the manager after a pause; whether another one follows.
+        """Run a step of the manager after a pause, and return whether another one follows.
 
-        An error of the network is logged.
+        An error of the network is only logged.
         """
         self._stopping.wait(self._pause_s if self._begun.is_set() else 0.0)
         self._warn_without_steps()
@@ -317,8 +325,9 @@ class Merger:
             log.warning(_NO_STEP, waited_s)
 
     def _exchange_offers(self, delivery: Delivery | None) -> Offer | None:
-        """Return what this learner offers, equal in all of its workers; None: one of them ends."""
-        # A worker that has lost a decision heals before it contributes again; the others do not.
+        """Return what this learner offers, equal in all of its workers (None: one of them ends)."""
+        # All workers must be at one step, too: one that has lost a decision heals before it
+        # contributes again, and the others do not.
         mine = [float(self._manager.current_step()), 0.0]
         tokens, waiting_s = 0, 0.0
         if delivery is not None:
@@ -337,11 +346,11 @@ class Merger:
     def _run_step(self, offer: Offer, heals: int) -> None:
         """Merge the next fragment, if the learners' offers make it due.
 
-        ``heals``: how many there were when the offer was made. One that came later may have merged
-        it, or made another fragment the next one.
+        ``heals``: how many heals there were when the offer was made. A later one may have merged
+        the offer, or made another fragment the next one.
         """
         self._manager.start_quorum()
-        contributes = self._manager.is_participating()  # a spare does not
+        contributes = self._manager.is_participating()  # a spare is not
         with self.lock:
             fragment = self.next_fragment
             if not contributes or heals != self._num_heals:
@@ -374,8 +383,10 @@ class Merger:
         self._begun.set()
 
     def _exchange_reports(self, offer: Offer) -> list[LearnerReport]:
-        """Return the reports of all learners, bitwise equal in all of them; none after an error,
-        which discards the step."""
+        """Return the reports of all learners, bitwise equal in all of them.
+
+        Empty after an error, which discards the step.
+        """
         own = self._manager.participating_rank()
         numbers: list[float] = [0.0] * (_FIELDS * self._manager.num_participants())
         if own is not None:

@@ -5,10 +5,10 @@ The lighthouse lets a spare take the place of a group that is lost; the launcher
 again, as a spare (rule G5). A spare waits for a group that trains, so if there is none, it is
 started as a group (rule G6). Groups are numbers from 0; the spares come last.
 
-    launch.start_all(now)                 # Start orders for all of them
-    launch.ended(index, status, now)      # a group has ended; RequestJobStatus may follow
-    launch.status_received(view, now)     # answers RequestJobStatus
-    launch.tick(now)                      # at next_deadline()
+    launch.start_all(now)                   # StartReplicaGroup for all of them
+    launch.group_ended(index, status, now)  # RequestJobStatus may follow
+    launch.status_received(view, now)       # answers RequestJobStatus
+    launch.tick(now)                        # at next_deadline()
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torchft_svc.errors import ConfigError
 
 # Each of them is a launcher with its workers on this machine.
 MAX_LOCAL_GROUPS = 256
-# The pause between two requests for the status of the job, where nobody answers, or nobody trains.
+# The pause between two requests for the status of the job, while nobody answers, or nobody trains.
 STATUS_INTERVAL_S = 2.0
-# For so long nobody trains before a spare is ended: to be started as a group, or with its job. A
-# group that is started takes this long to import torch on a busy machine.
+# When nobody has trained for so long, a spare is ended: it becomes a group, or the job is over. A
+# group that was started may need this long to import torch on a busy machine.
 ALONE_S = 30.0
 # A lighthouse that knows fewer places than before was restarted. Within this time it knows again
 # who trains: groups that have lost it look for it every second.
@@ -36,7 +36,7 @@ SETTLE_S = 10.0
 class GroupsRules:
     """The groups of a launcher, and how often each of them is started again.
 
-    ``final_status``: the exit status of a group whose error no restart mends.
+    ``final_status``: a group that ends with this exit status has an error that no restart mends.
     """
 
     num_groups: int
@@ -60,7 +60,7 @@ class GroupsRules:
 
 @dataclass(frozen=True, slots=True)
 class SeenGroup:
-    """A group of this launcher that the lighthouse holds to be alive, and no spare."""
+    """A group of this launcher that lives and is no prepared spare, as the lighthouse knows it."""
 
     replica_id: str
     in_quorum: bool
@@ -70,9 +70,9 @@ class SeenGroup:
 class GroupsView:
     """What the lighthouse knows of the job.
 
-    ``others_train``: a living group of another launcher is in its last quorum. ``num_places``:
-    those that spares fill. ``own_groups``: by the number of the group. ``is_finished``: all groups
-    of its last quorum have ended on purpose.
+    ``others_train``: a living group of another launcher is in its last quorum. ``num_places``: how
+    many groups the job has had at once; spares fill it up to that number. ``own_groups``: by the
+    number of the group. ``is_finished``: all groups of its last quorum have ended on purpose.
     """
 
     others_train: bool = False
@@ -126,7 +126,7 @@ GroupsOrders = tuple[GroupsOrder, ...]
 class _Stage(Enum):
     RUNNING = auto()
     CONVERTING = auto()  # a spare that was signalled, to be started as a group
-    WAITING = auto()  # it has ended, and is started again by the status of the job
+    WAITING = auto()  # it has ended; the status of the job decides as what it is started again
     FINISHED = auto()  # with status 0
     GIVEN_UP = auto()
 
@@ -136,8 +136,8 @@ class _Slot:
     is_spare: bool
     stage: _Stage = _Stage.RUNNING
     num_restarts: int = 0
-    is_member: bool = False  # of the job's quorum, when the lighthouse was asked last
-    ended_id: str = ""  # of its last process, where the lighthouse knew that after its end
+    is_member: bool = False  # of the job's quorum, by the last status
+    ended_id: str = ""  # the replica id of a process that had ended, and was in the status still
 
 
 class ReplicaGroups:
@@ -148,11 +148,11 @@ class ReplicaGroups:
         total = rules.num_groups + rules.num_spares
         self._slots = [_Slot(is_spare=index >= rules.num_groups) for index in range(total)]
         self._orders: list[GroupsOrder] = []
-        self._end_status: int | None = None  # all groups were signalled
+        self._end_status: int | None = None  # of the launcher, once all groups are to end
         self._status_at = math.inf
         self._awaits_status = False
         self._alone_since: float | None = None
-        self._has_trained = False  # the job, since this launcher has begun
+        self._has_trained = False  # the job, while this launcher runs
         self._was_whole = False  # the job has had all places of this launcher's groups
         self._forgotten_since: float | None = None  # the lighthouse knows fewer places than then
 
@@ -174,8 +174,8 @@ class ReplicaGroups:
             self._request_status()
         return self._pop_orders()
 
-    def ended(self, index: int, status: int, now: float) -> GroupsOrders:
-        """A group has ended with exit status ``status`` (negative: a signal)."""
+    def group_ended(self, index: int, status: int, now: float) -> GroupsOrders:
+        """Record that a group has ended with exit status ``status`` (negative: by a signal)."""
         slot, rules = self._slots[index], self.rules
         was_converting = slot.stage is _Stage.CONVERTING
         slot.is_member = False
@@ -198,12 +198,12 @@ class ReplicaGroups:
                 self._start(index, is_spare=False)
         self._end_if_over()
         if rules.num_spares and not was_converting and self._end_status is None:
-            # Also if this group is not started again: perhaps only spares are left.
+            # Also if this group is not started again: only spares may be left.
             self._request_status()
         return self._pop_orders()
 
     def status_received(self, view: GroupsView | None, now: float) -> GroupsOrders:
-        """Start what has ended, by what the lighthouse knows of the job; None: it is away."""
+        """Start the groups that have ended, as what ``view`` of the job needs (None: no answer)."""
         self._awaits_status = False
         if self._end_status is not None:
             return self._pop_orders()
@@ -211,7 +211,7 @@ class ReplicaGroups:
             self._status_at = now + STATUS_INTERVAL_S
             return self._pop_orders()
         for index, slot in enumerate(self._slots):
-            self._compare_with_seen(slot, view.own_groups.get(index))
+            self._update_slot(slot, view.own_groups.get(index))
         trains_here = any(slot.is_member for slot in self._slots)
         trains = trains_here or view.others_train
         self._has_trained = self._has_trained or trains
@@ -225,12 +225,13 @@ class ReplicaGroups:
                 self._start(index, is_spare=has_place or is_whole)
         is_known = trains_here and self._was_whole
         self._status_at = math.inf if is_known else now + STATUS_INTERVAL_S
-        if self._is_alone(trains, now):
+        self._record_training(trains, now)
+        if self._alone_since is not None and now >= self._alone_since + ALONE_S:
             if is_finished:
                 self._end_all(0, "the job has finished")
                 self._end_if_over()
             else:
-                self._replace_spare()
+                self._convert_spare()
         return self._pop_orders()
 
     def interrupt(self, reason: str) -> GroupsOrders:
@@ -252,8 +253,11 @@ class ReplicaGroups:
         slot.stage, slot.is_spare, slot.is_member = _Stage.RUNNING, is_spare, False
         self._orders.append(StartReplicaGroup(index, is_spare))
 
-    def _compare_with_seen(self, slot: _Slot, seen: SeenGroup | None) -> None:
-        """Record whether the process that runs now is in the job, and not the one before it."""
+    def _update_slot(self, slot: _Slot, seen: SeenGroup | None) -> None:
+        """Record whether the group's process is in the quorum.
+
+        The status may still show the process before, whose replica id is another one.
+        """
         slot.is_member = False
         if seen is None or seen.replica_id == slot.ended_id:
             return
@@ -275,24 +279,22 @@ class ReplicaGroups:
             self._forgotten_since = now
         return now >= self._forgotten_since + SETTLE_S
 
-    def _is_alone(self, trains: bool, now: float) -> bool:
-        """Whether nobody has trained for `ALONE_S`, and groups are missing here."""
+    def _record_training(self, trains: bool, now: float) -> None:
+        """Record since when nobody trains, and groups are missing here."""
         if trains or self._num_groups() >= self.rules.num_groups:
             self._alone_since = None
-            return False
-        if self._alone_since is None:
+        elif self._alone_since is None:
             self._alone_since = now
-        return now >= self._alone_since + ALONE_S
 
     def _num_groups(self) -> int:
-        """The number of groups that run, and of spares that become one."""
+        """The number of groups that run, with the spares that are ended to become groups."""
         return sum(
             slot.stage is _Stage.CONVERTING or (slot.stage is _Stage.RUNNING and not slot.is_spare)
             for slot in self._slots
         )
 
-    def _replace_spare(self) -> None:
-        """End a spare, to start it as a group."""
+    def _convert_spare(self) -> None:
+        """End a spare, which is then started as a group."""
         for index, slot in enumerate(self._slots):
             if slot.stage is _Stage.RUNNING and slot.is_spare:
                 slot.stage = _Stage.CONVERTING
@@ -301,6 +303,7 @@ class ReplicaGroups:
                 return
 
     def _end_all(self, status: int, reason: str) -> None:
+        """End all groups, and then the launcher with ``status``; the first call counts."""
         if self._end_status is None:
             self._end_status = status
             self._status_at = math.inf
@@ -312,6 +315,7 @@ class ReplicaGroups:
                 self._orders.append(EndReplicaGroups(running, reason))
 
     def _end_if_over(self) -> None:
+        """End the launcher if no group runs, or will be started."""
         if any(slot.stage in _RUNS or slot.stage is _Stage.WAITING for slot in self._slots):
             return
         self._status_at = math.inf
