@@ -252,7 +252,7 @@ def a_worker_that_cannot_go_on_contributes(plant: pytest.MonkeyPatch) -> None:
 
 
 def who_has_lost_its_update_votes_on_the_step_before(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Round, "_number", property(lambda self: self.step.state.step))
+    plant.setattr(Round, "_group_step", property(lambda self: self.step.state.step))
 
 
 # -- a lighthouse that is restarted (Q11, E4) ----------------------------------------------------

@@ -9,10 +9,10 @@
                                                                               vote_failed
 
 Each input returns one `Ready`: what to do at once, and `Ready.then`, the slow action whose outcome
-is the next input. Whatever fails on the way to the vote goes to `record_failure`, and becomes an
-input of the step machine: there is no quorum, no heal, or no step that can be committed. The vote
-has outputs of its own (`VoteOutput`). The client (`client/step/round.py`) and the simulator
-(`tools/sim/trainer_actor.py`) execute them.
+is the next input. Inputs in brackets are left out in some steps. What fails on the way to the vote
+goes to `record_failure`, which records in the step machine that there is no quorum, no heal, or
+nothing to commit. The vote has outputs of its own (`VoteOutput`). The client
+(`client/step/round.py`) and the simulator (`tools/sim/trainer_actor.py`) execute all of them.
 """
 
 from __future__ import annotations
@@ -113,9 +113,10 @@ SlowAction = Prepare | FetchPreview | AskManager | EnterQuorum | MeetMembers | F
 
 @dataclass(frozen=True, slots=True)
 class OfferState:
-    """Serve the state to replica ranks that heal from here, or take a part of it from here.
+    """Serve the state to the replica ranks ``receivers``, which heal from here, and to ``extras``.
 
-    ``at_once``: as it was when the step began; otherwise what the step changes follows at its end.
+    The latter may fetch a part of it. ``at_once``: all of it, before the passes of the step;
+    otherwise what the passes may change follows after them.
     """
 
     receivers: tuple[int, ...]
@@ -125,7 +126,7 @@ class OfferState:
 
 @dataclass(frozen=True, slots=True)
 class RefuseState:
-    """The groups that would heal from here must not wait, because of ``reason``."""
+    """Report to the groups that would heal from here that they need not wait, and the reason."""
 
     receivers: tuple[int, ...]
     reason: Exception
@@ -178,7 +179,7 @@ class Decide:
 
 @dataclass(frozen=True, slots=True)
 class LoseDecision:
-    """A decision was made, or may be, and did not arrive: this worker cannot continue."""
+    """A decision may have been made, and did not arrive, so this worker cannot continue."""
 
     error: TorchFTError
 
@@ -247,16 +248,16 @@ class Round:
         self.checks = CheckSchedule(rules.checks.check_every)
         self._rules = rules
         self._request = RoundRequest(timeout_s=0.0)
-        self._last_at = 0.0  # time of the last question or vote
+        self._last_call_at = 0.0  # of the last question or vote
         self._leaves_for: str | None = None  # the drain reason in the last question
         self._retries = CallRetry(0.0, 0.0)
         self._vote = False
         self._fate = Fate.ABORTED  # of the last step
-        self._step_due = 0  # after the last one, if that was committed
+        self._step_due = 0  # the one after the last step, if that was committed
         self._agreed = False  # all members of the last quorum ask before this step
-        self._wishes: float | None = None  # their sum in this step
+        self._wishes: float | None = None  # the sum of the members' wishes in this step
         self._is_sum_shared = True  # all members have seen the same sum
-        self._asked_for_in = 0  # the quorum whose end news have asked for since the last question
+        self._asked_for_in = 0  # the quorum whose end was requested since the last question
         self._term_end: TermEnds | None = None  # the last news of the end of a term
 
     # -- the quorum ------------------------------------------------------------------------------
@@ -298,28 +299,28 @@ class Round:
         return self._ask(now)
 
     def prepared(self, now: float) -> Ready:
-        """Ask for the first quorum, or fetch a preview before.
+        """Ask for the first quorum, or fetch a preview first.
 
-        Only the question starts its deadline, because nobody was waited for.
+        The deadline starts with the question: nobody waits for this worker before.
         """
         if self._rules.catches_up and self._request.allow_heal and not self.stands_by:
             return Ready(then=FetchPreview())
         return self._ask(now)
 
     def preview_fetched(self, now: float) -> Ready:
-        """Ask for the first quorum; this group heals as far as the preview was not enough."""
+        """Ask for the first quorum; what is not in the preview comes with the heal."""
         return self._ask(now)
 
     def _ask(self, now: float) -> Ready:
         self.peers.begin_question(now)
-        self._last_at = now
+        self._last_call_at = now
         deadline = now + (STAND_BY_S if self.stands_by else self._request.timeout_s)
         self._retries = CallRetry(deadline, self._rules.patience_s)
         return Ready(then=AskManager(0.0, deadline))
 
     @property
     def stands_by(self) -> bool:
-        """Whether this worker is one of a prepared spare, which was in no quorum yet."""
+        """Whether this worker's group is a prepared spare that was in no quorum yet."""
         return self._rules.is_spare and self.peers.quorum is None
 
     @property
@@ -331,9 +332,12 @@ class Round:
     def awaits_losses(self) -> bool:
         """Whether the loss of a member would let this step be summed in another quorum (rule E9).
 
-        Otherwise there is no reason to wait for that news. Not in a group of several workers, which
-        may be in a collective of the group, nor if this group is out itself, nor where groups heal
-        before the passes of a step: this group's passes have changed what it would offer.
+        Otherwise there is no reason to wait for that news. It would not
+
+        * in a group of several workers, which may be in a collective of the group,
+        * if this group is out of the quorum itself, or has to end,
+        * where groups heal before the passes of a step: this group's passes have changed what it
+          would have to offer.
         """
         if self.will_wait_for_heal(self._request.allow_heal):
             return False
@@ -406,7 +410,7 @@ class Round:
     def _is_over(self, ends: TermEnds, quorum: QuorumResult) -> bool:
         """Whether ``ends`` ends the present step of ``quorum``, too.
 
-        Until its members are met, this worker may still show the step of before.
+        Until the members are met, the step machine may still be at the step before.
         """
         state = self.step.state
         step = quorum.max_step if state.phase is Phase.QUORUM else state.step
@@ -499,7 +503,7 @@ class Round:
         return Ready(then=AskManager(pause_s, self._retries.deadline))
 
     def quorum_received(self, quorum: QuorumResult) -> Ready:
-        """Enter ``quorum``, which answers the question, unless it is the one of before."""
+        """Enter ``quorum``, which answers the question, unless this worker is in it already."""
         self.quorum = quorum
         self.peers.record_answer(quorum)
         if self.peers.fits(quorum):
@@ -509,10 +513,9 @@ class Round:
         return Ready(then=EnterQuorum())
 
     def quorum_entered(self) -> Ready:
-        """Meet the members, unless a loss was reported already.
+        """Meet the members, unless the loss of one was reported before the quorum came.
 
-        The manager knows that this worker waits for them, and reports losses from now on; one that
-        was reported before the quorum counts, too.
+        Later losses are reported while this worker meets them: the manager knows that it waits.
         """
         assert self.quorum is not None
         why = self._why_in_vain(self.quorum)
@@ -521,13 +524,13 @@ class Round:
     def members_met(self, problem: Exception | None) -> Ready:
         """Begin the training: the members are connected, unless there is a ``problem``.
 
-        Connections may have broken since this worker asked. The others keep theirs, and would not
-        meet it again under this id: it reports that with its next question, which brings another
-        id.
+        One may be that connections have broken since this worker asked. The others keep theirs, and
+        would not meet it again under this quorum id. So its next question reports the failure, and
+        the next quorum has another id.
         """
         quorum, may_heal = self.quorum, self._request.allow_heal
         assert quorum is not None
-        # News may have come while they were connected; or before the answer, if that keeps the id.
+        # News may have come while they connected, or before an answer that keeps the quorum id.
         problem = problem or self._why_in_vain(quorum) or self._began_too_early(quorum)
         heals = quorum.heal and may_heal
         some_heal = quorum.max_world_size < quorum.replica_world_size
@@ -546,7 +549,7 @@ class Round:
             warnings.append(_not_believed(before, quorum.max_step))
         if broken is not None and quorum.heal and not heals:
             warnings.append(f"step {before} cannot be committed: {broken}")
-        # A group that postpones its heal and does not contribute does no harm to the others.
+        # The others do not wait for a group that postpones its heal, and does not contribute.
         is_awaited = self._contributes or heals or not quorum.heal or problem is not None
         offer, refusal = self._offer(quorum) if may_heal else (None, None)
         return Ready(
@@ -560,10 +563,10 @@ class Round:
         )
 
     def _began_too_early(self, quorum: QuorumResult) -> QuorumFailed | None:
-        """Whether this worker may have begun its forward pass with weights that are not the job's,
-        although the others count on its gradients.
+        """Why the step is in vain, if this worker began it before a heal that it needs.
 
-        Its step is above 0, so it did not wait for a heal; but that step is not believed.
+        This worker's step was above 0, so its forward pass did not wait for a heal. But that step
+        is not believed, the job is at step 0, and the others count on its gradients.
         """
         if not quorum.heal or not self.heals_first or self.waits_for_heal:
             return None
@@ -600,7 +603,7 @@ class Round:
     def common_step(self) -> int:
         """The step of the job that the members take part in; a group that heals is behind it."""
         if self.keeps_quorum or self.quorum is None:
-            return self._number
+            return self._group_step
         return self.quorum.max_step
 
     # -- what goes wrong -------------------------------------------------------------------------
@@ -654,8 +657,8 @@ class Round:
     def may_reduce(self) -> bool:
         """Whether collectives are launched; those of a healing group continue if its heal fails.
 
-        Without a quorum they are not: the members of the last one may wait as well, or use the data
-        as this group's gradients.
+        Without a quorum they are not: the members of the last quorum might use the data as this
+        group's gradients, or wait with it.
         """
         return self.error is None and self.step.state.phase in UNDER_WAY
 
@@ -664,11 +667,11 @@ class Round:
         return self.step.state.participation.participating_rank is not None
 
     def check_left(self) -> None:
-        """Raise `Drained` if the group has to end, and need not wait for anybody.
+        """Raise `Drained` if the group has to end, and nobody waits for this worker.
 
-        The manager has ordered that; or this worker has reported that it has to end, and its
-        manager or another worker is frozen or gone. Otherwise the worker asks again: another one
-        may wait for it.
+        So it is if the manager has ordered the end; or if this worker has reported that it has to
+        end, and its manager or another worker is frozen or gone. Otherwise the worker asks again,
+        because another worker may wait for it.
         """
         if isinstance(self.error, GroupLeft):
             self.drain(self.error.reason)
@@ -677,9 +680,9 @@ class Round:
             raise Drained(f"{self._leaves_for}; it could not leave: {self.error}")
 
     def check_next(self) -> None:
-        """Raise an error that no further step would mend; for a step that is not committed.
+        """Raise the error of a step that was not committed, if no further step would mend it.
 
-        A worker that has trained before retries if it is not authorized: the service may be
+        A worker that has trained before retries even if it is not authorized: the service may be
         restarted with other settings.
         """
         was_never_in = self.peers.quorum is None
@@ -734,7 +737,7 @@ class Round:
         quorum, state = self.quorum, self.step.state
         if quorum is None or not quorum.steady:
             return None
-        # What the other workers have reached, they report to the manager themselves.
+        # Of several workers, each reports to the manager itself what it has reached.
         is_alone = self._rules.group_world_size == 1
         reached = Activity(state.phase, state.step, 0.0).reached if is_alone else 0
         return Resumed(
@@ -753,7 +756,7 @@ class Round:
         E3).
         """
         is_alone = self._rules.group_world_size == 1
-        return is_alone and self.quorum is not None and now - self._last_at >= NEWS_AFTER_S
+        return is_alone and self.quorum is not None and now - self._last_call_at >= NEWS_AFTER_S
 
     def begin_vote(self, now: float, timeout_s: float) -> Decide | AskDecision:
         """End the step: a group of one worker decides alone, another one asks its manager."""
@@ -763,7 +766,7 @@ class Round:
                 self._check_term(self.quorum)
             except QuorumFailed as error:
                 self.step.latch(error)
-        self._last_at = now
+        self._last_call_at = now
         self._vote = self.step.begin_vote()
         if self._rules.group_world_size == 1:
             return Decide(self._vote, fate=fate(self._vote, (self.wish,)))
@@ -775,7 +778,7 @@ class Round:
         """This worker's vote on the present step, which `begin_vote` has made."""
         return Vote(
             group_rank=self._rules.group_rank,
-            step=self._number,
+            step=self._group_step,
             should_commit=self._vote,
             wish=self.wish,
         )
@@ -787,10 +790,11 @@ class Round:
     def vote_failed(
         self, error: TorchFTError, now: float, *, is_manager_over: bool = False
     ) -> VoteOutput:
-        """Ask again, or decide without an answer to the vote.
+        """Ask again, or decide without an answer.
 
-        A no needs none: it decides. If no decision was made, nobody received a yes, so no is safe.
-        A manager that is restarted is asked again: it finds out what the one before had decided.
+        A manager that is restarted is asked again, because it finds out what the one before had
+        decided. A vote of no needs no answer: it decides. After a vote of yes the decision is lost,
+        unless none was made (`CommitFailed`): then nobody has received a yes, and no is safe.
         """
         if isinstance(error, CommitFailed):
             return Decide(False, error)
@@ -800,31 +804,29 @@ class Round:
         return LoseDecision(error) if self._vote else Decide(False, error)
 
     def report(self, phase: Phase | None = None) -> PhaseReport:
-        """What the manager, or the next one, is to know of this worker (`Group.phase_reported`).
+        """Return what this worker reports to its manager, or the next one: `Group.phase_reported`.
 
-        ``phase``: if the worker waits for others meanwhile.
+        ``phase``: in place of the step machine's, while the worker waits for others.
         """
         state = self.step.state
         return PhaseReport(phase or state.phase, state.step, self._went_on_to)
 
     @property
     def _went_on_to(self) -> int:
+        """The step that the group is in, or begins next, without a question (0: there is none)."""
         if self._fate is Fate.CONTINUES:  # between two steps
             return self._step_due
         in_step = self.step.state.phase in (Phase.TRAINING, Phase.VOTING)
-        return self._number if self.keeps_quorum and in_step else 0
+        return self._group_step if self.keeps_quorum and in_step else 0
 
     @property
-    def _number(self) -> int:
-        """The step that the group is in.
-
-        One of several workers may have lost the last update, and be behind it.
-        """
+    def _group_step(self) -> int:
+        """The step that the group is in; a worker that has lost the last update is behind it."""
         return self._step_due if self.keeps_quorum else self.step.state.step
 
     def apply_decision(self, decided: Decide) -> None:
         """End the vote: see `StepMachine.decide`."""
-        self._fate, self._step_due = decided.fate, self._number + 1
+        self._fate, self._step_due = decided.fate, self._group_step + 1
         self.step.decide(decided.committed, self.quorum.quorum_id if self.quorum else 0)
 
 
@@ -837,16 +839,15 @@ class WorkerCalls:
     def __init__(self, worker_id: str) -> None:
         self.worker_id = worker_id
         self._round = self._round_before = 0  # of the last quorum, and of the one before
-        self._asked = 0  # the number of the last question
-        self._num_asked = 0  # how many since the last quorum
-        self._last_quorum_id = 0  # the highest, and the number of its groups
-        self._last_num_groups = 0
+        self._last_question = 0  # its number
+        self._num_asked = 0  # questions since the last quorum
+        self._last_quorum_id = self._last_num_groups = 0  # of the quorum with the highest id
         self._num_events = 0
 
     def sign_question(self, request: WorkerRequest) -> WorkerRequest:
         """Add to ``request`` who asks, and what it knows of the last quorum."""
-        self._num_asked += request.question != self._asked
-        self._asked = request.question
+        self._num_asked += request.question != self._last_question
+        self._last_question = request.question
         return replace(
             request,
             worker_id=self.worker_id,
