@@ -39,11 +39,11 @@ class LearnerWorkers:
         self._groups = tuple(dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
 
     def gather_in_training(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all workers in the order of their ranks; as many from each."""
+        """Return the numbers of all workers in the order of their ranks, as many from each."""
         return self._gather(0, numbers)
 
     def gather_in_merger(self, numbers: Sequence[float]) -> list[list[float]]:
-        """The same, on the merger's thread."""
+        """Return the numbers of all workers as `gather_in_training`, on the merger's thread."""
         return self._gather(1, numbers)
 
     def _gather(self, which: int, numbers: Sequence[float]) -> list[list[float]]:
