@@ -97,7 +97,8 @@ def test_a_summary_has_the_spares_and_a_long_silence_of_one() -> None:
 
 
 def test_the_goodput_is_in_it_where_it_is_known() -> None:
-    assert document()["goodput"] == {"ratio": 0.333, "lost_s": {"other": 60.0}}
+    expected = {"ratio": 0.333, "committed_s": 30, "lost_s": {"other": 60.0}}
+    assert document()["goodput"] == expected
     assert "goodput" not in document(JobStatus(job="j"))
 
 

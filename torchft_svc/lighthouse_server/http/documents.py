@@ -122,7 +122,11 @@ def job_document(
     }
     if job.goodput is not None:
         lost_s = {cause: round(seconds, 1) for cause, seconds in job.goodput.lost_s.items()}
-        document["goodput"] = {"ratio": round(job.goodput.ratio, 3), "lost_s": lost_s}
+        document["goodput"] = {
+            "ratio": round(job.goodput.ratio, 3),
+            "committed_s": round(job.goodput.committed_s),
+            "lost_s": lost_s,
+        }
     if last_point is not None:
         document["point"] = _known(**plain(last_point))
     return document

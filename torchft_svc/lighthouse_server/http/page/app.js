@@ -6,8 +6,9 @@ const API = "/api/v1";
 const TOKEN_KEY = "torchft-token";
 const MANY = 60;                 // groups; with more of them, a map shows all, and the table some
 const HOUR_S = 3600;
+const LABEL_WIDTH = 52;          // pixels that a label of the time axis needs
 const RETRY_MS = [1000, 2000, 4000, 8000];
-const STATES = ["training", "healing", "waiting", "outside", "left out", "hung", "lost", "left"];
+const STATES = ["training", "healing", "waiting", "outside", "left out", "hung", "lost", "missing", "left"];
 const URGENT = ["hung", "lost", "left out", "healing"];
 const byId = (id) => document.getElementById(id);
 
@@ -67,12 +68,13 @@ const whole = new Intl.NumberFormat("en");
 const count = (number, one, many = `${one}s`) => `${whole.format(number)} ${number === 1 ? one : many}`;
 
 function duration(seconds) {
-  if (seconds < 1) return `${Math.max(0, Math.round(seconds * 1000))} ms`;
-  if (seconds < 10) return `${seconds.toFixed(1)} s`;
-  if (seconds < 120) return `${Math.round(seconds)} s`;
-  if (seconds < 7200) return `${Math.floor(seconds / 60)} min ${Math.round(seconds % 60)} s`;
-  if (seconds < 172800) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
-  return `${Math.floor(seconds / 86400)} days`;
+  if (seconds < 0.9995) return `${Math.max(0, Math.round(seconds * 1000))} ms`;
+  if (seconds < 9.95) return `${seconds.toFixed(1)} s`;
+  const rounded = Math.round(seconds);  // first: no "2 min 60 s"
+  if (rounded < 120) return `${rounded} s`;
+  if (rounded < 7200) return `${Math.floor(rounded / 60)} min ${rounded % 60} s`;
+  if (rounded < 172800) return `${Math.floor(rounded / 3600)} h ${Math.floor((rounded % 3600) / 60)} min`;
+  return `${Math.floor(rounded / 86400)} days`;
 }
 
 const age = (seconds) => (seconds < 2 ? "now" : seconds < 120 ? `${Math.round(seconds)} s` : duration(seconds));
@@ -84,14 +86,16 @@ function bytes(number) {
   return `${number < 10 && unit ? number.toFixed(1) : Math.round(number)} ${units[unit]}`;
 }
 
-const percent = (ratio) => `${(ratio * 100).toFixed(ratio > 0.995 && ratio < 1 ? 2 : 1)} %`;
+const percent = (ratio) => `${(ratio * 100).toFixed(1)} %`;
 const stableName = (id) => (id.includes(":") ? id.slice(0, id.lastIndexOf(":")) : id);
 
 // The lighthouse's clock, as far as this browser knows it: ages do not depend on the browser's own.
 const clock = {
-  at: 0, receivedAt: 0,
-  set(at) { this.at = at; this.receivedAt = performance.now(); },
-  now() { return this.at + (performance.now() - this.receivedAt) / 1000; },
+  at: 0, receivedAt: 0, stoppedAt: null,
+  set(at) { this.at = at; this.receivedAt = performance.now(); this.stoppedAt = null; },
+  now() { return this.at + ((this.stoppedAt ?? performance.now()) - this.receivedAt) / 1000; },
+  /** Without a connection the page shows what was: nothing stands still because of that. */
+  stop() { this.stoppedAt ??= performance.now(); },
 };
 
 // -- requests ------------------------------------------------------------------------------------
@@ -210,14 +214,14 @@ function verdict(job, now, stepS) {
   if (missing) return { tone: "warn", text: `${training} of ${job.expected} groups train` };
   if (states["left out"]) return { tone: "warn", text: `${count(states["left out"], "group")} left out` };
   if (states.healing) return { tone: "busy", text: `${training} of ${job.expected} groups train, ${states.healing} ${states.healing === 1 ? "heals" : "heal"}` };
-  if (!training) return { tone: "busy", text: "Waits for its first quorum" };
+  if (!training) return { tone: "busy", text: `Waits for ${job.quorum_id ? "a" : "its first"} quorum` };
   return { tone: "good", text: training === 1 ? "One group trains" : `All ${whole.format(training)} groups train` };
 }
 
 function sharesOf(job) {
   const states = { ...(job.states || {}) };
   const missing = Math.max(0, (job.expected || 0) - job.groups);
-  if (missing && job.ended_at === undefined) states.lost = missing;
+  if (missing && job.ended_at === undefined) states.missing = missing;  // lost, or never there
   return STATES.filter((state) => states[state]).map((state) => [state, states[state]]);
 }
 
@@ -345,7 +349,7 @@ class JobPage {
       section("timeline", "The last hour", this.timeline),
       section("groups", "Groups", make("div", { class: "panel" }, this.map, this.tools,
         make("div", { class: "scroll" }, make("table", { class: "stack" },
-          make("thead", {}, make("tr", {}, heads.map((text) => make("th", { scope: "col", class: text === "Step" ? "number" : null }, text || make("span", { class: "unseen" }, "Commands"))))),
+          make("thead", {}, make("tr", {}, heads.map((text) => make("th", { scope: "col", class: text === "Step" || text === "Own work" ? "number" : null }, text || make("span", { class: "unseen" }, "Commands"))))),
           this.body)), this.more), this.groupCount),
       section("goodput", "Where the time went", this.goodput),
       section("incidents", "Incidents", this.incidents));
@@ -409,12 +413,17 @@ class JobPage {
     };
     set("step", whole.format(summary.step));
     set("speed", rate === null || ended || rate < 0 ? "–" : rate >= 10 ? rate.toFixed(0) : rate.toFixed(2), rate === null || ended ? "" : "steps/s");
-    set("since", ended ? "–" : age(now - summary.moved_at), ended || now - summary.moved_at < 2 ? "" : "ago");
+    const hasCommitted = !ended && Boolean(summary.step || summary.quorum_id);
+    set("since", hasCommitted ? age(now - summary.moved_at) : "–", !hasCommitted || now - summary.moved_at < 2 ? "" : "ago");
     set("goodput", job.goodput?.ratio ? percent(job.goodput.ratio) : "–");
     set("heals", whole.format(summary.heals));
     set("discarded", whole.format(summary.discarded));
     this.figures.copies.parentNode.hidden = summary.copies === undefined;
-    if (summary.copies) set("copies", summary.copies.step ? whole.format(Math.max(0, summary.step - summary.copies.step)) : "none", summary.copies.step ? "steps back" : "");
+    if (summary.copies) {
+      const held = summary.copies.holders && summary.copies.step;
+      const back = Math.max(0, summary.step - summary.copies.step);
+      set("copies", held ? whole.format(back) : "none", held ? `step${back === 1 ? "" : "s"} back` : "");
+    }
     set("quorum", summary.quorum_id ? `…${String(summary.quorum_id).slice(-6)}` : "none");
     setAttr(this.figures.quorum, "title", summary.quorum_id ? String(summary.quorum_id) : "");
   }
@@ -426,7 +435,8 @@ class JobPage {
     const isLarge = names.length > MANY;
     this.map.hidden = this.tools.hidden = !isLarge;
     const counted = sharesOf(job.summary).map(([name, size]) => `${whole.format(size)} ${name}`).join(", ");
-    setText(this.groupCount, `${counted || "none"}; at least ${job.summary.min_replicas} train, ${job.summary.expected} are expected${spareText(job.summary, now)}`);
+    if (job.summary.ended_at !== undefined) setText(this.groupCount, "none is left");
+    else setText(this.groupCount, `${counted || "none"}; at least ${job.summary.min_replicas} train, ${job.summary.expected} are expected${spareText(job.summary, now)}`);
     if (isLarge) this.updateMap(names, job.groups);
     let shown = names;
     if (this.filter) shown = names.filter((name) => name.toLowerCase().includes(this.filter) || (job.groups[name].id || "").toLowerCase().includes(this.filter));
@@ -476,8 +486,7 @@ class JobPage {
   updateGoodput(job) {
     const lost = job.goodput?.lost_s || {};
     const lostS = Object.values(lost).reduce((sum, seconds) => sum + seconds, 0);
-    const ratio = job.goodput?.ratio || 0;
-    const committedS = ratio < 1 && lostS > 0 ? (lostS * ratio) / (1 - ratio) : 0;
+    const committedS = job.goodput?.committed_s || 0;
     const parts = [["committed", committedS], ...Object.entries(lost).filter(([, seconds]) => seconds >= 0.05).sort(([, a], [, b]) => b - a)];
     const key = JSON.stringify(parts.map(([name, seconds]) => [name, Math.round(seconds)]));
     if (key === this.goodputKey) return;
@@ -634,7 +643,7 @@ function anatomyBar(parts, words, longest) {
 // What stands by, how many of these could take a place now, and a silence that is long.
 function spareText(summary, now) {
   if (!summary.spares) return "";
-  const silence = summary.spares_seen_at === undefined ? "" : `, one silent for ${whole.format(Math.max(0, now - summary.spares_seen_at))} s`;
+  const silence = summary.spares_seen_at === undefined ? "" : `, one silent for ${duration(Math.max(0, now - summary.spares_seen_at))}`;
   return `; ${whole.format(summary.spares)} ${summary.spares === 1 ? "spare stands" : "spares stand"} by, ${whole.format(summary.spares_ready || 0)} ready${silence}`;
 }
 
@@ -651,7 +660,7 @@ function timeline(points, incidents, expected, width) {
     svg.append(draw("line", { class: "grid", x1: left, x2: width, y1: y(highest * share), y2: y(highest * share) }),
       draw("text", { class: "axis", x: left - 6, y: y(highest * share) + 4, "text-anchor": "end" }, String(+(highest * share).toPrecision(2))));
   }
-  const minutes = span > 1800 ? 10 : span > 600 ? 5 : 1;
+  const minutes = [1, 2, 5, 10, 20, 30].find((each) => (each * 60 * (width - left)) / span >= LABEL_WIDTH) || 60;
   for (let minute = 0; minute * 60 < span - 20; minute += minutes) {
     svg.append(draw("text", { class: "axis", x: x(end - minute * 60), y: 184, "text-anchor": minute ? "middle" : "end" }, minute ? `−${minute} min` : "now"));
   }
@@ -741,7 +750,7 @@ function link(tone, text) {
 
 // -- the whole -------------------------------------------------------------------------------------
 
-const state = { documents: new Map(), page: null, stream: null, acceptsCommands: false, isDrawing: false };
+const state = { documents: new Map(), page: null, stream: null, acceptsCommands: false, isDrawing: false, brokenSince: null };
 
 function redraw() {
   if (state.isDrawing) return;
@@ -755,9 +764,11 @@ function redraw() {
 const handlers = {
   event(kind, content) {
     clock.set(content.at);
+    state.brokenSince = null;
     link("live", "live");
     if (kind === "document") {
       state.documents.set(content.channel, content.document);
+      setBlank(false);
       notice("");
     } else if (kind === "patch") merge(state.documents.get(content.channel), content.patch);
     else if (kind === "gone") notice(content.message);
@@ -765,12 +776,18 @@ const handlers = {
     redraw();
   },
   broken(error) {
-    link("broken", error.status ? "refused" : "no connection, trying again");
+    clock.stop();
+    state.brokenSince ??= new Date().toLocaleTimeString("en-GB");
+    link("broken", error.status ? "refused" : `no connection since ${state.brokenSince}, trying again`);
     if (error.status === 401) askToken(auth.token ? error.message : "");
     else if (error.code === "not_leader") notice(leaderNotice(error.leader));
-    else if (error.status) notice(error.message);
+    else if (error.status) notice(error.message[0].toUpperCase() + error.message.slice(1));
+    if (error.status === 404) setBlank(true);
   },
 };
+
+/** Hide the frame of a page about a job that is not there: it would show dashes and empty tables. */
+const setBlank = (isBlank) => byId("main").toggleAttribute("data-blank", isBlank);
 
 const leaderNotice = (leader) => `This lighthouse does not lead, so it knows of no jobs. ${leader ? `The leader answers gRPC at ${leader}: open its dashboard.` : "No leader is known yet."}`;
 
@@ -782,6 +799,7 @@ function showRoute() {
   state.page?.close?.();
   state.documents = new Map();
   const root = byId("main");
+  setBlank(false);
   state.page = job === null ? new OverviewPage(root) : new JobPage(root, job);
   byId("path").replaceChildren(...(job === null ? [] : [make("li", { "aria-current": "page" }, job)]));
   document.title = job === null ? "Lighthouse" : `${job} · Lighthouse`;
