@@ -22,7 +22,7 @@ from torch.distributed import DistError
 from torch.distributed import run as torchrun
 from torch.distributed.argparse_util import check_env as flag_or_environment
 from torch.distributed.argparse_util import env as from_argument_or_environment
-from torch.distributed.elastic.multiprocessing import Std
+from torch.distributed.elastic.multiprocessing import SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.elastic.rendezvous import RendezvousError
 
@@ -423,6 +423,9 @@ def main(args: Sequence[str] | None = None) -> None:
     except (UsageError, PeerError, RendezvousError, DistError) as error:
         is_usage = isinstance(error, UsageError)
         _end(error, final_exit_code() if is_usage or is_final(error) else 1)
+    except SignalException as end:  # torchrun shows a traceback, which names nothing else
+        print(f"torchft-run: ended by {end.sigval.name}", file=sys.stderr)
+        sys.exit(1)
     except FinalChildFailedError as error:
         sys.excepthook(type(error), error, error.__traceback__)  # as torchrun shows it
         sys.exit(final_exit_code())
