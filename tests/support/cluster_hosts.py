@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.fork_server import Place
 from support.hosts import Host, network
 from support.pods import Pod
 from support.programs import Program
@@ -21,9 +22,9 @@ COMMANDS = {
     "torchft-manager": [sys.executable, "-m", "torchft_svc.manager_server"],
     "python": [sys.executable],
 }
-# In namespaces of its own for mounts (made by `ip netns exec`), the host name and the network.
-# Where this repository is in ``/tmp``, it is put there again.
-_ENTER = """
+# In namespaces of its own for mounts, the host name and the network. Where this repository is in
+# ``/tmp``, it is put there again.
+_PREPARE = """
 echo "$0" > /proc/sys/kernel/hostname
 mount -t tmpfs tmpfs /mnt
 mkdir /mnt/volumes
@@ -32,8 +33,17 @@ mkdir /mnt/repository
 mount --bind "$3" /mnt/repository
 mount --bind "$2" /tmp
 case "$3" in /tmp/*) mkdir -p "$3"; mount --bind /mnt/repository "$3";; esac
+"""
+_START = """
 shift 3
 exec "$@"
+"""
+# What `ip netns exec` does after it has made the namespace for mounts.
+_AS_IP_DOES = """
+mount --make-rslave /
+umount -l /sys || true
+mount -t sysfs sysfs /sys
+for file in /etc/netns/"$4"/*; do mount --bind "$file" "/etc/${file##*/}"; done
 """
 
 
@@ -56,24 +66,37 @@ class Cluster:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def start(self, pod: Pod) -> Program:
-        """Start the container of the pod; its volumes are folders that all pods share."""
+    def start(self, pod: Pod, *, warm: bool = False) -> Program:
+        """Start the container of the pod; its volumes are folders that all pods share.
+
+        ``warm``: its program has imported torch before.
+        """
         shutil.rmtree(self.folder_of(pod.hostname))  # a new container begins with an empty one
         place = self._volume_places(pod)
         environment = {name: place(value) for name, value in pod.environment().items()}
-        return self.run(pod.hostname, [place(word) for word in pod.command()], environment)
+        command = [place(word) for word in pod.command()]
+        return self.run(pod.hostname, command, environment, warm=warm)
 
     def run(
-        self, name: str, command: list[str], environment: Mapping[str, str] | None = None
+        self,
+        name: str,
+        command: list[str],
+        environment: Mapping[str, str] | None = None,
+        *,
+        warm: bool = False,
     ) -> Program:
         """Start a command on the host with this name."""
         namespace = self._hosts[name].namespace
         assert namespace is not None
-        enter = ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-ec", _ENTER]
         places = [name.partition(".")[0], str(self._volumes), str(self.folder_of(name)), str(ROOT)]
         first, *others = command
         words = [*COMMANDS.get(first, [first]), *others]
-        return Program([*enter, *places, *words], environment)
+        if warm:
+            prepare = ["sh", "-ec", _AS_IP_DOES + _PREPARE, *places, namespace]
+            place = Place(namespace, prepare)
+            return Program(words, environment, warm=True, forks_programs=True, place=place)
+        enter = ["ip", "netns", "exec", namespace, "unshare", "--uts", "sh", "-ec"]
+        return Program([*enter, _PREPARE + _START, *places, *words], environment)
 
     def _volume_places(self, pod: Pod) -> Callable[[str], str]:
         """Return what replaces, in a text, where volumes are mounted by where they are here."""

@@ -43,6 +43,15 @@ LOST_STATUS = 255
 
 
 @dataclass(frozen=True)
+class Place:
+    """The network ``namespace`` of a program; the command ``prepare`` makes its mounts and host
+    name, which are its own."""
+
+    namespace: str
+    prepare: Sequence[str]
+
+
+@dataclass(frozen=True)
 class Program:
     """``arguments``: a script or ``-W ignore -m MODULE``, and its own.
 
@@ -55,6 +64,7 @@ class Program:
     ``serves``: its first fork server with this module needs no import.
     ``passed``: the numbers that the descriptors after its streams get (default: from 3 up).
     ``forks_programs``: it forks the Python programs that it starts, see forking_popen.py.
+    ``place``: it leaves that of its fork server for this one.
     """
 
     arguments: Sequence[str]
@@ -68,6 +78,7 @@ class Program:
     serves: str = ""
     passed: tuple[int, ...] = ()
     forks_programs: bool = False
+    place: Place | None = None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import pickle
 import random
 import runpy
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from support.fork_server import SERVICES, TORCH, Call, Program
+from support.fork_server import SERVICES, TORCH, Call, Place, Program
 from support.forking_popen import FORK_SERVER, FREE_FROM, fork_programs
 from tools.chaos.forked import fork_first
 from tools.demo.orphans import die_with_parent
@@ -29,6 +30,8 @@ from torchft_svc.host.process_end import lives
 # Where this program finds its own modules; what it forks need not.
 OURS = os.environ["PYTHONPATH"].split(os.pathsep)
 _LOOK_S = 0.001
+# Of <sched.h>.
+_CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWNET = 0x00020000, 0x04000000, 0x40000000
 
 
 def load_torch() -> None:
@@ -80,6 +83,8 @@ def become(asked: Program, descriptors: Sequence[int]) -> list[str]:
     take_over(descriptors, (0, 1, 2, *asked.passed) if asked.passed else range(len(descriptors)))
     if asked.parent_pid:
         leave_to(asked.parent_pid)
+    if asked.place is not None:
+        move_to(asked.place)
     show_command_line([sys.executable, *asked.arguments])
     os.environ.clear()
     os.environ.update(asked.environment)
@@ -135,6 +140,16 @@ def leave_to(parent_pid: int) -> None:
         if not lives(parent_pid):
             os._exit(1)
         time.sleep(_LOOK_S)
+
+
+def move_to(place: Place) -> None:
+    """Enter a place as `ip netns exec` and `unshare --uts` do, which start another program then."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/run/netns/{place.namespace}") as namespace:
+        failed = libc.setns(namespace.fileno(), _CLONE_NEWNET)
+    if failed or libc.unshare(_CLONE_NEWNS | _CLONE_NEWUTS):
+        raise OSError(ctypes.get_errno(), "no namespaces")
+    subprocess.run(place.prepare, check=True)
 
 
 def report_id() -> None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from support.fork_server import Place
 from support.running import ROOT, end_tree
 from support.warm import Warm
 
@@ -32,12 +33,13 @@ class Program:
         pace_s: float = 0.0,
         serves: str = "",
         forks_programs: bool = False,
+        place: Place | None = None,
         folder: Path = ROOT,
     ) -> None:
         """``warm``: it has imported torch before it is started. Such a program may be slowed down:
         it sleeps ``pace_s`` in each step of its optimizer, and so do all that train with it.
         ``forks_programs``: the workers or the manager that it starts have, too.
-        ``folder``: where it runs.
+        ``place``: where a warm program runs, if not here. ``folder``: its working directory.
         """
         self.lines: list[str] = []
         self._new: queue.Queue[str | None] = queue.Queue()
@@ -48,6 +50,7 @@ class Program:
                 drops_memory=True,
                 serves=serves,
                 forks_programs=forks_programs,
+                place=place,
             )
             if warm
             else subprocess.Popen

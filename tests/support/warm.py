@@ -11,7 +11,7 @@ from subprocess import DEVNULL, PIPE, STDOUT
 from types import TracebackType
 from typing import Any
 
-from support.fork_server import TORCH, Forked, Program
+from support.fork_server import TORCH, Forked, Place, Program
 
 
 class Warm(Forked):
@@ -36,6 +36,7 @@ class Warm(Forked):
         drops_memory: bool = False,
         serves: str = "",
         forks_programs: bool = False,
+        place: Place | None = None,
         preexec_fn: Callable[[], None] | None = None,
     ) -> None:
         """``preexec_fn`` is not called: what is forked ends with its streams, as these do."""
@@ -50,6 +51,7 @@ class Warm(Forked):
             drops_memory,
             serves=serves,
             forks_programs=forks_programs,
+            place=place,
         )
         with contextlib.ExitStack() as given:
             theirs: list[int] = []
