@@ -6,8 +6,10 @@ import contextlib
 import hashlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import cast
 
 import psutil
 import pytest
@@ -183,6 +185,22 @@ def test_nothing_happens_for_a_while(backend: Backend) -> None:
     before = time.monotonic()
     assert backend.wait(0.2) == []
     assert time.monotonic() - before >= 0.15
+
+
+def test_workers_that_could_not_be_started_are_lost(backend: Backend, listener: Listener) -> None:
+    """The trainer would wait for those that nobody starts."""
+    if isinstance(backend, LocalBackend):
+        pytest.skip("it starts each worker when it is asked to")
+    first, failing = listener.start(sleep), 1_000_000
+    backend.start(failing, cast("bytes", threading.Lock()), {})  # Ray cannot store that
+    after = listener.start(sleep)
+    with pytest.raises(TypeError):
+        backend.wait(0.0)
+    listener.wait_for_loss(failing, after)
+    assert set(listener.lost) == {failing, after}
+    next_one = listener.start(sleep)
+    for worker in (first, next_one):
+        listener.wait_for_word(worker, "pid")
 
 
 def test_close_ends_all_workers_also_those_that_start(backend: Backend) -> None:

@@ -210,30 +210,39 @@ class RayBackend:
     # Starting
 
     def _start_all(self) -> None:
-        """Workers with equal resources, which is all of them, share a placement group."""
+        """Start the workers that wait for it; if that fails, those without an actor are lost."""
         if not self._to_start:
             return
         starting, self._to_start = self._to_start, []
-        for _, same in itertools.groupby(starting, key=lambda item: item[2]):
-            batch = list(same)
-            slots = self._slots.reserve([worker for worker, _, _ in batch], batch[0][2])
-            for (worker, job, resources), slot in zip(batch, slots, strict=True):
-                strategy = PlacementGroupSchedulingStrategy(
-                    placement_group=slot.group, placement_group_bundle_index=slot.bundle
-                )
-                actor = self._actor_class.options(
-                    scheduling_strategy=strategy,
-                    runtime_env=self._runtime_env or None,
-                    **_options(resources),
-                ).remote()
-                self._workers[worker] = _RayWorker(
-                    worker=worker,
-                    actor=actor,
-                    run=actor.run.remote(worker, self._stored(job), self._program, list(sys.path)),
-                    process=actor.process.remote(),
-                    poll=actor.answers.remote(POLL_S),
-                    placed_by=time.monotonic() + PLACEMENT_TIMEOUT_S,
-                )
+        try:
+            # Workers with equal resources, which is all of them, share a placement group.
+            for _, same in itertools.groupby(starting, key=lambda item: item[2]):
+                self._start_together(list(same))
+        except BaseException:  # the trainer would wait for workers that nobody starts
+            for worker in [each for each, _, _ in starting if each not in self._workers]:
+                self._slots.give_back(worker)
+                self._events.append(Lost(worker=worker, reason="it was not started"))
+            raise
+
+    def _start_together(self, batch: list[tuple[int, bytes, dict[str, float]]]) -> None:
+        slots = self._slots.reserve([worker for worker, _, _ in batch], batch[0][2])
+        for (worker, job, resources), slot in zip(batch, slots, strict=True):
+            strategy = PlacementGroupSchedulingStrategy(
+                placement_group=slot.group, placement_group_bundle_index=slot.bundle
+            )
+            actor = self._actor_class.options(
+                scheduling_strategy=strategy,
+                runtime_env=self._runtime_env or None,
+                **_options(resources),
+            ).remote()
+            self._workers[worker] = _RayWorker(
+                worker=worker,
+                actor=actor,
+                run=actor.run.remote(worker, self._stored(job), self._program, list(sys.path)),
+                process=actor.process.remote(),
+                poll=actor.answers.remote(POLL_S),
+                placed_by=time.monotonic() + PLACEMENT_TIMEOUT_S,
+            )
 
     def _stored(self, job: bytes) -> Any:
         """Store the job in Ray once, because all workers have the same."""
