@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.running import eventually
@@ -123,6 +125,28 @@ def test_k3_a_preview_of_other_bits_spoils_nothing(stack: contextlib.ExitStack) 
     liar.early += 1.0
     liar.deferred += 1.0
     receiver.catch_up(liar)
+    assert receiver.heal(worker) > (NUM_CHUNKS + 2) * CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda tensor: tensor.data.mul_(2.0),
+        lambda tensor: np.negative(tensor.numpy(), out=tensor.numpy()),
+        lambda tensor: ctypes.memset(tensor.data_ptr(), 1, tensor.nbytes),
+    ],
+    ids=["data", "numpy", "outside of torch"],
+)
+def test_k3_a_write_that_torch_does_not_count_is_healed(
+    write: Callable[[torch.Tensor], Any], stack: contextlib.ExitStack
+) -> None:
+    worker, receiver = Worker(stack), Heal(stack)
+    receiver.catch_up(worker)
+    parts = (worker.early, worker.deferred)
+    before = [each._version for each in parts]
+    for each in parts:
+        write(each)
+    assert [each._version for each in parts] == before
     assert receiver.heal(worker) > (NUM_CHUNKS + 2) * CHUNK_BYTES
 
 

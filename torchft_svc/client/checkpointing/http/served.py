@@ -10,10 +10,12 @@ them *claim* to have at hand, with the digests of the same bytes, are not copied
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
@@ -27,6 +29,10 @@ MAX_RECEIVERS = 1024
 
 # Receivers of one state that report what they have at hand: groups that heal at once.
 MAX_CLAIMS = 16
+
+# A step of the source waits while chunks are hashed and copied; more threads than these would wait
+# for the memory.
+MAX_DETACHING_THREADS = 4
 
 # A receiver contacts all of its sources as soon as it knows them.
 EXTRAS_TIMEOUT_S = 5.0
@@ -88,6 +94,7 @@ class ServedState:
         self._num_extras = num_extras
         self._extras_until = clock() + EXTRAS_TIMEOUT_S
         self._digests: dict[int, bytes] = {}
+        self._hashing: set[int] = set()  # chunks of which a thread computes the digest
         self._claims: dict[str, Mapping[int, bytes]] = {}
         self._not_copied: set[int] = set()  # because of them; until the receivers confirm that
         self._num_reading_live = 0
@@ -183,15 +190,26 @@ class ServedState:
     def digest(self, chunk: int) -> bytes:
         """The digest that `Wire.send_sealed` sends after ``chunk``; computed once.
 
+        A thread that wants the same digest meanwhile waits for it.
+
         Raises:
             Gone: the chunk is not kept any more, and was never sent.
         """
-        digest = self._digests.get(chunk)
-        if digest is None:
+        with self._changed:
+            self._changed.wait_for(lambda: chunk not in self._hashing)
+            digest = self._digests.get(chunk)
+            if digest is not None:
+                return digest
+            self._hashing.add(chunk)
+        try:
             start, stop = self.bounds(chunk)
             digest = digest_of(self.reader(chunk), stop - start, chunk)
             self.remember(chunk, digest)
-        return digest
+            return digest
+        finally:
+            with self._changed:
+                self._hashing.discard(chunk)
+                self._changed.notify_all()
 
     def admit(self, receiver: str) -> None:
         """``receiver`` fetches a part of the state: keep what it has not verified.
@@ -258,15 +276,29 @@ class ServedState:
         and for what is a copy of a device's memory already."""
         if self._live is None and not self._num_reading_live:
             return
-        for chunk in range(self.num_chunks):
-            with self._changed:
-                live = self._live
-                wanted = self._is_wanted(chunk)
-            if live is None:
-                break
-            if wanted and not self._is_at_hand(chunk):
-                self._keep_copy(chunk, live.keep(*self.bounds(chunk)))
+        num_threads = min(MAX_DETACHING_THREADS, os.cpu_count() or 1, self.num_chunks)
+        if num_threads < 2 or not self._detach_on(num_threads):
+            for chunk in range(self.num_chunks):
+                self._detach_chunk(chunk)
         self._let_live_go()
+
+    def _detach_on(self, num_threads: int) -> bool:
+        """Detach all chunks on so many threads; False if that fails, as without a free thread."""
+        try:
+            with ThreadPoolExecutor(num_threads, "torchft-detach") as pool:
+                for _ in pool.map(self._detach_chunk, range(self.num_chunks)):
+                    pass  # an error is raised here
+        except RuntimeError:
+            return False
+        return True
+
+    def _detach_chunk(self, chunk: int) -> None:
+        """Copy ``chunk`` if a receiver still needs it from here."""
+        with self._changed:
+            live = self._live
+            wanted = self._is_wanted(chunk)
+        if live is not None and wanted and not self._is_at_hand(chunk):
+            self._keep_copy(chunk, live.keep(*self.bounds(chunk)))
 
     def _keep_copy(self, chunk: int, copy: memoryview) -> None:
         with self._changed:
