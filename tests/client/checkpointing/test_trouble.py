@@ -26,9 +26,10 @@ from support.warm import Warm
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.http import connections
 from torchft_svc.client.checkpointing.http.feed import MAX_ATTEMPTS
+from torchft_svc.client.checkpointing.http.wire import LEAST_BYTES_PER_S
 from torchft_svc.errors import CheckpointError, DeadlineExceeded, PeerError, Unreachable
 from torchft_svc.rpc.security import PLAIN
-from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Proxy
+from torchft_svc.testing.proxy import DEADLINE_S, Damage, Gate, Proxy, Throttle
 
 SOON = timedelta(seconds=0.5)
 LONG = timedelta(seconds=DEADLINE_S)
@@ -36,6 +37,7 @@ LONG = timedelta(seconds=DEADLINE_S)
 CHUNK_BYTES = 4 << 20
 NUM_FLOATS = 4 << 20
 HALF_WAY = NUM_FLOATS * 2
+TRICKLES_FROM = 4 << 10
 
 Transport = HTTPTransport[Any]
 
@@ -234,6 +236,46 @@ def test_a_source_that_is_frozen_is_noticed_at_the_timeout(
         gate.open()
         with raises_in_time(PeerError, r"receiving a chunk from .* after 2 s"):
             asked.result(DEADLINE_S)
+
+
+def trickle(place: int, data: bytes) -> bytes:
+    """Pass the description on, and then some bytes now and then, so that no wait is long."""
+    if place > TRICKLES_FROM:
+        time.sleep(0.02)
+    return data
+
+
+@pytest.mark.parametrize("is_copy", [False, True], ids=["heal", "copy"])
+def test_h6_a_source_that_sends_a_byte_now_and_then_is_given_up(
+    receiver: Transport, pool: ThreadPoolExecutor, *, is_copy: bool
+) -> None:
+    with contextlib.ExitStack() as stack:
+        source: Transport = stack.enter_context(
+            HTTPTransport(LONG, hostname="127.0.0.1", chunk_bytes=64 << 10)
+        )
+        proxy = stack.enter_context(Proxy(source.metadata(), trickle, piece_bytes=16))
+        if is_copy:
+            asked = pool.submit(receiver.recv_copy, proxy.url, 0, SOON * 2)
+            eventually(lambda: source.num_awaiting_copy(1) == 1)
+            source.offer_copy(1, {"w": torch.ones(1 << 20)})
+        else:
+            source.send_checkpoint([1], 1, {"w": torch.ones(1 << 20)}, LONG)
+            asked = pool.submit(receiver.recv_checkpoint, 0, proxy.url, 1, SOON * 2)
+        with raises_in_time(DeadlineExceeded, "receiving a chunk .*: only .* bytes arrived"):
+            asked.result(DEADLINE_S)
+
+
+def test_h6_a_slow_link_heals_although_a_chunk_takes_longer_than_the_timeout(
+    receiver: Transport, pool: ThreadPoolExecutor
+) -> None:
+    with contextlib.ExitStack() as stack:
+        source: Transport = stack.enter_context(HTTPTransport(LONG, hostname="127.0.0.1"))
+        link = Throttle(20 * LEAST_BYTES_PER_S)
+        proxy = stack.enter_context(Proxy(source.metadata(), link))
+        state = {"w": torch.arange(160_000.0)}  # takes 3.2 s, in one chunk
+        source.send_checkpoint([1], 1, state, LONG)
+        asked = pool.submit(receiver.recv_checkpoint, 0, proxy.url, 1, SOON * 3)
+        assert torch.equal(asked.result(DEADLINE_S)["w"], state["w"])
 
 
 @pytest.mark.processes

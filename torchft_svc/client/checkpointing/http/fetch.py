@@ -333,8 +333,8 @@ class Fetch:
             log.debug("%s has enough connections", feed.address)
         except PeerError as error:
             self._lose(number, error)
-        except TimeoutError:
-            self._lose(number, feed.too_late("receiving a chunk"))
+        except TimeoutError as error:
+            self._lose(number, feed.too_late("receiving a chunk", str(error)))
 
     def _fetch_all(self, feed: Feed, conn: ConnectionId) -> None:
         target = self._ready_target()

@@ -3,7 +3,8 @@
 A *sealed* body is a payload followed by its digest (xxh3, 8 bytes, seeded with the number of the
 chunk, so that one chunk is not accepted for another). The digest comes last, so it is computed in
 the same pass over memory as the payload is sent. Every wait has an idle timeout, ``timeout_s``
-seconds; the total time of a body is not limited.
+seconds. The total time of a body is not limited, but a peer that sends it more slowly than
+`LEAST_BYTES_PER_S` counts as silent: otherwise a byte now and then would hold a reader for ever.
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ PIECE_BYTES = 512 << 10
 # What is only hashed, and not sent: between two pieces a thread waits for the interpreter's lock. A
 # reader keeps an update waiting for one piece, which takes well below a millisecond.
 HASHED_BYTES = 2 << 20
+# Over ``timeout_s``, for each body: far below what any link between workers carries, also where
+# some connections share it.
+LEAST_BYTES_PER_S = 10e3
 # The most buffers in one call; systems allow 1024.
 MAX_VIEWS = 512
 # The size of a TLS record; a shorter piece costs as much to send.
@@ -147,10 +151,13 @@ class Wire:
 
         Raises:
             Corrupt: the digest differs.
+            TimeoutError: no byte arrived for ``timeout_s``, or too few (`LEAST_BYTES_PER_S`).
         """
         digest = xxhash.xxh3_64(seed=seed)
+        pace = _Pace(self.timeout_s)
         place = 0
         while place < len(target):
+            pace.check(place, self.received_at)
             count = self._receive_into(target[place : place + PIECE_BYTES])
             digest.update(target[place : place + count])
             place += count
@@ -161,8 +168,11 @@ class Wire:
         return bytes(seal)
 
     def read_into(self, target: memoryview) -> None:
+        """Fill ``target``; raises `TimeoutError` as `read_sealed` does."""
+        pace = _Pace(self.timeout_s)
         place = 0
         while place < len(target):
+            pace.check(place, self.received_at)
             place += self._receive_into(target[place:])
 
     def send(self, data: bytes) -> None:
@@ -223,6 +233,24 @@ class Wire:
         poll.register(self._socket, events)
         if not poll.poll(max(timeout_s, 0.0) * 1000):
             raise TimeoutError(f"no byte moved for {timeout_s:.3g} s")
+
+
+class _Pace:
+    """Checks in each ``window_s`` of a body whether it arrives at `LEAST_BYTES_PER_S`."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._began_at = time.monotonic()
+        self._began_with = 0
+
+    def check(self, num_bytes: int, now: float) -> None:
+        """Raise `TimeoutError` if too little has arrived since the window began."""
+        if now - self._began_at < self._window_s:
+            return
+        arrived = num_bytes - self._began_with
+        if arrived < LEAST_BYTES_PER_S * self._window_s:
+            raise TimeoutError(f"only {arrived} bytes arrived within {self._window_s:.3g} s")
+        self._began_at, self._began_with = now, num_bytes
 
 
 class TLSSocket(ssl.SSLSocket):
