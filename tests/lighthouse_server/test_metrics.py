@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from typing import Any
 
@@ -126,20 +127,23 @@ def test_a_page_of_a_thousand_groups_is_made_in_time() -> None:
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
 def test_a_page_in_pieces_is_what_prometheus_makes_at_once(accept: str) -> None:
-    numbers = [(("j", f"g{number}"), float(number)) for number in range(2 * SAMPLES_AT_ONCE + 1)]
+    values_of = (0.1, 1e-9, 123456789.0, 1e17, math.inf, -math.inf, math.nan, -0.0)
+    numbers = [(("j", f"g{number}"), float(number)) for number in range(2 * SAMPLES_AT_ONCE)]
+    numbers += [(('a\\n"b"\n# TYPE', f"\u00fc{value}"), value) for value in values_of]
     odd = [(("# HELP", "a\n# TYPE"), 1.0)] * 2
 
     class All(Collector):
         def collect(self) -> list[Family]:
-            silences = values(catalog.GROUP_SILENCE, numbers)
-            return [silences, values(catalog.RPC_ERRORS, odd), values(catalog.JOBS, [])]
+            families = [values(catalog.GROUP_SILENCE, numbers), values(catalog.RPC_ERRORS, odd)]
+            return [*families, values(catalog.JOBS, []), values(catalog.LOST, odd)]
 
     registry = CollectorRegistry()
     registry.register(All())
     encode, content_type = choose_encoder(accept)
     parts = list(many_values(catalog.GROUP_SILENCE, numbers))
     assert len(parts) == 3
-    parts += [values(catalog.RPC_ERRORS, odd), *many_values(catalog.JOBS, [])]
+    parts = [*parts, values(catalog.RPC_ERRORS, odd), *many_values(catalog.JOBS, [])]
+    parts += many_values(catalog.LOST, odd)
     pieces = page_in_pieces(parts, accept)
     for _ in parts:
         next(pieces)

@@ -26,7 +26,7 @@ from torchft_svc.core.quorum.lighthouse.lighthouse import (
     execute,
     first_quorum_id,
 )
-from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.lighthouse.overview import JobSample, JobStatus
 from torchft_svc.core.quorum.lighthouse.pace import Pace
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Leave
 from torchft_svc.core.quorum.types import Member, QuorumConfig
@@ -183,6 +183,10 @@ class LighthouseDriver(StreamDriver[Lighthouse]):
         now = time.monotonic()
         jobs = await in_turns(self._core.status_in_pieces(job, now, with_paces=with_paces))
         return [self._with_copies(each, now) for each in jobs]
+
+    async def gather_samples(self) -> dict[str, JobSample | None]:
+        """Each job that `status` shows (None: it has ended), in pieces as `gather_status`."""
+        return await in_turns(self._core.samples_in_pieces(time.monotonic()))
 
     def _with_copies(self, status: JobStatus, now: float) -> JobStatus:
         copies = self._copies.summarize(status.job, now)

@@ -22,6 +22,7 @@ from torchft_svc.rpc.health import ALWAYS_READY, Readiness
 from torchft_svc.telemetry import catalog
 from torchft_svc.telemetry.exposition import (
     Family,
+    FamilyPart,
     build_info,
     durations,
     many_values,
@@ -59,7 +60,7 @@ class LighthouseMetrics:
         jobs = await self._driver.gather_status("")
         return await in_turns(page_in_pieces(self._collect(jobs), accept))
 
-    def _collect(self, jobs: list[JobStatus]) -> Iterator[Family]:
+    def _collect(self, jobs: list[JobStatus]) -> Iterator[Family | FamilyPart]:
         """All metrics of a moment."""
         driver = self._driver
         yield from build_info(catalog.Program.LIGHTHOUSE)
@@ -76,7 +77,7 @@ class LighthouseMetrics:
         yield from self._of_quorums({job.job for job in jobs})
         yield from self._of_runs(driver.runs.status(""))
 
-    def _of_jobs(self, jobs: list[JobStatus]) -> Iterator[Family]:
+    def _of_jobs(self, jobs: list[JobStatus]) -> Iterator[Family | FamilyPart]:
         by_state = []
         for job in jobs:
             states = Counter(group.state for group in job.groups)
@@ -196,7 +197,7 @@ def _silences(jobs: list[JobStatus]) -> Iterator[tuple[tuple[str, str], float]]:
             yield (job.job, name), value
 
 
-def _paces(jobs: list[JobStatus]) -> Iterator[Family]:
+def _paces(jobs: list[JobStatus]) -> Iterator[FamilyPart]:
     """The own work of each group; of several with one name, one of which is about to be forgotten,
     the last one counts."""
     known = {

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Mapping
 
-from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.lighthouse.overview import JobSample
 from torchft_svc.core.quorum.lighthouse.timeline import SAMPLE_S, Timeline, TimelinePoint
 from torchft_svc.lighthouse_server.driver import LighthouseDriver
 
@@ -30,13 +31,11 @@ class Timelines:
     async def sample_forever(self) -> None:
         """Record a point of each job every `SAMPLE_S` seconds."""
         while True:
-            jobs = await self._driver.gather_status("", with_paces=False)
-            self._record_sample(jobs, time.time())
+            self._record_samples(await self._driver.gather_samples(), time.time())
             await asyncio.sleep(SAMPLE_S)
 
-    def _record_sample(self, jobs: list[JobStatus], at: float) -> None:
-        timelines = {job.job: self._by_job.get(job.job) or Timeline() for job in jobs}
-        for job in jobs:
-            if job.ended_s is None:
-                timelines[job.job].record_sample(job, at)
-        self._by_job = timelines
+    def _record_samples(self, samples: Mapping[str, JobSample | None], at: float) -> None:
+        self._by_job = {job: self._by_job.get(job) or Timeline() for job in samples}
+        for job, sample in samples.items():
+            if sample is not None:
+                self._by_job[job].record_sample(sample, at)

@@ -34,6 +34,7 @@ from torchft_svc.core.quorum.lighthouse.membership import (
 from torchft_svc.core.quorum.lighthouse.overview import (
     GoneGroup,
     History,
+    JobSample,
     JobStatus,
     Pause,
     describe_in_pieces,
@@ -999,19 +1000,46 @@ class Jobs:
         self, job_name: str, now: float, *, with_paces: bool = True
     ) -> Pieces[list[JobStatus]]:
         """See `status`, and `describe_in_pieces`; ``now`` is the instant of the first piece."""
+        found = []
+        for name in self._shown_names(job_name):
+            if name in self._jobs or name in self._spares or name in self._ended:
+                found.append((yield from self._describe(name, now, with_paces=with_paces)))
+                yield
+        return found
+
+    def _shown_names(self, job_name: str = "") -> list[str]:
+        """The jobs that `status` shows."""
         known = self._jobs.keys() | self._spares.keys()
         if job_name and not (job_name in known or job_name in self._ended):
             shown = job_name[:MAX_NAME_LENGTH]
             raise RequestRefused(f"this lighthouse serves no job {shown!r} now")
         ended = [name for name, each in self._ended.items() if each.last.quorum_id]
         shown_ended = [name for name in ended[-MAX_ENDED_SHOWN:][::-1] if name not in known]
-        names = [job_name] if job_name else [*sorted(known), *shown_ended]
-        found = []
-        for name in names:
-            if name in self._jobs or name in self._spares or name in self._ended:
-                found.append((yield from self._describe(name, now, with_paces=with_paces)))
-                yield
+        return [job_name] if job_name else [*sorted(known), *shown_ended]
+
+    def samples_in_pieces(self, now: float) -> Pieces[dict[str, JobSample | None]]:
+        """A sample of each job that `status` shows (None: it has ended), one at a time."""
+        found = {}
+        for name in self._shown_names():
+            found[name] = self._sample(name, now)
+            yield
         return found
+
+    def _sample(self, job_name: str, now: float) -> JobSample | None:
+        job = self._jobs.get(job_name)
+        if job is None:
+            stands_by = job_name in self._spares and job_name not in self._ended
+            return JobSample() if stands_by else None
+        job.record_progress()
+        members = job.members
+        return JobSample(
+            committed_step=members.committed_step,
+            num_groups=len(members),
+            num_in_quorum=len(members.quorum_left()) if members.previous else 0,
+            num_heals=job.history.num_heals,
+            num_discarded=job.history.num_discarded,
+            goodput=self.goodput(job_name, now),
+        )
 
     def paces(self, job_name: str, replica_ids: Iterable[str]) -> dict[str, tuple[Pace, ...]]:
         """The paces of those of these groups that are known; empty if there is no such job."""

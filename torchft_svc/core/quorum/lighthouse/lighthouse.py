@@ -24,7 +24,7 @@ from torchft_svc.core.pieces import Pieces
 from torchft_svc.core.quorum.activity import Activity
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput, Incident, Ledgers, Moment
 from torchft_svc.core.quorum.lighthouse.jobs import JobReport, Jobs
-from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.lighthouse.overview import JobSample, JobStatus
 from torchft_svc.core.quorum.session_messages import (
     Beat,
     Drain,
@@ -666,6 +666,10 @@ class Lighthouse:
     ) -> Pieces[list[JobStatus]]:
         """See `status`; other inputs may come between two pieces."""
         return self.jobs.status_in_pieces(job, self._time(now), with_paces=with_paces)
+
+    def samples_in_pieces(self, now: float) -> Pieces[dict[str, JobSample | None]]:
+        """See `Jobs.samples_in_pieces`; other inputs may come between two pieces."""
+        return self.jobs.samples_in_pieces(self._time(now))
 
     # -- the rules -------------------------------------------------------------------------------
 

@@ -193,6 +193,18 @@ class JobStatus:
     num_places: int = 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSample:
+    """What a timeline keeps of a job, which needs no look at each group; see `JobStatus`."""
+
+    committed_step: int = 0
+    num_groups: int = 0
+    num_in_quorum: int = 0
+    num_heals: int = 0
+    num_discarded: int = 0
+    goodput: Goodput = field(default_factory=Goodput)
+
+
 class History:
     """What has happened to one job, for its status."""
 
@@ -206,8 +218,8 @@ class History:
         self._behind: set[str] = set()  # of the last quorum, those that had to heal
         self._num_expected = 0
         self.num_places = 0  # which prepared spares fill (rule G2)
-        self._num_discarded = 0
-        self._num_heals = 0
+        self.num_discarded = 0
+        self.num_heals = 0
         self._num_differences = 0
         self._last_difference = ""
         # Of the last checks that found a difference, quorum id and step: all groups report it.
@@ -226,14 +238,14 @@ class History:
         if member.replica_id in self._behind:
             self._behind.discard(member.replica_id)
             assert self._quorum is not None
-            self._num_heals += member.step >= self._quorum.max_step and not member.unhealed
+            self.num_heals += member.step >= self._quorum.max_step and not member.unhealed
 
     def published(self, quorum: Quorum, now: float) -> None:
         """Record that the job has another quorum."""
         last, self._quorum = self._quorum, quorum
         if last is not None:
             known = {member.replica_id for member in last.participants}
-            self._num_discarded += any(
+            self.num_discarded += any(
                 member.commit_failures and member.step <= last.max_step
                 for member in quorum.participants
                 if member.replica_id in known
@@ -292,8 +304,8 @@ class History:
         return replace(
             status,
             num_expected=max(self._num_expected, status.min_replicas),
-            num_discarded=self._num_discarded,
-            num_heals=self._num_heals,
+            num_discarded=self.num_discarded,
+            num_heals=self.num_heals,
             num_differences=self._num_differences,
             last_difference=self._last_difference,
             stalled_s=max(0.0, now - self._moved_at),

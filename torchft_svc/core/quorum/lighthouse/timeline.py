@@ -1,4 +1,4 @@
-"""What a job did in the last hour: samples of its status, a few seconds apart."""
+"""What a job did in the last hour: samples of it, a few seconds apart."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from array import array
 from dataclasses import dataclass
 from typing import Any
 
-from torchft_svc.core.quorum.lighthouse.incidents import Goodput
-from torchft_svc.core.quorum.lighthouse.overview import JobStatus
+from torchft_svc.core.quorum.lighthouse.overview import JobSample
 
 SAMPLE_S = 5.0
 # An hour. A point has 48 bytes, so a thousand jobs have 35 MB.
@@ -42,18 +41,17 @@ class Timeline:
         self._steps = array("q")
         self._counts = tuple(array("i") for _ in range(4))
 
-    def record_sample(self, status: JobStatus, at: float) -> None:
-        """Record the status of the job ``at`` that instant."""
-        goodput = status.goodput or Goodput()
+    def record_sample(self, sample: JobSample, at: float) -> None:
+        """Record what the job was ``at`` that instant."""
         self._at.append(at)
-        self._wall_s.append(goodput.wall_s)
-        self._committed_s.append(goodput.committed_s)
-        self._steps.append(status.committed_step)
+        self._wall_s.append(sample.goodput.wall_s)
+        self._committed_s.append(sample.goodput.committed_s)
+        self._steps.append(sample.committed_step)
         counted = (
-            len(status.groups),
-            sum(group.in_quorum for group in status.groups),
-            status.num_heals,
-            status.num_discarded,
+            sample.num_groups,
+            sample.num_in_quorum,
+            sample.num_heals,
+            sample.num_discarded,
         )
         for column, count in zip(self._counts, counted, strict=True):
             column.append(count)
