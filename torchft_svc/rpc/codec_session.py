@@ -19,9 +19,10 @@ from torchft_svc.core.quorum.session_messages import (
     Welcome,
     Withdrawal,
 )
-from torchft_svc.core.quorum.tally import MAX_EVENTS_SENT
+from torchft_svc.core.quorum.tally import MAX_EVENTS_SENT, GroupEvent
 from torchft_svc.core.quorum.types import (
     MAX_DIFFERENCES,
+    DifferenceReport,
     LastQuorum,
     check_count,
     check_step,
@@ -81,10 +82,13 @@ def beat_from_wire(message: pb.SessionBeat) -> Beat:
         RequestRefused: a field is out of bounds.
     """
     phase = phase_from_wire(message.phase)
-    last = message.differences[-MAX_DIFFERENCES:]
-    differences = tuple(map(difference_from_wire, last))
+    differences: tuple[DifferenceReport, ...] = ()
+    events: tuple[GroupEvent, ...] = ()
+    if message.differences:  # rare, and a beat is not: lists that are empty take time, too
+        differences = tuple(map(difference_from_wire, message.differences[-MAX_DIFFERENCES:]))
+    if message.events:
+        events = tuple(events_from_wire(message.events[-MAX_EVENTS_SENT:]))
     tally = tally_from_wire(message.tally) if message.HasField("tally") else None
-    events = tuple(events_from_wire(message.events[-MAX_EVENTS_SENT:]))
     if phase is None:
         return Beat(differences=differences, tally=tally, events=events)
     check_step(message.step)

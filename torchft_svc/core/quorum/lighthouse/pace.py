@@ -123,7 +123,7 @@ class PaceWatch:
         self._look_at = now + LOOK_EACH_S
         found = []
         bests = self._best_of(members)
-        for replica_id in sorted(members & self._groups.keys()):
+        for replica_id in self._may_change(members, bests):
             group = self._groups[replica_id]
             best_id, best = self._best_for(group, bests)
             if self._is_above(group.times, best) is group.is_slow:
@@ -188,10 +188,24 @@ class PaceWatch:
         return {each: _compare(group, best or group.row) for each, group in known.items()}
 
     def _best_of(self, members: Iterable[str]) -> _Best:
-        known = [each for each in members if each in self._groups]
-        return _Best(
-            min(known, key=lambda each: (self._groups[each].row[0], each), default=None),
-            min(known, key=lambda each: (self._groups[each].even_s, each), default=None),
+        known = [(each, self._groups[each]) for each in members if each in self._groups]
+        if not known:
+            return _Best(None, None)
+        _, as_it_is = min((group.row[0], each) for each, group in known)
+        _, when_even = min((group.even_s, each) for each, group in known)
+        return _Best(as_it_is, when_even)
+
+    def _may_change(self, members: Set[str], bests: _Best) -> list[str]:
+        """The few ``members`` that may be on the other side of the limit now, or were before: each
+        is compared with a group whose own work takes at least as long as that of the best one."""
+        if bests.as_it_is is None:
+            return []
+        limit_s = self._factor * self._groups[bests.as_it_is].times.own_s
+        known = ((each, self._groups[each]) for each in members & self._groups.keys())
+        return sorted(
+            replica_id
+            for replica_id, group in known
+            if group.times.own_s >= limit_s or group.is_slow or group.turned is not None
         )
 
     def _best_for(self, group: _Group, bests: _Best) -> tuple[str | None, StepTimes]:
