@@ -21,7 +21,7 @@ from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, 
 from torchft_svc.core.quorum.lighthouse.pace import RESOLUTION_S, Pace
 from torchft_svc.core.quorum.lighthouse.timeline import TimelinePoint
 from torchft_svc.core.quorum.names import stable_name
-from torchft_svc.lighthouse_server.http.answers import plain
+from torchft_svc.lighthouse_server.http.answers import fields_of
 from torchft_svc.lighthouse_server.http.differences import Document
 
 # Phases and silences that are shorter are no news: groups beat each 2.5 s where a job has 1000.
@@ -118,7 +118,7 @@ def job_document(
         "job": job.job,
         "summary": summary(job, now),
         "groups": groups,
-        "incidents": {str(each.number): _known(**plain(each)) for each in incidents},
+        "incidents": {str(each.number): _incident(each) for each in incidents},
     }
     if job.goodput is not None:
         lost_s = {cause: round(seconds, 1) for cause, seconds in job.goodput.lost_s.items()}
@@ -128,8 +128,13 @@ def job_document(
             "lost_s": lost_s,
         }
     if last_point is not None:
-        document["point"] = _known(**plain(last_point))
+        document["point"] = _known(**fields_of(last_point))
     return document
+
+
+def _incident(incident: Incident) -> Document:
+    fields = fields_of(incident)
+    return _known(**{**fields, "kind": incident.kind.value, "groups": list(incident.groups)})
 
 
 def group_state(group: GroupStatus) -> str:
