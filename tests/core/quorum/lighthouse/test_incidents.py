@@ -435,6 +435,20 @@ def test_n5_a_new_lighthouse_learns_of_the_losses_that_groups_know() -> None:
     assert not any(each.is_open for each in found)
 
 
+@pytest.mark.parametrize(
+    ("ago_s", "shown"), [(20.0, ["lost", "manager_died"]), (29.5, ["manager_died"])]
+)
+def test_n5_a_manager_that_dies_later_is_no_loss_of_before(ago_s: float, shown: list[str]) -> None:
+    scene = Scene()
+    scene.now = 100.0
+    scene.opened("a:1", quorum_id=9, max_step=4, num_groups=2)
+    lost = {"cause": "lost group b: it died", "lost": ("b:1",), "quorum_id": 8, "ago_s": 30.0}
+    report(scene, "a:1", discarded(**lost))
+    scene.opened("b:2", quorum_id=9, max_step=4, num_groups=2)
+    report(scene, "b:2", event(EventKind.MANAGER_DIED, 0, 0, cause="it was killed", ago_s=ago_s))
+    assert kinds(scene) == shown
+
+
 def test_a_pause_of_a_launched_run_and_the_world_that_follows_are_one_record() -> None:
     ledgers = Ledgers(max_jobs=1)
     run = ledgers.open_ledger("run", 0.0)

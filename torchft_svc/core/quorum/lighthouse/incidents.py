@@ -36,6 +36,8 @@ MAX_CAUSE_LENGTH = 400
 MAX_SOURCES, MAX_UNEXPLAINED = 20_000, 64
 # A group whose manager has died may be recorded as lost so much earlier or later.
 SAME_FAULT_S = 60.0
+# A manager's death is noticed by its group so long after the others may have discarded a step.
+NOTICED_WITHIN_S = 1.0
 # Absences of the lighthouse that groups report are one if they overlap by about so much.
 SAME_ABSENCE_S = 0.5
 # Numbers begin with the seconds since then, so that they also grow over a lighthouse's restart.
@@ -542,6 +544,8 @@ class JobLedger:
         entry = self._add(kind, event.cause, groups, moment, paused_s=event.lasts_s)
         entry.discarded, entry.blamed = {report.step}, event.is_own
         entry.is_history = report.at < self._here_since
+        if entry.is_history:  # it may have been back ever since
+            entry.returned_at = report.at + NOTICED_WITHIN_S
         self._change(entry, steps_discarded=1)
         if report.at >= self._here_since:
             entry.awaits_step, entry.followed_by = step, followed_by
