@@ -55,7 +55,7 @@ class LighthouseMetrics:
     async def page(self, accept: str = "") -> tuple[bytes, str]:
         """The text for ``/metrics`` and its content type; ``accept``: the header of the request.
 
-        A job of 1000 groups costs about 40 ms, half of which is its status; in pieces.
+        A job of 1000 groups costs about 50 ms, a third of which is its status; in pieces.
         """
         jobs = await self._driver.gather_status("")
         return await in_turns(page_in_pieces(self._collect(jobs), accept))
