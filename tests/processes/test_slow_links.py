@@ -11,6 +11,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from support.launched import worker_variables
@@ -167,20 +168,26 @@ def test_kills_of_decoupled_learners() -> None:
 
 
 @pytest.mark.timeout(240)
-def test_a_worker_of_a_learner_is_killed() -> None:
-    """The other worker ends, the other learner trains on, and the next life heals all shards."""
+def test_a_worker_of_a_learner_is_late_and_killed(tmp_path: Path) -> None:
+    """The other learner merges on beside a late worker, and when that is killed.
+
+    Its learner's other worker ends then, and their next life heals all shards.
+    """
+    late = tmp_path / "late"
     with lighthouse_process("--min-replicas=1") as lighthouse, contextlib.ExitStack() as stack:
 
         def start(name: str) -> list[Program]:
             """Two workers that shard the model."""
             store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             stack.callback(lambda: store)  # it lives as long as they
-            return [
-                stack.enter_context(
-                    group(lighthouse.address, name, "decoupled", worker_variables(rank, store.port))
-                )
-                for rank in range(2)
-            ]
+            programs = []
+            for rank in range(2):
+                variables = worker_variables(rank, store.port)
+                if (name, rank) == ("b", 1):
+                    variables["LATE_WHILE"] = str(late)
+                one = group(lighthouse.address, name, "decoupled", variables)
+                programs.append(stack.enter_context(one))
+            return programs
 
         def train_together(programs: list[Program]) -> int:
             """The newest merge, after some with all of ``programs``."""
@@ -192,6 +199,11 @@ def test_a_worker_of_a_learner_is_killed() -> None:
             return max(max(agreed(program)) for program in programs)
 
         first, second = start("a"), start("b")
+        last = train_together(first + second)
+        late.touch()
+        for program in first:
+            wait_until_after(program, last + SYNCS_BETWEEN_KILLS, "merges beside a late worker")
+        late.unlink()
         train_together(first + second)
         second[1].signal(signal.SIGKILL)
         assert second[0].wait() != 0, "a lone worker would train nothing"

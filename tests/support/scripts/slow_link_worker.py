@@ -7,7 +7,8 @@ of what is equal in all groups then, the loss on data that all groups share, and
 steps this process has made. A learner of ``decoupled`` prints a line after each merge that it
 notices, with two more numbers: of all fragments together, the tokens that are merged, and those
 that it has contributed itself. Several workers of a learner (``WORLD_SIZE``) shard the model; all
-but the first one get each decision a little later.
+but the first one get each decision a little later. One makes no inner step while there is the file
+that ``LATE_WHILE`` names.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -139,6 +141,7 @@ def decide_late() -> None:
 def train_decoupled(training: Training, last: int) -> None:
     if int(os.environ.get("RANK", "0")) > 0:
         decide_late()
+    late_file = os.environ.get("LATE_WHILE")
     manager = Manager(use_async_quorum=False, timeout=timedelta(seconds=20))
     learner = DecoupledDiLoCo(
         manager, training.fragments, training.inner, outer_optimizer, SYNC_EVERY
@@ -146,6 +149,8 @@ def train_decoupled(training: Training, last: int) -> None:
     with learner:
         shown = learner.merges
         while shown < last:
+            while late_file and Path(late_file).exists():
+                time.sleep(INNER_S)
             training.step()
             if learner.merges > shown:
                 with learner._settled():  # all of one merge
