@@ -9,7 +9,7 @@ MINUTES ?= 10
 SECONDS ?= 60
 # Tests mostly wait, so several processes run them. Those of one file share fixtures, and one process.
 # The order is that of tests/conftest.py: xdist's own would start the files with few tests last.
-RUNNERS ?= 4
+RUNNERS ?= 5
 PARALLEL ?= -n $(RUNNERS) --dist loadfile --no-loadscope-reorder
 # Compiled modules are kept: hundreds of processes import them.
 unexport PYTHONDONTWRITEBYTECODE
