@@ -427,7 +427,7 @@ def test_signals_end_the_workers_in_the_grace_time(
         run.nodes["a"].signal(number)
         assert run.nodes["a"].wait() == 1
         assert are_gone(pids)
-        assert has_said(run, "a", f"got signal: {int(number)}")
+        assert has_said(run, "a", f"torchft-run: ended by {number.name}")
 
 
 LOADS = """
