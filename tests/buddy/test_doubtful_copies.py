@@ -221,13 +221,12 @@ def test_a_holder_keeps_its_copy_when_the_next_one_is_doubtful(
         attach(client, 0)
         client._quorum(0, step, address, shrink_only=False, timeout=LONG)
         with Transport(LONG, hostname="127.0.0.1") as transport:
-            copy = held._copies[0].add(
-                transport.recv_checkpoint(0, real.copy.address, real.copy.step, LONG)
-            )
+            state = transport.recv_checkpoint(0, real.copy.address, real.copy.step, LONG)
+            copy = held.add(0, state, above=0, fetched_in_s=0.1)
         eventually(lambda: "no copy of rank 0 of b" in caplog.text, LONG_S)
         eventually(lambda: copy in view_of(server.address()).copies, LONG_S)
         assert "Traceback" not in caplog.text
-        assert held._copies[0].newest_step() == copy.step
+        assert held.described() == [copy]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from support.held_copies import (
 from support.running import eventually
 from support.training import Trainer
 
-from torchft_svc.core.quorum.lighthouse import copies
+from torchft_svc.core.quorum.lighthouse import holder_plan
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_b6_copies_end_when_the_job_has_gone_on_from_an_earlier_step(
     address: str, monkeypatch: pytest.MonkeyPatch, patience_s: float
 ) -> None:
     """The second lighthouse shows where somebody has taken the job back to, not for a moment."""
-    monkeypatch.setattr(copies, "BEHIND_S", patience_s)
+    monkeypatch.setattr(holder_plan, "BEHIND_S", patience_s)
     with lighthouse() as first, holder(f"{first.address()},{address}") as held:
         with Trainer(first.address(), "a", 1, buddy_every=EVERY) as trainer:
             train_until_copied(trainer, held, first.address(), above=20)
@@ -52,7 +52,7 @@ def test_b6_copies_end_when_the_job_has_gone_on_from_an_earlier_step(
             taken_back.steps(3)
             eventually(lambda: view_of(address).members, LONG_S)
             if patience_s > LONG_S:
-                eventually(lambda: held._history._behind_since is not None, LONG_S)
+                eventually(lambda: held._plan._history._behind_since is not None, LONG_S)
                 assert view_of(address).copies
                 return
             eventually(lambda: not view_of(address).copies, LONG_S, "the copies were not freed")

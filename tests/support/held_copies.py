@@ -33,6 +33,10 @@ def holder(lighthouses: str, security: Security = PLAIN, **parts: Any) -> CopyHo
     return CopyHolder(HolderConfig(**config))
 
 
+def newest_step(held: CopyHolder) -> int:
+    return max((copy.step for copy in held.described()), default=0)
+
+
 def view_of(address: str, security: Security = PLAIN) -> MembersAndCopies:
     """What a holder would see of the job."""
     with LighthouseClient(address, CALL, security=security) as client:
@@ -81,11 +85,11 @@ def train_until_copied(
     def copied() -> bool:
         trainer.step()
         states[trainer.manager.current_step()] = bits(trainer.state_dict())
-        return held._copies[0].newest_step() > above
+        return newest_step(held) > above
 
     def reported() -> HeldCopy | None:
         found = view_of(address, security).copies
-        return found[0] if found and found[0].step == held._copies[0].newest_step() else None
+        return found[0] if found and found[0].step == newest_step(held) else None
 
     eventually(copied, LONG_S, "no copy is held")
     copy = eventually(reported, LONG_S, "no copy is reported")

@@ -1,6 +1,6 @@
 """Fetches the newest states of a group, keeps them in memory, and serves them (rules B1 to B6).
 
-One thread for each worker waits for copies; one for each lighthouse reports what is held.
+For each worker there is a thread that waits for copies, and for each lighthouse one that reports.
 """
 
 from __future__ import annotations
@@ -10,12 +10,11 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
-from torchft_svc.buddy.common_steps import CopiedSteps, StepRate
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.step.state import MANAGER_KEY, counters_of_copy
 from torchft_svc.coordination import LighthouseClient, ManagerClient
@@ -23,13 +22,9 @@ from torchft_svc.core.quorum.lighthouse.copies import (
     REPORT_S,
     REPORT_TIMEOUT_S,
     HeldCopy,
-    HistoryWatch,
     MembersAndCopies,
-    StateKey,
-    choose_buddy,
-    states_to_keep,
-    whole_states,
 )
+from torchft_svc.core.quorum.lighthouse.holder_plan import HolderPlan, NextCopy
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.errors import (
     CheckpointError,
@@ -108,77 +103,28 @@ class ServedCopy:
         self._transport.shutdown()
 
 
-class WorkerCopies:
-    """The copies of one worker's states: the newest, and the newest that is whole (rule B4)."""
-
-    def __init__(self, rank: int, config: HolderConfig) -> None:
-        self._rank = rank
-        self._config = config
-        self._lock = threading.Lock()
-        self._copies: list[ServedCopy] = []  # the newest last
-
-    def describe_copies(self) -> list[HeldCopy]:
-        """Return what is held, for a report."""
-        with self._lock:
-            for copy in self._copies:
-                copy.keep_offered()
-            return [copy.described for copy in self._copies]
-
-    def newest_step(self) -> int:
-        """Return the step of the newest copy (0: there is none)."""
-        with self._lock:
-            return self._copies[-1].described.step if self._copies else 0
-
-    def add(self, state: Any) -> HeldCopy:
-        """Serve ``state``, which has arrived; in a group of one worker it is whole at once."""
-        copy = ServedCopy(state, self._rank, self._config)
-        with self._lock:
-            self._copies.append(copy)
-        if self._config.group_world_size == 1:
-            self.keep_only({copy.described.state_key})
-        return copy.described
-
-    def keep_only(self, states: set[StateKey]) -> None:
-        """Free the copies of all other states."""
-        with self._lock:
-            dropped = [each for each in self._copies if each.described.state_key not in states]
-            self._copies = [each for each in self._copies if each.described.state_key in states]
-        for copy in dropped:
-            copy.close()
-
-    def free_outdated(self, whole: Collection[StateKey], *, is_next_coming: bool) -> None:
-        """Free all but `states_to_keep`; ``whole``: all states that are whole."""
-        with self._lock:
-            held = [each.described.state_key for each in self._copies]
-        newest = next((key for key in reversed(held) if key in whole), None)
-        self.keep_only(states_to_keep(held, newest, is_next_coming=is_next_coming))
-
-
 class CopyHolder:
-    """Holds copies of a job's states from `start` until `close`."""
+    """Holds copies of a job's states until `close`; its threads begin with ``start``."""
 
     def __init__(self, config: HolderConfig) -> None:
         self._config = config
         self._name = f"{config.beside}:{secrets.token_hex(8)}"
         self._addresses = split_addresses(config.lighthouse)
-        self._copies = {rank: WorkerCopies(rank, config) for rank in config.ranks}
+        self._lock = threading.Lock()
+        self._plan = HolderPlan(config.beside, config.ranks, config.group_world_size)
+        self._copies: dict[int, list[ServedCopy]] = {rank: [] for rank in config.ranks}
         self._receiver: HTTPTransport[Any] = HTTPTransport(
             hostname=config.host, security=config.security
         )
-        self._viewing = threading.Lock()
-        self._views: dict[str, MembersAndCopies] = {}  # of the lighthouses that answer, by address
-        self._view = MembersAndCopies()
-        self._history = HistoryWatch()
-        self._rate = StepRate()
         self._is_over = threading.Event()
-        self._reasons: dict[str, str] = {}  # logged last, by what it is about
+        self._reasons: dict[str, str] = {}  # the last one that was logged of each party
         self._threads = [
-            threading.Thread(target=run, args=(each,), name=f"torchft-buddy-{each}", daemon=True)
-            for run, arguments in (
+            threading.Thread(target=work, args=(what,), name=f"torchft-buddy-{what}", daemon=True)
+            for work, whats in (
                 (self._report_to, self._addresses),
                 (self._follow_buddy, config.ranks),
             )
-            for each in arguments
+            for what in whats
         ]
 
     def start(self) -> None:
@@ -192,8 +138,11 @@ class CopyHolder:
         self._receiver.shutdown()
         for thread in self._threads:
             thread.join(_JOIN_S)
-        for copies in self._copies.values():
-            copies.keep_only(set())
+        with self._lock:
+            held = [copy for copies in self._copies.values() for copy in copies]
+            self._copies = {rank: [] for rank in self._copies}
+        for copy in held:
+            copy.close()
 
     def __enter__(self) -> CopyHolder:
         self.start()
@@ -202,17 +151,34 @@ class CopyHolder:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @contextlib.contextmanager
+    def _deciding(self) -> Iterator[HolderPlan]:
+        """Lend the decisions to one thread; afterwards free what they do not keep."""
+        freed: list[ServedCopy] = []
+        with self._lock:
+            yield self._plan
+            for rank, copies in self._copies.items():
+                kept = self._plan.kept(rank)
+                freed += [each for each in copies if each.described.state_key not in kept]
+                self._copies[rank] = [each for each in copies if each.described.state_key in kept]
+        for copy in freed:
+            copy.close()
+
     # -- reports ---------------------------------------------------------------------------------
 
     def _report_to(self, address: str) -> None:
-        """Report to one lighthouse, which may be the one that leads, until the holder is closed."""
+        """Report to one lighthouse again and again: any of them may be the one that leads.
+
+        One that does not answer holds up no report to another.
+        """
         while not self._is_over.is_set():
             with contextlib.suppress(TorchFTError), self._client(address) as client:
                 while not self._is_over.is_set():
                     self._record_view(address, self._report(client))
                     self._log_once(address, "")
                     self._is_over.wait(REPORT_S)
-            self._record_view(address, None)
+            with self._deciding() as plan:
+                plan.record_silence(address)
             self._is_over.wait(REPORT_S)
 
     @contextlib.contextmanager
@@ -228,104 +194,81 @@ class CopyHolder:
             raise
 
     def _report(self, client: LighthouseClient) -> MembersAndCopies:
-        copies = [each for held in self._copies.values() for each in held.describe_copies()]
-        return client.report_copies(self._name, copies, _CALL_TIMEOUT)
+        return client.report_copies(self._name, self.described(), _CALL_TIMEOUT)
 
-    def _record_view(self, address: str, view: MembersAndCopies | None) -> None:
-        """Follow the lighthouse that knows most, and free what has become outdated."""
-        with self._viewing:
-            if view is None:
-                self._views.pop(address, None)
-            else:
-                self._views[address] = view
-            if self._views:
-                self._view = max(
-                    self._views.values(), key=lambda each: (len(each.members), each.knows_copies)
-                )
-            if view is not None:
-                self._rate.record_step(self._view.committed_step, time.monotonic())
-                self._free_outdated(self._view)
+    def described(self) -> list[HeldCopy]:
+        """Return what is held, to be reported; it is offered for as long as it is."""
+        with self._lock:
+            held = [copy for copies in self._copies.values() for copy in copies]
+            for copy in held:
+                copy.keep_offered()
+        return [copy.described for copy in held]
 
-    def _free_outdated(self, view: MembersAndCopies) -> None:
-        """Free copies of another history of the job, and those older than a whole state."""
-        newest = max(each.newest_step() for each in self._copies.values())
-        if self._history.is_over(view, newest, time.monotonic()):
-            if newest and not view.is_finished:
-                log.warning("the job goes on from step %d: copies are freed", view.committed_step)
-            for copies in self._copies.values():
-                copies.keep_only(set())
-            return
-        for copies in self._copies.values():
-            copies.free_outdated(self._whole_states(view), is_next_coming=False)
-
-    def _whole_states(self, view: MembersAndCopies) -> Collection[StateKey]:
-        return whole_states(view.copies, self._config.group_world_size)
+    def _record_view(self, address: str, view: MembersAndCopies) -> None:
+        with self._deciding() as plan:
+            goes_on_from = plan.record_view(address, view, time.monotonic())
+        if goes_on_from is not None:
+            log.warning("the job goes on from step %d: copies are freed", goes_on_from)
 
     # -- copies ----------------------------------------------------------------------------------
 
     def _follow_buddy(self, rank: int) -> None:
         """Fetch each copy that the buddy offers, until the holder is closed."""
-        copies = self._copies[rank]
-        steps = CopiedSteps()
         while not self._is_over.is_set():
-            view = self._view
-            if not view.members:
+            with self._deciding() as plan:
+                wanted = plan.begin_copy(rank)
+            if wanted is None:
                 self._is_over.wait(REPORT_S / 4)
                 continue
-            buddy = choose_buddy(view.members, self._config.beside)
             try:
-                copies.free_outdated(self._whole_states(view), is_next_coming=True)
-                above = copies.newest_step()
-                if self._config.group_world_size > 1:
-                    step, rate = view.committed_step, self._rate.per_second()
-                    above = steps.step_to_wait_above(above, step, rate)
-                held, fetched_in_s = self._fetch(view.members[buddy], rank, above)
-                steps.record_copy(held.step, above, fetched_in_s)
+                step = self._fetch(wanted, rank)
                 self._log_once(f"rank {rank}", "")
-                log.info("holds a copy of step %d, rank %d, of %s", held.step, rank, buddy)
-                self._await_other_ranks(held, steps.patience_s())
+                log.info("holds a copy of step %d, rank %d, of %s", step, rank, wanted.buddy)
+                self._await_other_workers(rank)
             except TorchFTError as error:
                 if self._is_over.is_set():
                     return
-                self._log_once(f"rank {rank}", f"no copy of rank {rank} of {buddy}: {error}")
+                self._log_once(f"rank {rank}", f"no copy of rank {rank} of {wanted.buddy}: {error}")
                 self._is_over.wait(REPORT_S)
             except Exception:
-                log.exception("no copy of rank %d of %s", rank, buddy)
+                log.exception("no copy of rank %d of %s", rank, wanted.buddy)
                 self._is_over.wait(REPORT_S)
 
-    def _fetch(self, manager_address: str, rank: int, above: int) -> tuple[HeldCopy, float]:
-        """Wait for the next copy that a worker offers, and serve it.
-
-        Returns the copy, and how many seconds it took to fetch it once it was offered.
+    def _fetch(self, wanted: NextCopy, rank: int) -> int:
+        """Wait for the next copy that a worker offers, and serve it; returns its step.
 
         Raises:
-            TorchFTError: the group does not answer, or what it sends is no state above ``above``.
+            TorchFTError: the group does not answer, or what it sends is no state of such a step.
         """
-        with ManagerClient(
-            manager_address, _CALL_TIMEOUT, security=self._config.security
-        ) as manager:
+        address, above = wanted.manager_address, wanted.above
+        with ManagerClient(address, _CALL_TIMEOUT, security=self._config.security) as manager:
             metadata = manager._checkpoint_metadata(rank, _CALL_TIMEOUT)
         offered_at: list[float] = []
         state = self._receiver.recv_copy(
             metadata, above, _SILENCE_TIMEOUT, lambda: offered_at.append(time.monotonic())
         )
-        step = counters_of_copy(state, manager_address)["step"]
+        step = counters_of_copy(state, address)["step"]
         if step <= above:
-            raise CheckpointError(manager_address, f"its copy of step {step} is not above {above}")
-        return self._copies[rank].add(state), time.monotonic() - offered_at[0]
+            raise CheckpointError(address, f"its copy of step {step} is not above {above}")
+        self.add(rank, state, above, time.monotonic() - offered_at[0])
+        return step
 
-    def _await_other_ranks(self, held: HeldCopy, limit_s: float) -> None:
-        """Wait, ``limit_s`` at most, until a lighthouse sees ``held`` as a part of a whole state.
+    def add(self, rank: int, state: Any, above: int, fetched_in_s: float) -> HeldCopy:
+        """Serve ``state``, the first one above step ``above``, instead of what it replaces."""
+        copy = ServedCopy(state, rank, self._config)
+        with self._deciding() as plan:
+            self._copies[rank].append(copy)
+            key, now = copy.described.state_key, time.monotonic()
+            plan.record_copy(rank, key, above, fetched_in_s, now)
+        return copy.described
 
-        If the next copy were fetched before, it would replace this one.
-        """
-        until = time.monotonic() + limit_s
-        while (
-            held.group_world_size > 1
-            and held.state_key not in self._whole_states(self._view)
-            and time.monotonic() < until
-            and not self._is_over.is_set()
-        ):
+    def _await_other_workers(self, rank: int) -> None:
+        """Keep the newest copy for those of the other workers."""
+        while not self._is_over.is_set():
+            with self._lock:
+                is_needed = self._plan.awaits_other_workers(rank, time.monotonic())
+            if not is_needed:
+                return
             self._is_over.wait(REPORT_S / 4)
 
     def _log_once(self, party: str, reason: str) -> None:

@@ -16,11 +16,9 @@ from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import counters_of_copy
 from torchft_svc.core.quorum.lighthouse.copies import (
+    CopySearch,
     HeldCopy,
-    MembersAndCopies,
     Start,
-    copies_of_worker,
-    find_start,
 )
 from torchft_svc.errors import CheckpointError, PeerError, RequestRefused, TorchFTError
 
@@ -61,12 +59,10 @@ class CopyOffers:
         What the forward pass may change is copied here; all other bytes are read while it runs.
         """
         state = self._worker.state
-        if not self._is_on or state.step == 0 or state.step % self._rules.copy_every:
-            return
-        if not self._deps.transport.num_awaiting_copy(state.step):
+        if not (self._is_on and state.is_copied(self._rules.copy_every)):
             return
         is_busy = self._thread is not None and self._thread.is_alive()
-        if is_busy or state.unhealed or state.spoiled or not state.quorum_id:
+        if is_busy or not self._deps.transport.num_awaiting_copy(state.step):
             return
         try:
             timeout_s = self._rules.timeouts.collective_s
@@ -111,59 +107,30 @@ def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedC
     Raises:
         PeerError: there are copies, and none can be fetched, or the lighthouse does not answer.
     """
-    began_at, place = time.monotonic(), rules.place
-    search = _Search(place.group_rank, place.group_world_size, own_step)
+    now, place = time.monotonic(), rules.place
+    quorum_s = rules.timeouts.quorum_s
+    search = CopySearch(place.group_rank, place.group_world_size, own_step, quorum_s, now)
     error: TorchFTError = RequestRefused("the lighthouse does not know all copies yet")  # the last
     while True:
-        waited_s = time.monotonic() - began_at
         try:
             view = deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
-            start = find_start(view, place.group_rank, place.group_world_size, own_step)
+            start = search.choose_start(view, now)
             if start is Start.WITHOUT_COPY:
                 return None
             if start is Start.ASK_MEMBERS and _is_one_alive(deps, rules, view.members.values()):
                 return None
-            if start is Start.FETCH_COPY:
-                copy = search.choose(view, takes_older=waited_s > rules.timeouts.quorum_s / 2)
-                return FetchedCopy(_fetch(deps, rules, copy), copy)
+            if isinstance(start, HeldCopy):
+                return FetchedCopy(_fetch(deps, rules, start), start)
         except RequestRefused as refusal:
             log.info("no copy is looked for: %s", refusal)
             return None
         except PeerError as failure:
             log.warning("no copy of the state was fetched yet: %s", failure)
             error = failure
-        # Holders that were not asked yet get as much time again.
-        patience_s = rules.timeouts.quorum_s * (2 if search.has_untried else 1)
-        if waited_s > patience_s:
+        if search.is_over(now):
             raise error
         time.sleep(_PAUSE_S)
-
-
-class _Search:
-    """Chooses the copy to ask for: of the newest state, from each of its holders in turn.
-
-    With ``takes_older``, the copies of the states before are among them, too.
-    """
-
-    def __init__(self, group_rank: int, group_world_size: int, own_step: int) -> None:
-        self._worker = group_rank, group_world_size, own_step
-        self._asked_at: dict[str, float] = {}  # by the address of a copy
-        self._found: list[HeldCopy] = []
-
-    def choose(self, view: MembersAndCopies, *, takes_older: bool) -> HeldCopy:
-        """Return the copy in ``view``, which has one, that was not asked for for longest."""
-        states = copies_of_worker(view, *self._worker)
-        if not takes_older:
-            states = states[:1]
-        self._found = [copy for copies in states for copy in copies]
-        copy = min(self._found, key=lambda each: self._asked_at.get(each.address, 0.0))
-        self._asked_at[copy.address] = time.monotonic()
-        return copy
-
-    @property
-    def has_untried(self) -> bool:
-        """Whether there is a copy that was not asked for yet."""
-        return any(copy.address not in self._asked_at for copy in self._found)
+        now = time.monotonic()
 
 
 def _is_one_alive(deps: Dependencies, rules: RoundRules, addresses: Iterable[str]) -> bool:

@@ -96,7 +96,7 @@ class Stepper:
             # Whether it heals depends on the other groups; the program must not depend on that.
             weights.version += 1
         looks_for_copy = self._rules.copy_every > 0 and request.allow_heal
-        if looks_for_copy and (is_first or self.state.step == 0):
+        if looks_for_copy and self.state.may_begin_from_copy:
             self._begin_from_copy()
         broken = self._deps.pg.errored()
         try:

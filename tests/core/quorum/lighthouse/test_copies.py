@@ -8,18 +8,15 @@ import pytest
 
 from torchft_svc.core.quorum.lighthouse import copies
 from torchft_svc.core.quorum.lighthouse.copies import (
-    BEHIND_S,
     REPORT_S,
     REPORT_TIMEOUT_S,
     SILENT_S,
     CopiesSummary,
+    CopySearch,
     HeldCopies,
     HeldCopy,
-    HistoryWatch,
     MembersAndCopies,
     Start,
-    find_start,
-    whole_copy,
     whole_states,
 )
 from torchft_svc.errors import RequestRefused
@@ -138,45 +135,51 @@ def test_b5_a_lighthouse_knows_all_copies_after_a_while() -> None:
     assert held.knows_all(100.0 + 2 * REPORT_S + REPORT_TIMEOUT_S)
 
 
-def view_of(**fields: Any) -> MembersAndCopies:
-    return MembersAndCopies(copies=(copy(8),), knows_copies=True, **fields)
+def view_of(*copies: HeldCopy, **fields: Any) -> MembersAndCopies:
+    return MembersAndCopies(copies=copies or (copy(8),), knows_copies=True, **fields)
+
+
+def start(view: MembersAndCopies, own_step: int = 0) -> Start | HeldCopy:
+    """How a lone worker at ``own_step`` goes on after its first look."""
+    return CopySearch(0, 1, own_step, quorum_s=60.0, now=0.0).choose_start(view, 0.0)
 
 
 def test_b5_a_worker_begins_from_a_copy_if_no_member_lives() -> None:
-    assert find_start(view_of(), 0, 1, own_step=0) == Start.FETCH_COPY
-    assert whole_copy(view_of(), 0, 1, own_step=0) == copy(8)
-    assert find_start(view_of(), 0, 1, own_step=8) == Start.WITHOUT_COPY
-    assert find_start(view_of(is_finished=True), 0, 1, own_step=0) == Start.WITHOUT_COPY
+    assert start(view_of()) == copy(8)
+    assert start(view_of(), own_step=8) is Start.WITHOUT_COPY
+    assert start(view_of(is_finished=True)) is Start.WITHOUT_COPY
 
 
 def test_b5_a_worker_asks_members_that_may_have_a_state() -> None:
     members = {"a:1": "address"}
-    asks = find_start(view_of(members=members, committed_step=7), 0, 1, own_step=0)
-    assert asks == Start.ASK_MEMBERS
-    begins = find_start(view_of(members=members, committed_step=0), 0, 1, own_step=0)
-    assert begins == Start.FETCH_COPY
+    assert start(view_of(members=members, committed_step=7)) is Start.ASK_MEMBERS
+    assert start(view_of(members=members, committed_step=0)) == copy(8)
 
 
 def test_b5_members_that_have_reported_to_a_new_lighthouse_live() -> None:
     """The lighthouse has no addresses of groups that have not asked."""
-    outcome = find_start(view_of(committed_step=7), 0, 1, own_step=0)
-    assert outcome == Start.WITHOUT_COPY
+    assert start(view_of(committed_step=7)) is Start.WITHOUT_COPY
 
 
 def test_b5_a_new_lighthouse_is_looked_at_again() -> None:
-    outcome = find_start(MembersAndCopies(), 0, 1, own_step=0)
-    assert outcome == Start.LOOK_AGAIN
+    assert start(MembersAndCopies()) is Start.LOOK_AGAIN
 
 
-def test_b6_copies_above_the_step_of_a_job_that_goes_on_are_freed() -> None:
-    watch = HistoryWatch()
-    behind = MembersAndCopies(members={"a:1": "address"}, committed_step=3)
-    assert not watch.is_over(behind, 8, 100.0)
-    assert not watch.is_over(behind, 8, 100.0 + BEHIND_S)
-    assert watch.is_over(behind, 8, 100.5 + BEHIND_S)
-    assert not watch.is_over(MembersAndCopies(), 8, 200.0)
-    assert not watch.is_over(behind, 8, 200.0), "nobody lived in between"
-    assert watch.is_over(MembersAndCopies(is_finished=True), 8, 201.0)
+def test_b5_each_holder_is_asked_in_turn_and_for_older_states_after_a_while() -> None:
+    search = CopySearch(0, 1, 0, quorum_s=60.0, now=100.0)
+    new, other, old = copy(8, address="a"), copy(8, address="b"), copy(6, address="c")
+    view = view_of(new, other, old)
+    asked = [search.choose_start(view, now) for now in (100.0, 101.0, 102.0, 130.0, 131.0, 132.0)]
+    assert asked == [new, other, new, other, old, new]
+    assert not search.is_over(160.0)
+    assert search.is_over(160.5)
+
+
+def test_b5_a_copy_that_was_not_asked_for_yet_is_waited_for() -> None:
+    search = CopySearch(0, 1, 0, quorum_s=60.0, now=100.0)
+    search.choose_start(view_of(copy(8, address="a"), copy(8, address="b")), 159.0)
+    assert not search.is_over(161.0)
+    assert search.is_over(220.5)
 
 
 def test_reports_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,6 +91,28 @@ def test_a_commit_clears_the_failures() -> None:
     assert (machine.state.step, machine.state.failures) == (1, 0)
 
 
+def test_b5_a_worker_looks_for_a_copy_until_it_has_a_state_and_only_between_steps() -> None:
+    assert StepState(step=8).may_begin_from_copy, "the state of a checkpoint"
+    assert StepState(epoch=3).may_begin_from_copy
+    assert not StepState(epoch=3, step=1).may_begin_from_copy
+    machine = StepMachine()
+    machine.start()
+    machine.fail_quorum(OOPS)
+    assert not machine.state.may_begin_from_copy
+    with pytest.raises(RequestRefused):
+        machine.restore(8, 8)
+
+
+def test_b3_the_state_of_each_so_many_committed_steps_is_copied() -> None:
+    state = StepState(step=10, quorum_id=7)
+    assert state.is_copied(5)
+    assert not state.is_copied(3)
+    assert not state.is_copied(0), "copies are off"
+    assert not StepState(step=0, quorum_id=7).is_copied(5)
+    for other in ({"unhealed": True}, {"spoiled": "an update failed"}, {"quorum_id": 0}):
+        assert not state._replace(**other).is_copied(5), other
+
+
 def test_the_first_error_counts() -> None:
     machine = training()
     machine.latch(OOPS)

@@ -1,21 +1,20 @@
 """Decides which copies of a job's states are held outside of its groups (rules B1 to B6).
 
-`HeldCopies` is what a lighthouse knows of them; `find_start` decides whether a worker begins from
-one; `choose_buddy`, `states_to_keep` and `HistoryWatch` decide what a holder copies, keeps and
-frees.
+`HeldCopies` is what a lighthouse knows of them, and `CopySearch` decides whether a worker that
+starts begins from one. What a holder keeps is decided in `holder_plan`.
 """
 
 from __future__ import annotations
 
 import enum
+import math
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import NamedTuple
 
 from torchft_svc.core.limits import MAX_ADDRESS_LENGTH, MAX_INT64, check_name, check_text
-from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.errors import RequestRefused
 
 # How often a holder reports, how long it waits for an answer, and when one that is silent is
@@ -26,8 +25,6 @@ SILENT_S = 5.0
 # By then each holder has reported to a lighthouse that has just started, also one that has waited
 # for another lighthouse of its list.
 ALL_REPORTED_S = 2 * REPORT_S + REPORT_TIMEOUT_S
-# For so long the committed step that a lighthouse knows may be behind that of the groups.
-BEHIND_S = 10.0
 # A job has about a holder for each group.
 MAX_HOLDERS_PER_JOB = 4096
 # Each may hold two copies of each worker of a large group.
@@ -119,26 +116,54 @@ def whole_states(
 
 
 class Start(enum.Enum):
-    """How a worker that starts goes on (rule B5)."""
+    """How a worker that starts goes on, if it fetches no copy now (rule B5)."""
 
-    WITHOUT_COPY = "no copy is whole and newer than what it has"
+    WITHOUT_COPY = "no copy is whole and newer than what it has, or a group with a state lives"
     LOOK_AGAIN = "the lighthouse does not know all copies yet"
     ASK_MEMBERS = "a member of the last quorum may live: then it heals from that one"
-    FETCH_COPY = "no group with a state lives"
 
 
-def find_start(
-    view: MembersAndCopies, group_rank: int, group_world_size: int, own_step: int
-) -> Start:
-    """Decide how worker ``group_rank``, which is at ``own_step``, goes on."""
-    if whole_copy(view, group_rank, group_world_size, own_step) is None:
-        return Start.WITHOUT_COPY if view.knows_copies else Start.LOOK_AGAIN
-    # Groups of a quorum at step 0 have no state, nor has this one, which may be among them.
-    if view.committed_step == 0:
-        return Start.FETCH_COPY
-    # A job at a step, and no address of a member: the members have reported to a restarted
-    # lighthouse, so they live.
-    return Start.ASK_MEMBERS if view.members else Start.WITHOUT_COPY
+class CopySearch:
+    """Decides how worker ``group_rank``, which is at ``own_step``, goes on, look by look (rule B5).
+
+    It fetches the newest state, from each of its holders in turn. The states before that one count
+    once it could not be fetched for half of ``quorum_s``.
+    """
+
+    def __init__(
+        self, group_rank: int, group_world_size: int, own_step: int, quorum_s: float, now: float
+    ) -> None:
+        self._worker = group_rank, group_world_size, own_step
+        self._quorum_s = quorum_s
+        self._began_at = now
+        self._asked_at: dict[str, float] = {}  # by the address of a copy
+        self._found: list[HeldCopy] = []
+
+    def choose_start(self, view: MembersAndCopies, now: float) -> Start | HeldCopy:
+        """Decide how the worker goes on; a copy is to be fetched."""
+        states = copies_of_worker(view, *self._worker)
+        if not states:
+            return Start.WITHOUT_COPY if view.knows_copies else Start.LOOK_AGAIN
+        # Groups of a quorum at step 0 have no state, nor has this one, which may be among them.
+        if view.committed_step == 0:
+            return self._choose_copy(states, now)
+        # A job at a step, and no address of a member: the members have reported to a restarted
+        # lighthouse, so they live.
+        return Start.ASK_MEMBERS if view.members else Start.WITHOUT_COPY
+
+    def is_over(self, now: float) -> bool:
+        """Whether to give up; later if there is a copy that was not asked for yet."""
+        has_untried = any(copy.address not in self._asked_at for copy in self._found)
+        return now - self._began_at > self._quorum_s * (2 if has_untried else 1)
+
+    def _choose_copy(self, states: list[list[HeldCopy]], now: float) -> HeldCopy:
+        """Return first what was not asked for yet, and then what was not for longest."""
+        if now - self._began_at <= self._quorum_s / 2:
+            states = states[:1]
+        self._found = [copy for copies in states for copy in copies]
+        copy = min(self._found, key=lambda each: self._asked_at.get(each.address, -math.inf))
+        self._asked_at[copy.address] = now
+        return copy
 
 
 def whole_copy(
@@ -160,55 +185,6 @@ def copies_of_worker(
         return []
     states = whole_states(view.copies, group_world_size)
     return [workers[group_rank] for key, workers in states.items() if key.step > own_step]
-
-
-# -- what a holder decides -------------------------------------------------------------------------
-
-
-def choose_buddy(members: Mapping[str, str], beside: str) -> str:
-    """Return the member that the holder beside the group ``beside`` copies.
-
-    That is the next one in the order of names, and after the last one the first one; the group
-    itself, if there is no other.
-    """
-    names = sorted(members, key=lambda each: (stable_name(each), each))
-    others = [each for each in names if stable_name(each) != beside]
-    after = [each for each in others if stable_name(each) > beside]
-    return (after or others or names)[0]
-
-
-def states_to_keep(
-    held: Sequence[StateKey], whole: StateKey | None, *, is_next_coming: bool
-) -> set[StateKey]:
-    """Return the states whose copies a holder keeps, of the copies that it has of one worker.
-
-    These are the newest one of ``held``, whose newest is the last, and ``whole``, the newest one
-    that is whole (None: none is). Once the next copy ``is_next_coming``, ``whole`` alone is kept,
-    so that there are never more than two copies (rule B4).
-    """
-    kept = {*held[-1:]}
-    if whole in held and whole is not None:
-        kept = {whole} if is_next_coming else {*kept, whole}
-    return kept
-
-
-@dataclass(slots=True)
-class HistoryWatch:
-    """Notices that the copies of a holder are of another history than the job's (rule B6)."""
-
-    _behind_since: float | None = None
-
-    def is_over(self, view: MembersAndCopies, newest_step: int, now: float) -> bool:
-        """Whether the run has ended, or living groups are at a step before the newest copy for
-        longer than a lighthouse may lag behind."""
-        if view.is_finished:
-            return True
-        if not view.members or newest_step <= view.committed_step + 1:
-            self._behind_since = None
-            return False
-        if self._behind_since is None:
-            self._behind_since = now
-        return now - self._behind_since > BEHIND_S
 
 
 # -- what a lighthouse knows -----------------------------------------------------------------------

@@ -167,6 +167,23 @@ class StepState(NamedTuple):
             "quorum_id": self.quorum_id,
         }
 
+    @property
+    def may_begin_from_copy(self) -> bool:
+        """Whether this worker has no state yet, or only that of a checkpoint (rule B5).
+
+        In a step that follows one without a vote it has to look later, when its quorum has formed.
+        """
+        is_between_steps = (self.phase, StepEvent.RESTORED) in TRANSITIONS
+        return (self.epoch == 0 or self.step == 0) and is_between_steps
+
+    def is_copied(self, every: int) -> bool:
+        """Whether this is the state of an ``every``-th committed step, which holders get (rule B3).
+
+        A worker that has to heal, or whose step is of no known quorum, has nothing to copy.
+        """
+        is_due = every > 0 and self.step > 0 and self.step % every == 0
+        return is_due and self.quorum_id > 0 and not (self.unhealed or self.spoiled)
+
 
 class StepMachine:
     """A worker's step: read `state`, call a method when its event happened.

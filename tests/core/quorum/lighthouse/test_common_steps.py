@@ -8,7 +8,13 @@ from itertools import pairwise
 
 import pytest
 
-from torchft_svc.buddy.common_steps import LEAD_S, PATIENCE_S, PATIENCE_SHARE, CopiedSteps, StepRate
+from torchft_svc.core.quorum.lighthouse.common_steps import (
+    LEAD_S,
+    PATIENCE_S,
+    PATIENCE_SHARE,
+    CopiedSteps,
+    StepRate,
+)
 
 
 class Worker:
