@@ -35,7 +35,7 @@ def check_goes_on(job: CopiedJob, last: int, states: States, *again: Group) -> N
 def test_b5_a_killed_job_goes_on_from_the_only_copy_that_is_left(job: CopiedJob) -> None:
     holders = [job.hold(beside) for beside in "ab"]
     groups = [job.train(name, seed) for seed, name in enumerate("ab")]
-    job.until_copied(above=4 * EVERY)
+    eventually(lambda: sum(step > 4 * EVERY for step in job.steps_held()) == len(holders), LONG_S)
     holders[1].kill()  # the one beside group b, and so the one with the state of group a
     last, states = kill_all(*groups)
     check_goes_on(job, last, states, *(job.train(name, 7 + n) for n, name in enumerate("ab")))

@@ -207,6 +207,11 @@ class CopiedJob:
             lambda status: status.copy_step > above, f"no copy above step {above}"
         ).copy_step
 
+    def steps_held(self) -> list[int]:
+        """Return the steps of all copies, of each holder its own."""
+        with LighthouseClient(self.lighthouse, CALL, security=self.security) as client:
+            return [each.step for each in client.report_copies("probe", [], CALL).copies]
+
 
 def kill_all(*groups: Group) -> tuple[int, States]:
     """Kill groups; returns the last step that one of them has begun, and all of their states."""
