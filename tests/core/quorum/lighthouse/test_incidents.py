@@ -436,6 +436,31 @@ def test_n5_a_new_lighthouse_learns_of_the_losses_that_groups_know() -> None:
 
 
 @pytest.mark.parametrize(
+    ("ago_s", "shown"),
+    [
+        (1.0, ["lost", "lost", "joined", "joined", "manager_died"]),
+        (9.0, ["lost", "manager_died", "joined", "joined"]),
+    ],
+)
+def test_n2_a_manager_that_dies_later_is_no_loss_of_a_whole_job(
+    ago_s: float, shown: list[str]
+) -> None:
+    """All groups were lost at once, so nobody was awaited, and they came back."""
+    scene = formed("a:1", "b:1", step=4)
+    scene.leave("a:1")
+    scene.leave("b:1")
+    assert kinds(scene) == ["joined", "lost", "lost"]
+    scene.now += 1.0
+    scene.ask("a:1", step=4)
+    scene.ask("b:1", step=4)
+    scene.ask("a:1", step=5)
+    scene.now += 5.0
+    died = event(EventKind.MANAGER_DIED, 0, 0, cause="it was killed", ago_s=ago_s)
+    report(scene, "b:1", died)
+    assert kinds(scene) == ["joined", *shown]
+
+
+@pytest.mark.parametrize(
     ("ago_s", "shown"), [(20.0, ["lost", "manager_died"]), (29.5, ["manager_died"])]
 )
 def test_n5_a_manager_that_dies_later_is_no_loss_of_before(ago_s: float, shown: list[str]) -> None:

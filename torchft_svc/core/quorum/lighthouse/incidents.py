@@ -592,6 +592,9 @@ class JobLedger:
         name = stable_name(replica_id)
         for entry in reversed(self._entries.values()):
             incident = entry.incident
+            has_returned = incident.kind is IncidentKind.JOINED and incident.at < moment.at
+            if has_returned and entry.concerns(name):
+                break  # what was recorded before is of another fault
             if incident.kind in (IncidentKind.LOST, *_BEGINNINGS) and entry.concerns(name):
                 was_gone = moment.at <= entry.returned_at
                 # Without a manager, the group seemed to stand still.
