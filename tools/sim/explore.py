@@ -72,6 +72,8 @@ def _smaller(scenario: Scenario) -> Iterator[Scenario]:
             yield dataclasses.replace(scenario, num_groups=num_groups)
     if scenario.num_spares > scenario.num_jobs:
         yield dataclasses.replace(scenario, num_spares=scenario.num_spares - 1)
+    if scenario.num_holders > 1:
+        yield dataclasses.replace(scenario, num_holders=scenario.num_holders - 1)
     if scenario.num_jobs > 1:
         yield dataclasses.replace(scenario, num_jobs=1)
     if scenario.group_world_size > 1:

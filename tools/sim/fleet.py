@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tools.sim.copies import HolderActor, HolderHost
+from tools.sim.copy_checks import SETTLED_S, CopyChecks
 from tools.sim.invariants import EVENTS_BETWEEN_WALKS, SLACK_S, Invariants, first_violation, must
 from tools.sim.lighthouse_actor import QuorumAnswer
 from tools.sim.lighthouses import Lighthouses
@@ -16,7 +18,7 @@ from tools.sim.sums import Sums
 from tools.sim.terms import Companions, Histories, Terms
 from tools.sim.trace import Trace
 from tools.sim.trainer_actor import WorkerActor
-from tools.sim.world import VirtualWorld
+from tools.sim.world import Process, VirtualWorld
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
 from torchft_svc.core.quorum.manager.group import AnswerWorker
 from torchft_svc.core.quorum.session_messages import NewcomerWaits
@@ -50,6 +52,8 @@ OPERATOR_REPEATS_S, MAX_REPEATS = 0.7, 40
 FOREIGN_STEP = 7
 # So many pass for each group before the core is walked through again: a walk costs more for many.
 EVENTS_PER_GROUP = 20
+# How often it is checked what holders hold.
+EVENTS_BETWEEN_LOOKS = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +93,10 @@ class Fleet:
         )
         is_checked = terms.are_ids_ordered and not scenario.unary_every
         histories = Histories(companions, is_checked, self.invariants.went_back)
+        copy_every, size = scenario.trainer.copy_every, scenario.group_world_size
+        copies = CopyChecks(self.world, copy_every, size)
         self.shared = Shared(
-            self.network, sums, self.invariants, terms, companions, histories, self.trace
+            self.network, sums, self.invariants, terms, companions, histories, copies, self.trace
         )
         self.checkpoints: dict[str, Saved] = {}
         self.sites = [
@@ -100,6 +106,12 @@ class Fleet:
         self.invariants.groups.num_places.update(
             site.job for site in self.sites if not site.is_spare
         )
+        for site in self.sites:
+            site.others = [each for each in self.sites if each is not site]
+        self.holders = [
+            self._new_holder(f"holder{number}", f"job{number % scenario.num_jobs}", number)
+            for number in range(scenario.num_holders * scenario.num_jobs)
+        ]
         self.world.after_event = self._check
         ends = any(fault.kind == "finish" for fault in scenario.faults)
         self._has_fixed_groups = not (scenario.num_spares or ends)
@@ -124,6 +136,17 @@ class Fleet:
             "lose_news": self._lose_news,
             "lag": self._lag,
         }
+
+    def _new_holder(self, name: str, job: str, number: int) -> HolderHost:
+        """A holder beside one of the groups, of the copies of all workers or of one."""
+        size, rank = self._scenario.group_world_size, number // self._scenario.num_jobs
+        ranks = [rank % size] if self._scenario.holds_parts else range(size)
+
+        def start(process: Process) -> HolderActor:
+            beside = f"g{number % self._scenario.num_groups}"
+            return HolderActor(process, job, beside, ranks, size, self.lighthouses, self.shared)
+
+        return HolderHost(name, self.world, start)
 
     def run(self) -> RunOutcome:
         """Run to the end: all jobs train together again, or an invariant is violated."""
@@ -151,9 +174,22 @@ class Fleet:
         self.shared.together.clear()
         if not self._comes_together():
             self._explain()
+        self._check_copies_are_freed()
         self._check_memory(self.sites)
         for site in self.sites:
             site.check_streams()
+
+    def _check_copies_are_freed(self) -> None:
+        """Holders learn soon that a job has finished."""
+        finished = {
+            site.job
+            for site in self.sites
+            if site.is_over and any(each.checks.has_finished(site.job) for each in self.lighthouses)
+        }
+        if self.holders and finished:
+            self.world.run(self.world.now + SETTLED_S, lambda: False)
+            for job in sorted(finished):
+                self.shared.copies.check_freed(job)
 
     def _comes_together(self) -> bool:
         """Whether all train together in the end, with an operator who accepts what is lost."""
@@ -169,6 +205,13 @@ class Fleet:
 
     def _happen(self, fault: Fault) -> None:
         self.trace.record("FAULT", str(fault).split("s  ", 1)[1])
+        self.shared.copies.record_fault(loses_all=fault.kind == "crash_all")
+        if fault.is_for_holder:
+            self._trouble_holder(self.holders[fault.target % len(self.holders)], fault)
+        else:
+            self._trouble_groups(fault)
+
+    def _trouble_groups(self, fault: Fault) -> None:
         concerned = [self.sites[fault.target % len(self.sites)]]
         for site in self.sites if fault.is_for_all else concerned:
             self.invariants.hangs.trouble(site.name, fault.seconds)
@@ -190,10 +233,24 @@ class Fleet:
             for worker in concerned[0].workers[int(fault.value * 2) :]:
                 self._trouble(worker, fault)
 
+    def _trouble_holder(self, host: HolderHost, fault: Fault) -> None:
+        self.shared.copies.trouble(host.name, fault.seconds)
+        holder, nature = host.holder, self.world.process("nature")
+        if fault.kind == "holder_crash":
+            host.crash(fault.seconds)
+        elif holder is not None and fault.kind == "holder_freeze":
+            holder.process.freeze()
+            nature.after(fault.seconds, holder.process.thaw)
+        elif holder is not None:
+            self.network.cut(holder.process.name)
+            nature.after(fault.seconds, self.network.mend, holder.process.name)
+
     def _trouble_companions(self, fault: Fault, site: Site) -> None:
         until, companions = self.world.now + fault.seconds, self.shared.companions
         if fault.is_for_all:
             companions.trouble_lighthouse(until)
+            is_stopped = fault.kind == "lighthouse_freeze"
+            self.shared.copies.trouble_lighthouse(fault.seconds, is_stopped=is_stopped)
         elif fault.kind == "crash_manager" and site.resumed() is not None:
             companions.trouble_line(site.name, until)
         else:
@@ -322,6 +379,8 @@ class Fleet:
 
     def _check(self) -> None:
         self.invariants.waits.check()
+        if self.holders and self.world.num_events % EVENTS_BETWEEN_LOOKS == 0:
+            self.shared.copies.check()
         every = max(EVENTS_BETWEEN_WALKS, EVENTS_PER_GROUP * len(self.sites))
         if self.world.num_events % every == 0:
             number = self.world.num_events // every

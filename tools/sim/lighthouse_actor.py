@@ -15,6 +15,7 @@ from tools.sim.liveness import LOOK_S
 from tools.sim.network import Network, Stream, StreamEnd
 from tools.sim.trace import Trace
 from tools.sim.world import VirtualWorld
+from torchft_svc.core.quorum.lighthouse.copies import HeldCopies, HeldCopy, MembersAndCopies
 from torchft_svc.core.quorum.lighthouse.lighthouse import (
     ID_EPOCH_S,
     Lighthouse,
@@ -103,6 +104,7 @@ class LighthouseActor:
 
     def _start_life(self) -> None:
         self.core = Lighthouse(self._config, self._first_id(), self._world.now)
+        self._copies = HeldCopies(self._config.max_jobs, self._world.now)
         self.checks = self._new_checks()
         self._connections: dict[int, Connection] = {}
         self._calls: dict[int, Connection] = {}
@@ -186,6 +188,27 @@ class LighthouseActor:
     def drain(self, job: str, name: str) -> None:
         with contextlib.suppress(RequestRefused):
             self._command(lambda now: self.core.commanded(job, name, Drain("enough"), now))
+
+    def record_copies(
+        self, job: str, holder: str, copies: tuple[HeldCopy, ...]
+    ) -> MembersAndCopies | None:
+        """Record what a holder reports, also while another lighthouse leads (None: it does)."""
+        self._copies.record_report(job, holder, copies, self._world.now)
+        return self.members_and_copies(job)
+
+    def members_and_copies(self, job: str) -> MembersAndCopies | None:
+        """Answer a worker that starts, or a holder (None: another lighthouse leads)."""
+        if self.refusal() is not None:
+            return None
+        now, jobs = self._world.now, self.core.jobs
+        members, step = jobs.members(job)
+        return MembersAndCopies(
+            members={each.replica_id: each.address for each in members},
+            committed_step=step,
+            copies=tuple(self._copies.whole_copies(job, now)),
+            knows_copies=self._copies.knows_all(now),
+            is_finished=jobs.is_finished(job),
+        )
 
     def _command(self, call_core: Callable[[float], Orders]) -> None:
         if self.is_up:

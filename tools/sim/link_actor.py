@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from tools.sim.lighthouse_actor import Introduction, QuorumAnswer
+from tools.sim.lighthouse_actor import Introduction, LighthouseActor, QuorumAnswer
 from tools.sim.lighthouses import Lighthouses
 from tools.sim.network import Network, Stream
 from tools.sim.simulated_link import SimulatedLink
@@ -87,10 +87,21 @@ class LinkActor(SimulatedLink[ManagerLink]):
         if config.resumed is None:
             self.start_proving()
 
+    @property
+    def host(self) -> LighthouseActor | None:
+        """The lighthouse that it is connected to."""
+        is_connected = self._number in self._streams
+        return self._site.lighthouses.hosts[self._host] if is_connected else None
+
     def start_proving(self) -> None:
         """Begin to prove that the group is alive, unless it has begun."""
         if not self._number:
             self.feed(lambda machine, now: machine.start(now))
+
+    def return_for_worker(self) -> None:
+        """Connect for a worker that asks who trains, if the group has left or has not begun."""
+        self.start_proving()
+        self.feed(lambda machine, now: machine.return_for_worker(now))
 
     def _new_replica_id(self, process_name: str) -> str:
         self._num_incarnations += 1

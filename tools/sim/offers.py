@@ -31,12 +31,25 @@ class Offers:
         self._offered: dict[int, Fetched] = {}
         self._newest = -1
         self._early: list[tuple[int, Callable[[Fetched | PeerError], None]]] = []
+        self._holders: list[tuple[int, Callable[[Fetched, float], None]]] = []  # by the step before
 
     def offer(self, step: int, state: Fetched) -> None:
         self._offered, self._newest = {step: state}, step
         early, self._early = self._early, []
         for wanted, receive in early:
             self.fetch(wanted, receive)
+
+    def await_copy(self, above: int, receive: Callable[[Fetched, float], None]) -> None:
+        """Wait for a copy of a step above ``above``, and how long its transfer takes."""
+        self._holders.append((above, receive))
+
+    def offer_copy(self, state: Fetched) -> None:
+        """Send ``state`` as it is now to the holders that wait for it."""
+        wanting = [each for each in self._holders if each[0] < state.state.step]
+        for each in wanting:
+            self._holders.remove(each)
+            copy_s = self.process.chance.expovariate(1.0) * self._mean_copy_s()
+            self.process.after(copy_s, each[1], state, copy_s)
 
     def retract(self) -> None:
         self._offered = {}

@@ -85,8 +85,11 @@ SPARES_RATE = 0.25  # of all runs
 # What happens to the groups whose places prepared spares take, and to these spares meanwhile.
 LOSSES_OF_PLACES = ("crash", "crash", "crash", "crash_worker", "drain", "leave", "cut", "freeze")
 TROUBLES_OF_SPARES = ("crash", "crash_manager", "cut", "freeze", "half_open", "reset", "drain")
+LONE_LOSS_RATE = 0.3  # of the runs with copies
+LATE_LOSS_RATE, LATEST_LOSS_S = 0.4, 50.0  # groups of several workers have copied some steps
+FAULTS_OF_HOLDERS = ("holder_crash", "holder_freeze", "holder_cut")
 NUMS_OF_SPARE_STORIES = (1, 3, 6)
-FINISH_RATE = 0.25  # of the runs with spares: their jobs end on purpose
+FINISH_RATE = 0.25  # of the runs with spares, or copies: their jobs end on purpose
 LARGE = 200  # above this many groups, a run is about the number
 
 
@@ -104,6 +107,7 @@ class TrainerRules:
     reports_phases: bool
     mean_copy_s: float
     is_steady: bool
+    copy_every: int = 0  # so many steps a copy is offered to holders; 0: never
     mean_preview_s: float = 0.0  # what a worker fetches before its first question; 0: nothing
 
 
@@ -116,6 +120,10 @@ class Fault:
     target: int
     seconds: float
     value: float = 0.0
+
+    @property
+    def is_for_holder(self) -> bool:
+        return self.kind in FAULTS_OF_HOLDERS
 
     @property
     def is_for_all(self) -> bool:
@@ -150,6 +158,8 @@ class Scenario:
     faults: tuple[Fault, ...]
     num_spares: int = 0  # groups beside the others that start as prepared spares
     spare_restart_rate: float = 0.0  # of the other groups, when they are started again
+    num_holders: int = 0  # of copies, for each job
+    holds_parts: bool = False  # each holder has the copies of one worker of a group
 
     @property
     def num_always_ordinary(self) -> int:
@@ -189,6 +199,58 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
     if chance.random() < SPARES_RATE and (num_groups or 0) <= LARGE:
         return draw_spares(seed, num_groups)
     return draw_ordinary(seed, num_groups)
+
+
+def draw_copies(seed: int, num_groups: int | None = None) -> Scenario:
+    """The scenario of ``seed`` in which holders have copies, and all groups of a job are lost at
+    once (rules B1 to B6)."""
+    scenario = draw_ordinary(seed, num_groups)
+    chance = random.Random(f"{seed}/held")
+    trainer = replace(scenario.trainer, copy_every=chance.choice([1, 2, 5]))
+    holds_parts = scenario.group_world_size > 1 and chance.random() < 0.5
+    num_whole = chance.choice([1, 1, 2, 3])
+    num_holders = num_whole * (scenario.group_world_size if holds_parts else 1)
+    scenario = replace(
+        scenario,
+        trainer=trainer,
+        num_holders=num_holders,
+        holds_parts=holds_parts,
+        save_every=chance.choice([0, 0, 5]),
+    )
+    is_late = chance.random() < LATE_LOSS_RATE
+    last_s = LATEST_LOSS_S if is_late else FAULTS_END_S
+    faults, lost_at = scenario.faults, chance.uniform(10.0, last_s)
+    if chance.random() < 0.5:  # nothing else happens before
+        faults = tuple(each for each in faults if each.at > lost_at)
+    if chance.random() < LONE_LOSS_RATE:  # a group begins while the others train
+        target, began_at = chance.randrange(scenario.num_groups), chance.uniform(3.0, 6.0)
+        lone = Fault(at=began_at, kind="crash", target=target, seconds=MAX_DOWN_S)
+        lost_at = began_at + MAX_DOWN_S + chance.uniform(2.0, 6.0)
+        faults = (lone, *(each for each in faults if each.at > lost_at))
+    for _ in range(chance.choice([1, 1, 2])):
+        faults = (*faults, *_draw_total_loss(chance, scenario, lost_at))
+        lost_at += chance.uniform(8.0, 15.0)
+    if chance.random() < FINISH_RATE:
+        at = max(each.at + each.seconds for each in faults) + 10.0
+        faults = (*faults, *_draw_finish(chance, scenario, at))
+    return replace(scenario, faults=_in_order(faults))
+
+
+def _draw_total_loss(chance: random.Random, scenario: Scenario, at: float) -> list[Fault]:
+    """All groups die; holders or lighthouses may be in trouble, too."""
+    faults = [Fault(at=at, kind="crash_all", target=0, seconds=chance.choice([0.02, 2.0, 6.0]))]
+    also = chance.choice(["", "holders", "holders", "lighthouse"])
+    num_holders = scenario.num_holders * scenario.num_jobs
+    if also == "holders":
+        for target in chance.sample(range(num_holders), chance.randint(1, num_holders)):
+            kind, seconds = chance.choice(FAULTS_OF_HOLDERS), chance.choice([0.3, 2.0, 8.0])
+            began_at = at + chance.uniform(-3.0, 3.0)
+            faults.append(Fault(at=began_at, kind=kind, target=target, seconds=seconds))
+    elif also == "lighthouse":
+        kind = chance.choice(["lighthouse_crash", "lighthouse_lead", "lighthouse_freeze"])
+        began_at, seconds = at + chance.uniform(-2.0, 2.0), chance.choice([0.02, 0.3, 2.0])
+        faults.append(Fault(at=began_at, kind=kind, target=0, seconds=seconds))
+    return faults
 
 
 def draw_spares(seed: int, num_groups: int | None = None) -> Scenario:
@@ -245,7 +307,7 @@ def _draw_finish(chance: random.Random, scenario: Scenario, at: float) -> list[F
     faults = [
         Fault(at=at, kind="finish", target=job, seconds=1.0) for job in range(scenario.num_jobs)
     ]
-    if chance.random() < 0.5:
+    if scenario.num_spares and chance.random() < 0.5:
         target = scenario.num_groups + chance.randrange(scenario.num_spares)
         broke_at, kind = at + chance.uniform(-0.3, 0.6), chance.choice(["reset", "half_open"])
         faults.append(Fault(at=broke_at, kind=kind, target=target, seconds=0.0))

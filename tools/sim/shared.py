@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+from tools.sim.copy_checks import CopyChecks
 from tools.sim.invariants import Invariants
 from tools.sim.manager_actor import ManagerActor
 from tools.sim.network import Network
@@ -32,9 +33,19 @@ class Home(Protocol):
     collective: GroupCollective | None  # of its workers, if they have one
 
     def is_manager_over(self) -> bool: ...
+    def others_with_state(self) -> list[str]: ...
+    def check_origins(self) -> None: ...
     def worker_drained(self) -> None: ...
     def worker_failed(self, why: str) -> None: ...
     def save(self, group_rank: int, saved: Fetched) -> None: ...
+
+
+class CopySource(Protocol):
+    """What a worker that begins from a copy knows of the process that holds it."""
+
+    process: Process
+
+    def find(self, address: str, step: int) -> Fetched | None: ...
 
 
 class Shared:
@@ -48,6 +59,7 @@ class Shared:
         terms: Terms,
         companions: Companions,
         histories: Histories,
+        copies: CopyChecks,
         trace: Trace,
     ) -> None:
         self.network = network
@@ -56,7 +68,9 @@ class Shared:
         self.terms = terms
         self.companions = companions
         self.histories = histories
+        self.copies = copies
         self.trace = trace
+        self.holders: dict[str, CopySource] = {}
         self.managers: dict[str, ManagerActor] = {}
         self.offers: dict[str, Offers] = {}
         self.num_commits = 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from tools.sim.copy_checks import KNOWN_S
 from tools.sim.invariants import SLACK_S, must
 from tools.sim.lighthouses import Lighthouses
 from tools.sim.link_actor import LinkSite
@@ -63,6 +64,7 @@ class Site:
         self._scenario = scenario
         self._checkpoints = checkpoints
         self._saving: Saved = {}
+        self.others: Sequence[Site] = ()  # of all jobs
         self._num_lives = 0
         self._is_first_try = False  # of a newcomer, which has not failed to reach a lighthouse
         self._launcher = world.process(f"{self.name}/launcher")
@@ -167,6 +169,32 @@ class Site:
                 manager.process.after(latency_s, manager.process.kill)
 
         return died
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    def others_with_state(self) -> list[str]:
+        """The other groups of the job that train, and were well for a while; unknown in a list
+        without election, where a group that starts may ask a lighthouse at which the job is not."""
+        if self._scenario.num_lighthouses > 1 and not self._scenario.is_elected:
+            return []
+        return [each.name for each in self.others if each.job == self.job and each.has_state]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether all workers were in a quorum with a state, and well for a while."""
+        since = self._world.now - KNOWN_S
+        is_well = self._shared.companions.settled_since([self.name]) < since
+        alive = [each for each in self.workers if not each.process.is_dead]
+        is_whole = len(alive) == self.group_world_size and all(
+            each.round.peers.quorum is not None and each.machine.state.step for each in alive
+        )
+        return is_well and is_whole
+
+    def check_origins(self) -> None:
+        """Copies of different states are not mixed (rule B4)."""
+        alive = [each for each in self.workers if not each.process.is_dead]
+        origins = {each.origin for each in alive if each.origin is not None}
+        must(len(origins) <= 1, "B4", f"{self.name} has begun from copies of {sorted(origins)}")
 
     # -- faults ----------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tools.sim.copies import SearchActor, is_copy_missed, look_up
 from tools.sim.invariants import must
 from tools.sim.line_actor import LineActor
 from tools.sim.offers import Fetched, Offers
@@ -18,6 +19,7 @@ from tools.sim.terms import CommittedStep, NewcomerPatience, TermStep
 from tools.sim.world import Event, Process
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.assignment import QuorumResult
+from torchft_svc.core.quorum.lighthouse.copies import MembersAndCopies
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
 from torchft_svc.core.quorum.manager.group import AnswerWorker, SentNews
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Lost, NewcomerWaits
@@ -103,6 +105,8 @@ class WorkerActor:
         news = self._receive, self._cut
         self.line = LineActor(process, home, group_rank, shared.network, self.round, *news)
         self._seat: Seat | None = None  # its process group
+        # Of the copy that it has begun from: the step, and its quorum.
+        self.origin: tuple[int, int] | None = None
         self._has_followed = False  # a prepared spare: it has most of what it will heal
         self._step = _Step(0, 0.0)
 
@@ -112,12 +116,19 @@ class WorkerActor:
         self.machine.restore(saved.state.step, saved.batches_committed, saved.quorum_id)
         self.weights, self._step_of_weights = saved.state.weights, saved.state.step
 
-    def begin_step(self) -> None:
-        """Begin a step (`zero_grad`): ask for a quorum, and go forward unless that has to wait."""
-        if self._is_hanging(self.begin_step):
+    def begin_step(self, has_looked: bool = False) -> None:
+        """Begin a step (`zero_grad`): ask for a quorum, and go forward unless that has to wait.
+
+        ``has_looked``: for a copy to begin from.
+        """
+        if self._is_hanging(self.begin_step, has_looked):
+            return
+        self._execute(self._step, self.round.abandon_step())
+        if not has_looked and self._looks_for_copy:
+            self._step = _Step(self.machine.state.epoch, self.process.world.now)
+            SearchActor(self, self._rules.quorum_s, self._shared, self._begin_from)
             return
         now, has_to_end = self.process.world.now, self.home.collective is not None
-        self._execute(self._step, self.round.abandon_step())
         request = RoundRequest(
             allow_heal=self.puts_heals_off_until <= now,
             shrink_only=self.process.chance.random() < self._rules.shrink_only_rate,
@@ -134,6 +145,7 @@ class WorkerActor:
         if not (state.spoiled and state.unhealed):
             name = self.process.name
             self._shared.invariants.discards.began(name, state.step, self._step_of_weights)
+        self._offer_copy()
         keeps_quorum = self.round.keeps_quorum
         in_vain = keeps_quorum and is_alone and broken is not None
         must(not in_vain, "I5", f"{self.process.name} begins a step without its connections")
@@ -150,6 +162,7 @@ class WorkerActor:
             self._go_forward(step)
             return
         step = self._step = _Step(epoch, now, is_sync=self.round.waits_for_quorum)
+        step.allows_heal = request.allow_heal
         step.began_at = now
         self._shared.invariants.newcomers.asks(self.process.name)
         self._shared.companions.began(self.home.name, self.group_rank, state.step, now)
@@ -158,6 +171,57 @@ class WorkerActor:
         self._execute(step, ready)
         if not step.is_sync:
             self._go_forward(step)
+
+    # -- copies ----------------------------------------------------------------------------------
+
+    @property
+    def _looks_for_copy(self) -> bool:
+        """Whether this worker begins from a copy if no group with a state lives (rule B5)."""
+        state, now = self.machine.state, self.process.world.now
+        is_wanted = self._rules.copy_every > 0 and self.puts_heals_off_until <= now
+        return is_wanted and state.may_begin_from_copy
+
+    def _begin_from(self, found: Fetched | TorchFTError | None) -> None:
+        if isinstance(found, TorchFTError):
+            self._end(found)
+            return
+        if found is not None:
+            self._shared.trace.record(self.process.name, f"begins from {found.state}")
+            self.restore(found)
+            self.origin = found.state.step, found.quorum_id
+        self.begin_step(has_looked=True)
+
+    def _offer_copy(self) -> None:
+        """Offer the state of each so many steps to the holders that wait for it (rule B3)."""
+        if self.machine.state.is_copied(self._rules.copy_every):
+            self.offers.offer_copy(self._to_offer())
+
+    def _check_no_copy(self, step: _Step) -> bool:
+        """Look whether the first step of a job that begins anew has to be discarded, because a copy
+        is held, and go forward then; whether that has begun."""
+        part, state = step.part, self.machine.state
+        is_first = part is not None and part.max_step == 0 == state.step
+        is_wanted = self._rules.copy_every > 0 and step.allows_heal
+        if step.has_checked_copies or not (is_wanted and is_first):
+            return False
+        step.has_checked_copies = True
+
+        def receive(view: MembersAndCopies | None) -> None:
+            if step is self._step:
+                error = is_copy_missed(view, self.group_rank, self.home.group_world_size)
+                if error is not None:
+                    self._execute(step, self.round.record_error(error, step.epoch))
+                self._go_forward(step)
+
+        look_up(self.process, self.home, self._shared, receive)
+        return True
+
+    def _check_copies(self, step: _Step, before: StepState) -> None:
+        """A step is committed: a job that begins anew has no copy, and a group has one state."""
+        self._shared.copies.committed(self.home.job, self._to_offer())
+        self.home.check_origins()
+        if before.step == 0 and self._rules.copy_every > 0 and step.allows_heal:
+            self._shared.copies.begins_anew(self.home.job, self.home.name, step.began_at)
 
     def _check_newcomers(self) -> None:
         it, companions = self._in_term(self._step), self._shared.companions
@@ -290,7 +354,8 @@ class WorkerActor:
         if self.round.error is not None:
             self._continue_without_quorum(step, self.round.error)
         elif step.is_sync and not (step.is_fetching and self.round.heals_first):
-            self._go_forward(step)
+            if not self._check_no_copy(step):
+                self._go_forward(step)
         else:
             self._reduce_if_ready(step)
 
@@ -369,7 +434,8 @@ class WorkerActor:
             self._execute(step, self.round.record_failure(outcome))
         if step.is_sync and self.round.heals_first:
             self._apply_heal(step)
-            self._go_forward(step)
+            if not self._check_no_copy(step):
+                self._go_forward(step)
         elif step.is_reduced:
             self._end_backward(step)
 
@@ -595,6 +661,7 @@ class WorkerActor:
         )
         self._shared.terms.committed(committed, self.process.world.now)
         self._shared.histories.committed(committed, self.process.world.now)
+        self._check_copies(step, before)
         self._shared.count_commit(self.home.job, step.part.quorum_id, before.step)
         self.home.save(self.group_rank, self._to_offer())
 
@@ -604,6 +671,7 @@ class WorkerActor:
             self.offers.retract()
             self.machine.apply_heal(fetched.batches_committed, fetched.quorum_id)
             self.weights, self._step_of_weights = fetched.state.weights, fetched.state.step
+            self.origin = None
 
     # -- inside ----------------------------------------------------------------------------------
 
@@ -658,6 +726,8 @@ class _Step:
     is_fetching: bool = False
     is_reducing: bool = False
     is_reduced: bool = False
+    allows_heal: bool = True
+    has_checked_copies: bool = False  # whether one is held from which the job begins
     part: QuorumResult | None = None
     round: int = 0  # to vote in
     fetched: Fetched | None = None
