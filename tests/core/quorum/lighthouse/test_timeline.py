@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from support.core.scenes import JOB, formed
+from support.core.scenes import JOB, Scene, formed
 
 from torchft_svc.core.pieces import finish
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput
@@ -69,6 +69,17 @@ def test_a_sample_is_what_the_status_shows() -> None:
     scene.leave("a:1")
     scene.leave("d:1")
     assert finish(scene.jobs.samples_in_pieces(scene.now))[JOB] is None
+
+
+def test_a_sample_is_what_the_status_of_a_restarted_lighthouse_shows() -> None:
+    """The groups report the quorum that they train in, and none was published here."""
+    scene = Scene()
+    scene.opened("a:1", quorum_id=9, max_step=4, num_groups=2)
+    scene.opened("b:1", quorum_id=9, max_step=4, num_groups=2)
+    (shown,) = scene.jobs.status(JOB, scene.now)
+    found = finish(scene.jobs.samples_in_pieces(scene.now))[JOB]
+    assert found is not None
+    assert found.num_in_quorum == sum(group.in_quorum for group in shown.groups) == 2
 
 
 def test_a_job_that_goes_back_has_no_negative_speed() -> None:

@@ -1035,7 +1035,7 @@ class Jobs:
         return JobSample(
             committed_step=members.committed_step,
             num_groups=len(members),
-            num_in_quorum=len(members.quorum_left()) if members.previous else 0,
+            num_in_quorum=len(members.quorum_left()),
             num_heals=job.history.num_heals,
             num_discarded=job.history.num_discarded,
             goodput=self.goodput(job_name, now),
