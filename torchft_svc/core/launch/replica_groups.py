@@ -218,7 +218,9 @@ class ReplicaGroups:
         is_finished = view.is_finished and self._has_trained
         # Before the job had all of its groups, no spare would take the place of the missing one.
         has_place = trains and view.num_places >= self.rules.num_groups
-        may_start = not is_finished and self._is_settled(view, trains, now)
+        if not is_finished:
+            self._record_places(view, trains, now)
+        may_start = not is_finished and self._is_settled(now)
         for index, slot in enumerate(self._slots):
             if slot.stage is _Stage.WAITING and may_start:
                 is_whole = self._num_groups() >= self.rules.num_groups
@@ -267,17 +269,19 @@ class ReplicaGroups:
         else:
             slot.ended_id = seen.replica_id
 
-    def _is_settled(self, view: GroupsView, trains: bool, now: float) -> bool:
-        """Whether the lighthouse would know of groups that train: not right after its restart."""
+    def _record_places(self, view: GroupsView, trains: bool, now: float) -> None:
+        """Record since when the lighthouse knows fewer places than before: it was restarted."""
         num_finished = sum(slot.stage is _Stage.FINISHED for slot in self._slots)
         knows_all = view.num_places >= self.rules.num_groups - num_finished
         self._was_whole = self._was_whole or knows_all
         if trains or knows_all or not self._was_whole:
             self._forgotten_since = None
-            return True
-        if self._forgotten_since is None:
+        elif self._forgotten_since is None:
             self._forgotten_since = now
-        return now >= self._forgotten_since + SETTLE_S
+
+    def _is_settled(self, now: float) -> bool:
+        """Whether the lighthouse would know of groups that train."""
+        return self._forgotten_since is None or now >= self._forgotten_since + SETTLE_S
 
     def _record_training(self, trains: bool, now: float) -> None:
         """Record since when nobody trains, and groups are missing here."""
