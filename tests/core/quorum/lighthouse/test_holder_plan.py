@@ -127,7 +127,7 @@ def test_b4_a_copy_is_kept_for_the_other_workers_but_not_for_long(part: HolderPl
 
 
 def test_b4_workers_wait_for_steps_that_are_common_to_them(part: HolderPlan) -> None:
-    """At two steps a second they are multiples of 16, and from the one on that is not near yet."""
+    """The steps are multiples of 16 at two steps a second; the next one is not too near."""
     part.record_view("l", view_of(size=2, step=90), 0.0)
     part.record_view("l", view_of(size=2, step=100), 5.0)
     assert 8 < 2 * (LEAD_S + PATIENCE_S) <= 16

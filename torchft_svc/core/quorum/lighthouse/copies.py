@@ -283,10 +283,8 @@ class _JobCopies:
         for copy in copies:
             workers = self._states.setdefault(copy.state_key, {})
             workers.setdefault(copy.group_rank, {})[holder] = copy
-        if not self._states:
-            self._newest_step = (
-                0  # the next copy is of another run, or of a holder that has started
-            )
+        if not self._states:  # the next copy is of another run, or of a holder that has started
+            self._newest_step = 0
         newest = max(self.whole_states(), default=_NO_STATE).step
         if newest > self._newest_step:
             self._newest_step, self.newest_since = newest, now
