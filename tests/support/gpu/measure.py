@@ -38,8 +38,9 @@ BLOCKS = 4
 KILLS = 5
 
 
-def script(name: str, rank: str, *flags: str) -> Child:
-    return Child([sys.executable, "-W", "ignore", str(HERE / name), *flags], variables(rank))
+def script(name: str, rank: str, *flags: str, **more: str) -> Child:
+    command = [sys.executable, "-W", "ignore", str(HERE / name), *flags]
+    return Child(command, variables(rank) | more)
 
 
 def spread(values: list[float]) -> str:
@@ -100,9 +101,9 @@ def sums_in_8_bits() -> dict[str, Any]:
     return found
 
 
-def trainer(lighthouse: str, name: int, *flags: str) -> Child:
+def trainer(lighthouse: str, name: int, *flags: str, **more: str) -> Child:
     options = [f"--lighthouse={lighthouse}", f"--name={name}", "--steps=1000000", *flags]
-    return script("trainer.py", str(name), *options)
+    return script("trainer.py", str(name), *options, **more)
 
 
 def commit_of(child: Child) -> tuple[int, int]:
@@ -143,16 +144,19 @@ def recovery() -> dict[str, Any]:
 
 
 def joining() -> dict[str, Any]:
-    """Milliseconds: the longest steps of a group while another one joins, by the size of its state,
-    and the usual one."""
+    """Milliseconds: the longest steps of a group while another one joins, by the size of its state
+    and by whether it catches up before, and the usual one."""
     found: dict[str, Any] = {}
-    for num_bytes in (0, NUM_TENSORS * TENSOR_BYTES):
+    size = NUM_TENSORS * TENSOR_BYTES
+    for num_bytes, catch_up in ((0, "0"), (size, "0"), (size, "1")):
         with contextlib.ExitStack() as stack:
             lighthouse = stack.enter_context(start_lighthouse(min_replicas=1))
-            where = lighthouse_address(lighthouse)
-            first = stack.enter_context(trainer(where, 0, f"--ballast={num_bytes}"))
+            start = functools.partial(
+                trainer, lighthouse_address(lighthouse), TORCHFT_CATCH_UP=catch_up
+            )
+            first = stack.enter_context(start(0, f"--ballast={num_bytes}"))
             assert first.read_line(START_S) == "ready"
-            stack.enter_context(trainer(where, 1, f"--ballast={num_bytes}", "--quiet"))
+            stack.enter_context(start(1, f"--ballast={num_bytes}", "--quiet"))
             at = [time.perf_counter()]
             together_at = 0
             while not together_at or len(at) < together_at + 100:
@@ -161,7 +165,8 @@ def joining() -> dict[str, Any]:
                 together_at = together_at or (len(at) if num == 2 else 0)
             steps = [1000 * (end - start) for start, end in pairwise(at)]
             near = steps[max(0, together_at - 100) :]
-            found[f"{num_bytes / 1e9:.2f} GB"] = {
+            name = f"{num_bytes / 1e9:.2f} GB" + (", with catch-up" if catch_up == "1" else "")
+            found[name] = {
                 "longest": [round(value, 1) for value in sorted(near)[-4:]],
                 "usual": round(statistics.median(steps), 1),
             }
