@@ -19,6 +19,9 @@ from tools.sim.offers import Fetched
 from tools.sim.shared import Home, Shared
 from tools.sim.world import Process, VirtualWorld
 from torchft_svc.core.quorum.lighthouse.copies import (
+    LOOK_AGAIN_S,
+    LOOK_UP_S,
+    MAX_MEMBERS_ASKED,
     REPORT_S,
     REPORT_TIMEOUT_S,
     CopySearch,
@@ -27,16 +30,15 @@ from torchft_svc.core.quorum.lighthouse.copies import (
     Start,
     whole_copy,
 )
-from torchft_svc.core.quorum.lighthouse.holder_plan import HolderPlan, NextCopy
+from torchft_svc.core.quorum.lighthouse.holder_plan import (
+    LOOK_S,
+    SILENCE_S,
+    HolderPlan,
+    NextCopy,
+)
 from torchft_svc.core.quorum.worker.step import StepMachine
 from torchft_svc.errors import PeerError, TorchFTError, Unreachable
 
-# Of a holder's and a worker's calls, and a holder's pause when a worker cannot be reached.
-CALL_S, RETRY_S = 2.0, 1.0
-# The pause between two looks for a copy, and how many members are asked whether they live.
-PAUSE_S, MAX_ASKED = 0.25, 3
-# How long a holder waits for the next copy of one worker before it chooses anew.
-SILENCE_S = 60.0
 # How often a manager checks whether it is connected, for a worker that asks who trains.
 CONNECTED_LOOK_S = 0.05
 
@@ -133,12 +135,12 @@ class HolderActor:
         wanted = self._plan.begin_copy(rank)
         self._free()
         if wanted is None:
-            self.process.after(REPORT_S / 4, self._follow_worker, rank)
+            self.process.after(LOOK_S, self._follow_worker, rank)
             return
         wait = self._waits[rank] = _Wait(rank, wanted)
         manager = self._shared.managers.get(wanted.manager_address)
         if manager is None or manager.process.is_dead or self._is_cut_off():
-            self.process.after(CALL_S, self._lose, wait, RETRY_S)
+            self.process.after(REPORT_TIMEOUT_S, self._lose, wait, REPORT_S)
         else:
             manager.process.after(self._latency(), self._ask, manager, wait)
             self.process.after(SILENCE_S, self._lose, wait, 0.0)
@@ -151,7 +153,7 @@ class HolderActor:
             worker = None
 
         def lose() -> None:
-            self.process.after(self._latency(), self._lose, wait, RETRY_S)
+            self.process.after(self._latency(), self._lose, wait, REPORT_S)
 
         def send(state: Fetched, copy_s: float) -> None:
             self.process.after(self._latency(), self._receive, wait, state, copy_s)
@@ -189,7 +191,7 @@ class HolderActor:
     def _await_other_workers(self, rank: int) -> None:
         """Keep the newest copy for those of the other workers."""
         if self._plan.awaits_other_workers(rank, self.process.world.now):
-            self.process.after(REPORT_S / 4, self._await_other_workers, rank)
+            self.process.after(LOOK_S, self._await_other_workers, rank)
         else:
             self._follow_worker(rank)
 
@@ -253,7 +255,8 @@ class SearchActor:
 
     def _look_for_copy(self) -> None:
         self._looked_at = self._process.world.now
-        look_up(self._process, self._home, self._shared, self._as_step(self._receive))
+        receive = self._as_step(self._receive)
+        look_up(self._process, self._home, self._shared, LOOK_UP_S, receive)
 
     def _receive(self, view: MembersAndCopies | None) -> None:
         if view is None:
@@ -263,7 +266,7 @@ class SearchActor:
         if start is Start.WITHOUT_COPY:
             self._end(None)
         elif start is Start.ASK_MEMBERS:
-            self._ask_members(list(view.members.values())[:MAX_ASKED])
+            self._ask_members(list(view.members.values())[:MAX_MEMBERS_ASKED])
         elif isinstance(start, HeldCopy):
             self._fetch(start)
         else:
@@ -276,7 +279,7 @@ class SearchActor:
             return
         go_on = self._as_step(lambda lives: self._member_answered(lives, addresses[1:]))
         manager = self._shared.managers.get(addresses[0])
-        self._process.after(CALL_S, go_on, False)
+        self._process.after(LOOK_UP_S, go_on, False)
 
         def answer() -> None:
             self._process.after(self._latency(), go_on, True)
@@ -295,7 +298,7 @@ class SearchActor:
     def _fetch(self, copy: HeldCopy) -> None:
         received = self._as_step(self._fetched)
         holder = self._shared.holders.get(copy.address.partition("/")[0])
-        self._process.after(CALL_S, received, None)
+        self._process.after(LOOK_UP_S, received, None)
         if holder is None or holder.process.is_dead:
             self._process.after(self._latency(), received, None)
             return
@@ -320,7 +323,7 @@ class SearchActor:
         if self._search.is_over(self._looked_at):
             self._end(Unreachable("holder", "simulated", "no copy can be fetched"))
         else:
-            self._process.after(PAUSE_S, self._look_for_copy)
+            self._process.after(LOOK_AGAIN_S, self._look_for_copy)
 
     def _as_step(self, action: Callable[..., None]) -> Callable[..., None]:
         """Return ``action`` for the next answer, which is ignored if another one has come."""
@@ -346,11 +349,12 @@ def look_up(
     process: Process,
     home: Home,
     shared: Shared,
+    timeout_s: float,
     receive: Callable[[MembersAndCopies | None], None],
 ) -> None:
     """Ask the lighthouse, through the manager, which members and copies there are (None: it does
-    not answer in time)."""
-    receive, until = once(receive), process.world.now + CALL_S
+    not answer within ``timeout_s``)."""
+    receive, until = once(receive), process.world.now + timeout_s
 
     def answer(host: LighthouseActor, manager: ManagerActor) -> None:
         view = host.members_and_copies(home.job)
@@ -372,7 +376,7 @@ def look_up(
         ask(manager)
 
     manager = home.manager
-    process.after(CALL_S, receive, None)
+    process.after(timeout_s, receive, None)
     if manager is not None and not manager.process.is_dead:
         manager.process.after(shared.network.latency(process), arrive, manager)
 

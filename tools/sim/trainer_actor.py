@@ -19,7 +19,7 @@ from tools.sim.terms import CommittedStep, NewcomerPatience, TermStep
 from tools.sim.world import Event, Process
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.assignment import QuorumResult
-from torchft_svc.core.quorum.lighthouse.copies import MembersAndCopies
+from torchft_svc.core.quorum.lighthouse.copies import CHECK_S, MembersAndCopies
 from torchft_svc.core.quorum.manager.commit_barrier import AnswerVote
 from torchft_svc.core.quorum.manager.group import AnswerWorker, SentNews
 from torchft_svc.core.quorum.session_messages import Drain, Kill, Lost, NewcomerWaits
@@ -213,7 +213,7 @@ class WorkerActor:
                     self._execute(step, self.round.record_error(error, step.epoch))
                 self._go_forward(step)
 
-        look_up(self.process, self.home, self._shared, receive)
+        look_up(self.process, self.home, self._shared, CHECK_S, receive)
         return True
 
     def _check_copies(self, step: _Step, before: StepState) -> None:

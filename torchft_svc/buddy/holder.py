@@ -24,7 +24,12 @@ from torchft_svc.core.quorum.lighthouse.copies import (
     HeldCopy,
     MembersAndCopies,
 )
-from torchft_svc.core.quorum.lighthouse.holder_plan import HolderPlan, NextCopy
+from torchft_svc.core.quorum.lighthouse.holder_plan import (
+    LOOK_S,
+    SILENCE_S,
+    HolderPlan,
+    NextCopy,
+)
 from torchft_svc.core.quorum.types import DEFAULT_JOB
 from torchft_svc.errors import (
     CheckpointError,
@@ -38,8 +43,7 @@ log = logging.getLogger(__name__)
 
 # A service that needs longer to answer is asked again.
 _CALL_TIMEOUT = timedelta(seconds=REPORT_TIMEOUT_S)
-# How long a worker may be silent before it offers a copy, and while it sends one.
-_SILENCE_TIMEOUT = timedelta(seconds=60)
+_SILENCE_TIMEOUT = timedelta(seconds=SILENCE_S)
 # An offer ends when nobody has fetched from it for this time, so it is made again before.
 _OFFER_TIMEOUT = timedelta(hours=1)
 _OFFER_AGAIN_S = 1800.0
@@ -218,7 +222,7 @@ class CopyHolder:
             with self._deciding() as plan:
                 wanted = plan.begin_copy(rank)
             if wanted is None:
-                self._is_over.wait(REPORT_S / 4)
+                self._is_over.wait(LOOK_S)
                 continue
             try:
                 step = self._fetch(wanted, rank)
@@ -269,7 +273,7 @@ class CopyHolder:
                 is_needed = self._plan.awaits_other_workers(rank, time.monotonic())
             if not is_needed:
                 return
-            self._is_over.wait(REPORT_S / 4)
+            self._is_over.wait(LOOK_S)
 
     def _log_once(self, party: str, reason: str) -> None:
         """Log ``reason`` (empty: all is well), unless it was the last one of ``party``."""

@@ -16,6 +16,9 @@ from torchft_svc.client.step.round import Dependencies, RoundRules
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import counters_of_copy
 from torchft_svc.core.quorum.lighthouse.copies import (
+    LOOK_AGAIN_S,
+    LOOK_UP_S,
+    MAX_MEMBERS_ASKED,
     CopySearch,
     HeldCopy,
     Start,
@@ -23,13 +26,6 @@ from torchft_svc.core.quorum.lighthouse.copies import (
 from torchft_svc.errors import CheckpointError, PeerError, RequestRefused, TorchFTError
 
 log = logging.getLogger(__name__)
-
-# A manager, or a lighthouse, that needs longer to answer is asked again.
-_LOOK_UP_S = 2.0
-# The pause before another look, for example until the lighthouse knows all copies.
-_PAUSE_S = 0.25
-# Members that are asked whether they live; a lighthouse may know only later that they do not.
-_MAX_ASKED = 3
 
 
 class CopyOffers:
@@ -113,7 +109,7 @@ def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedC
     error: TorchFTError = RequestRefused("the lighthouse does not know all copies yet")  # the last
     while True:
         try:
-            view = deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
+            view = deps.client.members_and_copies(timedelta(seconds=LOOK_UP_S))
             start = search.choose_start(view, now)
             if start is Start.WITHOUT_COPY:
                 return None
@@ -129,14 +125,14 @@ def fetch_copy(deps: Dependencies, rules: RoundRules, own_step: int) -> FetchedC
             error = failure
         if search.is_over(now):
             raise error
-        time.sleep(_PAUSE_S)
+        time.sleep(LOOK_AGAIN_S)
         now = time.monotonic()
 
 
 def _is_one_alive(deps: Dependencies, rules: RoundRules, addresses: Iterable[str]) -> bool:
     """Whether the manager of a member answers, so that a living group has a state."""
-    limit = timedelta(seconds=_LOOK_UP_S)
-    for address in list(addresses)[:_MAX_ASKED]:
+    limit = timedelta(seconds=LOOK_UP_S)
+    for address in list(addresses)[:MAX_MEMBERS_ASKED]:
         try:
             with coordination.ManagerClient(
                 address, limit, security=deps.client.security

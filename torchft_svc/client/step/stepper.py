@@ -26,7 +26,7 @@ from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.sums import BETWEEN_STEPS, StepSums, shown_reason
 from torchft_svc.client.step.weights import Weights
 from torchft_svc.core.quorum.activity import Phase
-from torchft_svc.core.quorum.lighthouse.copies import whole_copy
+from torchft_svc.core.quorum.lighthouse.copies import CHECK_S, whole_copy
 from torchft_svc.core.quorum.tally import EventKind, GroupEvent
 from torchft_svc.core.quorum.worker.clearing import ClearingPattern
 from torchft_svc.core.quorum.worker.round import UNDER_WAY, Decide, RoundRequest
@@ -35,9 +35,6 @@ from torchft_svc.errors import PeerError, QuorumFailed, RequestRefused
 from torchft_svc.rpc.descriptors import limit_error, shortage
 
 log = logging.getLogger(__name__)
-
-# A lighthouse that has just answered a question answers another one at once.
-_LOOK_UP_S = 5.0
 
 
 class Stepper:
@@ -140,7 +137,7 @@ class Stepper:
             return
         held = ""
         try:
-            view = self._deps.client.members_and_copies(timedelta(seconds=_LOOK_UP_S))
+            view = self._deps.client.members_and_copies(timedelta(seconds=CHECK_S))
             place = self._rules.place
             copy = whole_copy(view, place.group_rank, place.group_world_size, self.state.step)
             if copy is not None:

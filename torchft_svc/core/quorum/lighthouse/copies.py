@@ -29,6 +29,14 @@ ALL_REPORTED_S = 2 * REPORT_S + REPORT_TIMEOUT_S
 MAX_HOLDERS_PER_JOB = 4096
 # Each may hold two copies of each worker of a large group.
 MAX_COPIES_PER_HOLDER = 512
+# How long a worker that looks for a copy waits for each answer, and how long it pauses before it
+# looks again, for example until the lighthouse knows all copies.
+LOOK_UP_S, LOOK_AGAIN_S = 2.0, 0.25
+# Members that are asked whether they live; a lighthouse may know only later that they do not.
+MAX_MEMBERS_ASKED = 3
+# How long it waits for the answer after its first quorum has formed: the lighthouse, which has just
+# answered a question, answers another one at once.
+CHECK_S = 5.0
 # A worker that cannot fetch a copy tries another holder of it, and then the state before.
 MAX_HOLDERS_SHOWN = 3
 MAX_STATES_SHOWN = 3

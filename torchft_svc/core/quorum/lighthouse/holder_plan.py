@@ -6,9 +6,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchft_svc.core.quorum.lighthouse.common_steps import CopiedSteps, StepRate
-from torchft_svc.core.quorum.lighthouse.copies import MembersAndCopies, StateKey, whole_states
+from torchft_svc.core.quorum.lighthouse.copies import (
+    REPORT_S,
+    MembersAndCopies,
+    StateKey,
+    whole_states,
+)
 from torchft_svc.core.quorum.names import stable_name
 
+# How long a worker may be silent before it offers a copy, and while it sends one.
+SILENCE_S = 60.0
+# How often a holder looks whether a group trains, or a state is whole.
+LOOK_S = REPORT_S / 4
 # The committed step that a lighthouse knows may lag behind that of the groups for a moment.
 BEHIND_S = 10.0
 
