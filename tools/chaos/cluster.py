@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import random
@@ -25,6 +24,7 @@ from tools.chaos.fork_server import worker_server
 from tools.chaos.samples import PROGRAM
 from tools.demo.orphans import MARK, die_with_parent
 from torchft_svc.coordination import LighthouseClient
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.errors import TorchFTError
 from torchft_svc.host.fork_server import ForkServer
@@ -33,7 +33,6 @@ from torchft_svc.testing.proxy import Proxy
 LIGHTHOUSE_START_S = 20.0
 _OPERATOR_WAITS = timedelta(seconds=10)
 _LOOK = timedelta(seconds=0.5)
-_COMMAND_S = 20.0
 # Ports below those that the system gives to connections: a restarted lighthouse gets its own again.
 _PORTS = range(15_000, 32_000)
 _FLAGS = (
@@ -101,18 +100,6 @@ class Lighthouse:
             assert self._process.stdout is not None
             self._process.stdout.close()
             self._process = None
-
-    def goodput(self, job: str) -> dict[str, Any] | None:
-        """What `lighthouse incidents` shows of a job's time (None: it does not know the job)."""
-        command = [sys.executable, "-m", "torchft_svc.lighthouse_server", "incidents", "--json"]
-        flags = ["--lighthouse", self.address, "--job-id", job]
-        answer = subprocess.run(
-            [*command, *flags], capture_output=True, text=True, timeout=_COMMAND_S, check=False
-        )
-        if answer.returncode:
-            return None
-        goodput: dict[str, Any] | None = json.loads(answer.stdout)["goodput"]
-        return goodput
 
 
 def _steady_address() -> str:
@@ -226,8 +213,7 @@ class Cluster:
         Raises:
             RequestRefused: no quorum of the job is held back.
         """
-        addresses = ",".join(lighthouse.address for lighthouse in self.lighthouses)
-        with LighthouseClient(addresses, _OPERATOR_WAITS, job_id=job) as operator:
+        with self._operator(job, _OPERATOR_WAITS) as operator:
             operator.accept_loss(_OPERATOR_WAITS)
 
     def lighthouse_knows_all(self) -> bool:
@@ -240,18 +226,24 @@ class Cluster:
             for group in self.jobs[job]
             if group not in self.gone
         }
-        addresses = ",".join(lighthouse.address for lighthouse in self.lighthouses)
         try:
-            with LighthouseClient(addresses, _LOOK, job_id=job) as operator:
+            with self._operator(job) as operator:
                 groups = operator.status(job, _LOOK)[0].groups
         except TorchFTError:
             return False
         return running <= {stable_name(group.replica_id) for group in groups}
 
-    def goodput(self, job: str) -> dict[str, Any] | None:
-        """How much of the job's time ended in committed steps, as its lighthouse knows."""
-        found = (lighthouse.goodput(job) for lighthouse in self.lighthouses)
-        return next((each for each in found if each is not None), None)
+    def goodput(self, job: str) -> Goodput | None:
+        """How much of the job's time ended in committed steps (None: no lighthouse knows now)."""
+        for lighthouse in self.lighthouses:
+            client = LighthouseClient(lighthouse.address, _LOOK, job_id=job)
+            with suppress(TorchFTError), client as operator:
+                return operator.status(job, _LOOK)[0].goodput
+        return None
+
+    def _operator(self, job: str, timeout: timedelta = _LOOK) -> LighthouseClient:
+        addresses = ",".join(lighthouse.address for lighthouse in self.lighthouses)
+        return LighthouseClient(addresses, timeout, job_id=job)
 
     def cut(self, group: int) -> None:
         for proxy in self._proxies[group]:

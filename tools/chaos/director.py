@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from tools.chaos.actions import inject
 from tools.chaos.bounds import LIGHTHOUSE_BACK_S, NCCL_CONNECT_S, allowance_s
@@ -21,6 +20,7 @@ from tools.chaos.faults import (
     Kind,
 )
 from tools.chaos.options import uses_device
+from tools.chaos.stretches import Reading
 from tools.chaos.track import Place, Track
 from tools.demo.events import Event, Exited
 from torchft_svc.errors import TorchFTError
@@ -83,11 +83,11 @@ class Director:
     say: Callable[[float, str], None]
     incidents: list[Incident] = field(default_factory=list)
     history: list[tuple[str, Event]] = field(default_factory=list)
-    #: By job: when it was read, before all end, and what it was.
-    goodputs: dict[str, tuple[float, dict[str, Any]]] = field(default_factory=dict)
+    #: The goodput of each job, after each fault and before all end, as far as it could be read.
+    readings: list[Reading] = field(default_factory=list)
+    began_at: float = 0.0
     _track: Track = field(default_factory=Track)
     _later: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
-    _began_at: float = 0.0
     _progress_at: float = 0.0
     _winding_down: bool = False
     _lighthouse_was_away: bool = False  # and maybe still is
@@ -98,16 +98,13 @@ class Director:
         Raises:
             RunFailed: a group died by itself, never recovered, or did not end when asked to.
         """
-        self._began_at = time.monotonic()
-        self._wait(lambda: self._all_back(self._began_at), "the start")
+        self.began_at = time.monotonic()
+        self._wait(lambda: self._all_back(self.began_at), "the start")
+        self._read_goodputs("the start")
         for fault in self.faults:
-            if time.monotonic() - self._began_at >= self.seconds:
+            if time.monotonic() - self.began_at >= self.seconds:
                 break
             self._one(fault)
-        for job in self.cluster.jobs:
-            goodput = self.cluster.goodput(job)
-            if goodput is not None:
-                self.goodputs[job] = time.monotonic(), goodput
         self._winding_down = True
         self.cluster.drain()
         self._wait(self.cluster.is_empty, "SIGTERM for all", LEAVE_S)
@@ -136,6 +133,13 @@ class Director:
         late = "" if (incident.stall_s or 0.0) <= allowed_s else f", ALLOWED {allowed_s:.2f} s"
         summary = f"{incident.name()}: {stall} s{late}, all back after {incident.back_s:.2f} s"
         self.say(self._elapsed_s(), summary)
+        self._read_goodputs(incident.name())
+
+    def _read_goodputs(self, fault: str) -> None:
+        for job in self.cluster.jobs:
+            goodput = self.cluster.goodput(job)
+            if goodput is not None:
+                self.readings.append(Reading(job, time.monotonic(), fault, goodput))
 
     def _is_lighthouse_away(self) -> bool:
         """Whether the lighthouse is not back from an earlier fault, or does not know all groups."""
@@ -249,4 +253,4 @@ class Director:
         self.cluster.start(event.group)
 
     def _elapsed_s(self) -> float:
-        return time.monotonic() - self._began_at
+        return time.monotonic() - self.began_at

@@ -71,6 +71,34 @@ class Record:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class WrongRecord:
+    """A fault, at ``at``, whose records in the ledger of ``job`` are not what was expected.
+
+    ``what``: how they differ; ``expected``: the kinds of which its one record may be; ``found``:
+    its records, or if it has none, those of the same time.
+    """
+
+    fault: str
+    job: str
+    at: float
+    group: int
+    what: str
+    expected: tuple[str, ...]
+    found: tuple[Record, ...]
+
+    def sentence(self, zero: float) -> str:
+        """All of it, with times since ``zero``."""
+        found = [
+            f"{each.kind} of groups {sorted(each.groups)} at {each.at - zero:.1f} s: {each.cause}"
+            for each in self.found
+        ]
+        return (
+            f"job {self.job}, {self.at - zero:.1f} s: {self.fault} {self.what}; expected is one of "
+            f"{' or '.join(self.expected)}, the ledger has {found}"
+        )
+
+
 def read_records(logs: Iterable[EventLog], wall_offset_s: float) -> list[Record]:
     """The latest state of all records, each once, by time: without what groups repeat to a
     restarted lighthouse."""
@@ -89,8 +117,8 @@ def read_records(logs: Iterable[EventLog], wall_offset_s: float) -> list[Record]
 
 def compare_records(
     records: Sequence[Record], incidents: Sequence[Incident], jobs: Iterable[str]
-) -> Iterator[str]:
-    """What is wrong with the records: each fault has one about the group that it has hit."""
+) -> Iterator[WrongRecord]:
+    """The faults whose records are wrong: each fault has one about the group that it has hit."""
     jobs = list(jobs)
     for number, incident in enumerate(incidents):
         causes = CAUSES.get(incident.fault.kind)
@@ -108,23 +136,33 @@ def compare_records(
             if incident.at - _EARLY_S <= each.at < until and each.kind not in _COMES
         ]
         for job in jobs if incident.fault.kind in FOR_ALL else [incident.job]:
-            yield from _compare_one(incident, causes, [each for each in within if each.job == job])
+            of_job = [each for each in within if each.job == job]
+            yield from _compare_one(incident, job, causes, of_job)
 
 
 def _compare_one(
-    incident: Incident, causes: frozenset[str], records: Sequence[Record]
-) -> Iterator[str]:
+    incident: Incident, job: str, causes: frozenset[str], records: Sequence[Record]
+) -> Iterator[WrongRecord]:
     fault = incident.fault
     if fault.kind in FOR_ALL:
         mine = [each for each in records if each.kind == "lighthouse_away"]
     else:
         mine = [each for each in records if fault.group in each.groups]
-    shown = [f"{each.kind}: {each.cause}" for each in mine]
     is_short = 0 < fault.length_s < LONG_S
     if not mine and not is_short and fault.kind not in _MAY_HAVE_NONE:
-        others = [f"{each.kind} {sorted(each.groups)}: {each.cause}" for each in records]
-        yield f"{incident.name()} has no record, there are {others}"
+        what = "has no record"
     elif len(mine) > 1:
-        yield f"{incident.name()} has {len(mine)} records: {shown}"
+        what = f"has {len(mine)} records"
     elif mine and mine[0].kind not in causes:
-        yield f"{incident.name()} has a record of another kind: {shown}"
+        what = "has a record of another kind"
+    else:
+        return
+    yield WrongRecord(
+        incident.name(),
+        job,
+        incident.at,
+        fault.group,
+        what,
+        tuple(sorted(causes)),
+        tuple(mine or records),
+    )

@@ -13,15 +13,33 @@ from rich.table import Table
 
 from tools.chaos.director import Incident
 from tools.chaos.faults import BOUNDS_S, FOR_ALL, Kind
+from tools.chaos.records import Record
 from tools.chaos.verdicts import Run
 from tools.demo.events import Committed, Discarded
 from tools.demo.promises import Verdict
 from tools.demo.report import promise_table
 
+# Of what has missed a promise; the JSON has all.
+MAX_SHOWN = 10
+
 
 def print_report(console: Console, run: Run, verdicts: Sequence[Verdict]) -> None:
     console.print(stall_table(run.incidents))
     console.print(promise_table(verdicts))
+    for verdict in verdicts:
+        print_faults(console, verdict)
+
+
+def print_faults(console: Console, verdict: Verdict) -> None:
+    """Print what has missed the promise, one thing a line; nothing if the table shows all of it."""
+    if len(verdict.faults) < 2:
+        return
+    num_left_out = len(verdict.faults) - MAX_SHOWN
+    console.print(f"{verdict.promise}: missed {len(verdict.faults)} times", style="bold red")
+    for fault in verdict.faults[:MAX_SHOWN]:
+        console.print(f"  {fault}", soft_wrap=True, markup=False, highlight=False)
+    if num_left_out > 0:
+        console.print(f"  and {num_left_out} more, see the JSON")
 
 
 def stall_table(incidents: Sequence[Incident]) -> Table:
@@ -56,6 +74,7 @@ def write_json(run: Run, verdicts: Sequence[Verdict], seed: int, path: Path) -> 
     """Write the figures of a run, for programs to read."""
     figures = {
         "seed": seed,
+        "began_at": run.began_at,
         "incidents": [
             {
                 "cause": incident.fault.kind.value,
@@ -65,9 +84,18 @@ def write_json(run: Run, verdicts: Sequence[Verdict], seed: int, path: Path) -> 
             }
             for incident in run.incidents
         ],
+        "wrong_records": [
+            {**asdict(wrong), "found": [_record(each) for each in wrong.found]}
+            for wrong in run.wrong_records()
+        ],
+        "stretches": [asdict(stretch) for job in run.jobs() for stretch in run.stretches(job)],
         "verdicts": [asdict(verdict) | {"outcome": verdict.outcome.value} for verdict in verdicts],
     }
     path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+
+
+def _record(record: Record) -> dict[str, object]:
+    return {**asdict(record), "groups": sorted(record.groups)}
 
 
 def draw_picture(run: Run, path: Path) -> None:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 from tools.chaos.director import Incident
 from tools.chaos.faults import Kind
-from tools.chaos.observed import observe
-from tools.chaos.records import Record, compare_records
+from tools.chaos.records import Record, WrongRecord, compare_records
 from tools.chaos.samples import PROGRAM, ledger_of
+from tools.chaos.stretches import Reading, Stretch, find_stretches, whole_stretch
 from tools.demo.events import (
     Committed,
     Discarded,
@@ -38,13 +38,17 @@ _BEGINS_ANEW_S = 5.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """All that is known when the run is over; the events of one worker are in order."""
+    """All that is known when the run is over; the events of one worker are in order.
+
+    ``began_at``: from when on the seconds count that are shown.
+    """
 
     seen: Seen
     incidents: Sequence[Incident]
     leftovers: Sequence[str] = ()
     records: Sequence[Record] = ()
-    goodputs: Mapping[str, tuple[float, Mapping[str, Any]]] = field(default_factory=dict)
+    readings: Sequence[Reading] = ()
+    began_at: float = 0.0
     interrupted: bool = False
     failure: str = ""
 
@@ -86,6 +90,13 @@ class Run:
 
     def jobs(self) -> list[str]:
         return sorted({job for job, _ in self.seen})
+
+    def wrong_records(self) -> list[WrongRecord]:
+        return list(compare_records(self.records, self.incidents, self.jobs()))
+
+    def stretches(self, job: str) -> list[Stretch]:
+        readings = [each for each in self.readings if each.job == job]
+        return list(find_stretches(readings, self.events(Committed, job)))
 
     def histories(self, job: str) -> Iterator[Sequence[Event]]:
         """The job's events by time, without what `begun_anew` holds; where an operator let it go
@@ -287,7 +298,7 @@ def judge_samples(run: Run) -> Verdict:
 
 def judge_records(run: Run) -> Verdict:
     """Each fault is one record with its cause (rules N1, N2)."""
-    faults = list(compare_records(run.records, run.incidents, run.jobs()))
+    faults = [wrong.sentence(run.began_at) for wrong in run.wrong_records()]
     kinds = Counter(record.kind for record in run.records)
     num_unseen = sum(incident.is_unseen for incident in run.incidents)
     proof = ", ".join(f"{num} {kind}" for kind, num in kinds.most_common())
@@ -296,17 +307,20 @@ def judge_records(run: Run) -> Verdict:
 
 
 def judge_goodput(run: Run) -> Verdict:
-    """A job's goodput is what its commits show (rule N6)."""
+    """A job's goodput is what its commits show (rule N6); if not, where it differs most."""
     faults, proofs = [], []
-    for job, (read_at, goodput) in run.goodputs.items():
-        wall_s, committed_s = goodput["wall_s"], goodput["committed_s"]
-        seen = observe(run.events(Committed, job), read_at - wall_s, read_at)
-        lost = {cause: round(s, 1) for cause, s in goodput["lost_s"].items() if s >= 0.1}
-        shown = f"job {job}: {committed_s:.1f} s of {wall_s:.1f} s, seen {seen.committed_s:.1f} s"
-        shown += f", lost {lost}"
-        proofs.append(shown)
-        if abs(committed_s - seen.committed_s) > GOODPUT_WITHIN * wall_s:
-            faults.append(shown)
+    for job, last in {each.job: each for each in run.readings}.items():
+        whole = whole_stretch(last, run.events(Committed, job))
+        proofs.append(
+            f"job {job}: {whole.ledger_s:.1f} s of {whole.length_s:.1f} s, "
+            f"seen {whole.seen_s:.1f} s"
+        )
+        if abs(whole.excess_s) > GOODPUT_WITHIN * whole.length_s:
+            faults.append(whole.sentence(run.began_at))
+            parts = [each for each in run.stretches(job) if each.began_at >= whole.began_at - 1]
+            parts.sort(key=lambda each: -abs(each.excess_s))
+            differing = filter(lambda each: each.differs_by_more_than(GOODPUT_WITHIN), parts)
+            faults += [each.sentence(run.began_at) for each in differing]
     return Verdict.of("the goodput is what an observer sees", faults, "; ".join(proofs))
 
 

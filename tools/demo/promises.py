@@ -26,18 +26,21 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """Whether ``promise`` was kept, and the ``detail`` that shows it."""
+    """Whether ``promise`` was kept, and the ``detail`` that shows it; ``faults``: all that missed
+    it."""
 
     promise: str
     outcome: Outcome
     detail: str
+    faults: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, promise: str, faults: Sequence[str], proof: str) -> Verdict:
         """Missed if there are ``faults``: the first of them is shown, else the ``proof``."""
         if faults:
             more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
-            return cls(promise=promise, outcome=Outcome.FAIL, detail=faults[0] + more)
+            detail, all_faults = faults[0] + more, tuple(faults)
+            return cls(promise=promise, outcome=Outcome.FAIL, detail=detail, faults=all_faults)
         return cls(promise=promise, outcome=Outcome.PASS, detail=proof)
 
     @classmethod

@@ -7,16 +7,20 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tools.chaos.cluster import EventLog
 from tools.chaos.director import Incident
 from tools.chaos.faults import Fault, Kind
 from tools.chaos.observed import observe
 from tools.chaos.records import Record, read_records
+from tools.chaos.report import print_faults, write_json
+from tools.chaos.stretches import Reading, find_stretches
 from tools.chaos.verdicts import (
     Run,
     judge_bounds,
@@ -41,6 +45,7 @@ from tools.demo.events import (
     Started,
 )
 from tools.demo.promises import Outcome, Verdict
+from torchft_svc.core.quorum.lighthouse.incidents import Goodput
 
 _FAULT = Fault(kind=Kind.WORKER_KILLED, group=0, worker=0, length_s=0.0, pause_s=0.0)
 
@@ -259,7 +264,10 @@ def after_a_kill(*records: Record, kind: Kind = Kind.WORKER_KILLED, length_s: fl
     ("run", "fault"),
     [
         (after_a_kill(), "has no record"),
-        (after_a_kill(record("lost", 1, 10.1)), "has no record, there are .*lost"),
+        (
+            after_a_kill(record("lost", 1, 10.1)),
+            "has no record; .* has .'lost of groups .1. at 10.1 s",
+        ),
         (after_a_kill(record("lost", 0, 5.0)), "has no record"),
         (after_a_kill(record("lost", 0, 10.1), record("discarded", 0, 10.2)), "has 2 records"),
         (after_a_kill(record("drained", 0, 10.1)), "a record of another kind"),
@@ -301,11 +309,64 @@ def test_a_fault_before_the_lighthouse_is_back_is_not_judged() -> None:
 def test_the_goodput_is_compared_with_the_commits() -> None:
     commits = [("one", commit(0, step, 100.0 + step)) for step in range(41)]
     commits += [("one", commit(0, step, 110.0 + step, quorum_id=2)) for step in range(41, 81)]
-    wall = {"wall_s": 90.0}  # 10 s were lost between two quorums
+    # 10 s were lost between two quorums.
     for committed_s, outcome in ((80.0, Outcome.PASS), (89.0, Outcome.FAIL)):
-        goodput = {**wall, "committed_s": committed_s, "lost_s": {"waiting": 1.0}}
-        run = Run(seen=commits, incidents=[], goodputs={"one": (190.0, goodput)})
+        goodput = Goodput(wall_s=90.0, committed_s=committed_s, lost_s={"waiting": 1.0})
+        run = Run(seen=commits, incidents=[], readings=[Reading("one", 190.0, "fault 1", goodput)])
         assert judge_goodput(run).outcome is outcome
+
+
+def test_the_stretches_in_which_the_goodput_differs_are_named() -> None:
+    """A commit each second; after the second fault the ledger has 5 s more, and no other."""
+    commits = [("one", commit(0, step, 100.0 + step)) for step in range(91)]
+    shown = [(110.0, 10.0), (130.0, 30.0), (150.0, 55.0), (170.0, 75.0), (190.0, 95.0)]
+    readings = [
+        Reading("one", at, f"fault {number}", Goodput(wall_s=at - 100.0, committed_s=committed_s))
+        for number, (at, committed_s) in enumerate(shown)
+    ]
+    run = Run(seen=commits, incidents=[], readings=readings, began_at=100.0)
+    whole, *differing = judge_goodput(run).faults
+    assert "0.0 to 90.0 s: the ledger has 95.00 s of 90.00 s, seen were 90.00 s" in whole
+    assert len(differing) == 1
+    assert "30.0 to 50.0 s: the ledger has 25.00 s of 20.00 s, seen were 20.00" in differing[0]
+    assert differing[0].endswith("fault 2")
+
+
+def test_other_accounts_are_compared_from_their_beginning_on() -> None:
+    """A lighthouse that was restarted begins with the time of a group that has lived for 60 s."""
+    commits = [commit(0, step, 100.0 + step) for step in range(91)]
+    readings = [
+        Reading("one", 150.0, "fault 1", Goodput(wall_s=50.0, committed_s=50.0)),
+        Reading("one", 180.0, "fault 2", Goodput(wall_s=60.0, committed_s=59.0)),
+    ]
+    first, second = find_stretches(readings, commits)
+    assert (first.began_at, first.ended_at, first.excess_s) == (100.0, 150.0, 0.0)
+    assert (second.began_at, second.ended_at, second.excess_s) == (120.0, 180.0, -1.0)
+
+
+def test_the_report_names_what_has_missed_a_promise() -> None:
+    """All of it, or the first ten."""
+    faults = [f"fault {number}" for number in range(1, 13)]
+    for num_faults, lines in ((1, []), (3, faults[:3]), (12, [*faults[:10], "and 2 more"])):
+        output = StringIO()
+        verdict = Verdict.of("a promise", faults[:num_faults], "kept")
+        print_faults(Console(file=output, width=80), verdict)
+        found = output.getvalue().splitlines()[1:]
+        assert [line.strip().partition(",")[0] for line in found] == lines
+
+
+def test_the_figures_have_what_was_wrong(tmp_path: Path) -> None:
+    run = after_a_kill(record("lost", 1, 10.1, "its host is gone"))
+    reading = Reading("one", 12.0, "fault 1", Goodput(wall_s=11.0, committed_s=9.0))
+    run = replace(run, readings=[reading])
+    write_json(run, [judge_records(run)], 7, tmp_path / "figures.json")
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    (wrong,) = figures["wrong_records"]
+    assert (wrong["at"], wrong["group"], wrong["expected"]) == (10.0, 0, ["lost"])
+    assert wrong["found"][0]["groups"] == [1]
+    assert wrong["found"][0]["cause"] == "its host is gone"
+    assert [each["ledger_s"] for each in figures["stretches"]] == [9.0]
+    assert len(figures["verdicts"][0]["faults"]) == 1
 
 
 def test_steps_that_a_job_goes_back_behind_are_no_goodput() -> None:
