@@ -102,7 +102,8 @@ class GroupCollective:
         self._is_excused = True
 
     def asks(self, process: Process) -> None:
-        self._asks_since[process] = self._network.world.now
+        """Record that a worker waits for an answer; it may ask again, if it has another manager."""
+        self._asks_since.setdefault(process, self._network.world.now)
 
     def is_answered(self, process: Process) -> None:
         self._asks_since.pop(process, None)

@@ -166,8 +166,6 @@ class WorkerActor:
         step.began_at = now
         self._shared.invariants.newcomers.asks(self.process.name)
         self._shared.companions.began(self.home.name, self.group_rank, state.step, now)
-        if self.home.collective is not None:
-            self.home.collective.asks(self.process)
         self._execute(step, ready)
         if not step.is_sync:
             self._go_forward(step)
@@ -321,6 +319,8 @@ class WorkerActor:
         broken = self._seat is not None and self._seat.error is not None
         request = self.round.question(self.process.name, are_connections_broken=broken)
         step.deadline = deadline
+        if self.home.collective is not None:
+            self.home.collective.asks(self.process)
         if self.round.follows:
             takes_s = self.process.chance.expovariate(1 / self._rules.mean_preview_s)
             self.process.after(takes_s, self._state_followed, step)

@@ -103,6 +103,19 @@ def test_a_group_that_missed_the_quorum_that_it_should_have_healed_in_heals_in_t
     assert outcome.fell is None, describe(outcome)
 
 
+def test_a_worker_that_fetches_a_preview_does_not_wait_in_the_quorum() -> None:
+    """Workers that have asked in vain wait for one that fetches, in a collective of the group.
+
+    That one asks when it is done, learns that the question has failed, and comes, too.
+    """
+    drawn = draw_ordinary(20036)  # groups that begin from a checkpoint fetch a preview
+    calm = dataclasses.replace(
+        drawn, seed=22, num_groups=4, num_jobs=1, group_world_size=2, save_every=5, faults=()
+    )
+    outcome = Fleet(calm).run()
+    assert outcome.fell is None, describe(outcome)
+
+
 def test_a_thousand_groups() -> None:
     outcome = Fleet(draw_ordinary(1, NUM_MANY)).run()
     assert outcome.fell is None, describe(outcome)
