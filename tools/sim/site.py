@@ -185,10 +185,8 @@ class Site:
         since = self._world.now - KNOWN_S
         is_well = self._shared.companions.settled_since([self.name]) < since
         alive = [each for each in self.workers if not each.process.is_dead]
-        is_whole = len(alive) == self.group_world_size and all(
-            each.round.peers.quorum is not None and each.machine.state.step for each in alive
-        )
-        return is_well and is_whole
+        is_whole = len(alive) == self.group_world_size
+        return is_well and is_whole and all(each.has_state for each in alive)
 
     def check_origins(self) -> None:
         """Copies of different states are not mixed (rule B4)."""

@@ -173,6 +173,13 @@ class WorkerActor:
     # -- copies ----------------------------------------------------------------------------------
 
     @property
+    def has_state(self) -> bool:
+        """Whether it was in a quorum, and has another state than that of a copy."""
+        state = self.machine.state
+        is_copy = self.origin == (state.step, state.quorum_id)
+        return self.round.peers.quorum is not None and state.step > 0 and not is_copy
+
+    @property
     def _looks_for_copy(self) -> bool:
         """Whether this worker begins from a copy if no group with a state lives (rule B5)."""
         state, now = self.machine.state, self.process.world.now

@@ -77,6 +77,15 @@ def test_a_job_finishes_at_another_lighthouse_of_a_list_than_the_first() -> None
     assert outcome.fell is None, describe(outcome)
 
 
+def test_groups_that_have_waited_for_an_operator_begin_from_one_copy() -> None:
+    """The first group to begin from a copy keeps no other from it, though it was in their quorum.
+
+    All of them have begun anew while the holder was away.
+    """
+    outcome = Fleet(draw_copies(30323)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
 @pytest.mark.parametrize(("seed", "num_groups"), [(20000, None), (0, 3), (7, 3)])
 def test_workers_begin_from_copies(seed: int, num_groups: int | None) -> None:
     """One that has found no quorum begins its step again, and a copy is held; parts are held; a
