@@ -82,6 +82,7 @@ LONE_DEATHS_RATE = 0.1  # of such runs in which only managers die
 MET_S, APART_S = 12.0, 3.0  # the first one when all train together, and one after the other
 PREVIEWS_RATE = 0.15  # of all runs
 SPARES_RATE = 0.25  # of all runs
+COPIES_RATE = 0.2  # of all others
 # What happens to the groups whose places prepared spares take, and to these spares meanwhile.
 LOSSES_OF_PLACES = ("crash", "crash", "crash", "crash_worker", "drain", "leave", "cut", "freeze")
 TROUBLES_OF_SPARES = ("crash", "crash_manager", "cut", "freeze", "half_open", "reset", "drain")
@@ -198,6 +199,9 @@ def draw(seed: int, num_groups: int | None = None) -> Scenario:
     chance = random.Random(f"{seed}/spares")
     if chance.random() < SPARES_RATE and (num_groups or 0) <= LARGE:
         return draw_spares(seed, num_groups)
+    chance = random.Random(f"{seed}/copies")
+    if chance.random() < COPIES_RATE and (num_groups or 0) <= LARGE:
+        return draw_copies(seed, num_groups)
     return draw_ordinary(seed, num_groups)
 
 
