@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from tools.chaos.actions import inject
-from tools.chaos.bounds import LIGHTHOUSE_BACK_S, NCCL_CONNECT_S, allowance_s
+from tools.chaos.bounds import LIGHTHOUSE_BACK_S, allowance_s, change_of_members_s
 from tools.chaos.cluster import Cluster
 from tools.chaos.faults import (
     ALONE,
@@ -19,7 +19,6 @@ from tools.chaos.faults import (
     Fault,
     Kind,
 )
-from tools.chaos.options import uses_device
 from tools.chaos.stretches import Reading
 from tools.chaos.track import Place, Track
 from tools.demo.events import Event, Exited
@@ -113,8 +112,7 @@ class Director:
         self._pause(fault.pause_s)
         job = self.cluster.job_of(fault.group)
         allowed_s = BOUNDS_S[fault.kind] + allowance_s()
-        if uses_device(self.cluster.process_group):
-            allowed_s += NCCL_CONNECT_S
+        allowed_s += change_of_members_s(self.cluster.process_group)
         if fault.kind is Kind.STALE_SURVIVOR and self._is_lighthouse_away():
             # The others have to train on without a group that the lighthouse knows.
             self._pause(LIGHTHOUSE_START_S + LIGHTHOUSE_BACK_S)

@@ -16,6 +16,11 @@ def uses_device(process_group: str) -> bool:
     return "nccl" in process_group
 
 
+def is_isolated(process_group: str) -> bool:
+    """Whether the collectives of this process group run in a process of their own."""
+    return process_group.startswith("isolated-")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerOptions:
     """One worker of replica group ``group``, in its ``incarnation``-th life.

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from tools.chaos.bounds import change_of_members_s
 from tools.chaos.cluster import EventLog
 from tools.chaos.director import Incident
 from tools.chaos.faults import Fault, Kind
 from tools.chaos.observed import observe
+from tools.chaos.options import PROCESS_GROUPS
 from tools.chaos.records import Record, read_records
 from tools.chaos.report import print_faults, write_json
 from tools.chaos.stretches import Reading, find_stretches
@@ -233,6 +235,11 @@ def test_a_peer_of_a_killed_worker_may_end_with_an_error() -> None:
 )
 def test_bounds(stall_s: float | None, outcome: Outcome) -> None:
     assert judge_bounds(run(incidents=[incident(stall_s)])).outcome is outcome
+
+
+def test_a_change_of_members_may_take_longer_with_nccl_and_in_an_isolated_process() -> None:
+    allowed = {each: change_of_members_s(each) for each in PROCESS_GROUPS}
+    assert allowed == {"gloo": 0.0, "nccl": 1.0, "isolated-gloo": 0.0, "isolated-nccl": 2.5}
 
 
 def test_a_run_without_an_end_or_without_faults_fails() -> None:
