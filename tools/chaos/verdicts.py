@@ -94,9 +94,14 @@ class Run:
     def wrong_records(self) -> list[WrongRecord]:
         return list(compare_records(self.records, self.incidents, self.jobs()))
 
+    def useful_commits(self, job: str) -> list[Committed]:
+        """The job's commits without what `begun_anew` holds: others have done these steps."""
+        anew = self.begun_anew(job)
+        return [event for event in self.events(Committed, job) if event not in anew]
+
     def stretches(self, job: str) -> list[Stretch]:
         readings = [each for each in self.readings if each.job == job]
-        return list(find_stretches(readings, self.events(Committed, job)))
+        return list(find_stretches(readings, self.useful_commits(job)))
 
     def histories(self, job: str) -> Iterator[Sequence[Event]]:
         """The job's events by time, without what `begun_anew` holds; where an operator let it go
@@ -310,7 +315,7 @@ def judge_goodput(run: Run) -> Verdict:
     """A job's goodput is what its commits show (rule N6); if not, where it differs most."""
     faults, proofs = [], []
     for job, last in {each.job: each for each in run.readings}.items():
-        whole = whole_stretch(last, run.events(Committed, job))
+        whole = whole_stretch(last, run.useful_commits(job))
         proofs.append(
             f"job {job}: {whole.ledger_s:.1f} s of {whole.length_s:.1f} s, "
             f"seen {whole.seen_s:.1f} s"

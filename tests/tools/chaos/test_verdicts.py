@@ -339,6 +339,17 @@ def test_the_stretches_in_which_the_goodput_differs_are_named() -> None:
     assert differing[0].endswith("fault 2")
 
 
+def test_a_newcomer_that_begins_anew_takes_no_goodput_from_the_others() -> None:
+    """A newcomer commits steps 1 and 2 alone while the others are at step 34."""
+    killed = Fault(kind=Kind.LIGHTHOUSE_KILLED, group=0, worker=0, length_s=0.0, pause_s=0.0)
+    commits: list[Event] = [commit(0, step, step / 10) for step in range(91)]
+    alone = [commit(2, step, 3.35 + step / 10, quorum_id=4, members="c") for step in (1, 2)]
+    reading = Reading("job", 9.0, "fault 1", Goodput(wall_s=9.0, committed_s=9.0))
+    events = [*commits, *alone, Healed(**who(2, 4.0))]
+    judged = run(*events, incidents=[Incident(1, killed, "job", 3.0, 0.5)], readings=[reading])
+    assert judge_goodput(judged).outcome is Outcome.PASS
+
+
 def test_other_accounts_are_compared_from_their_beginning_on() -> None:
     """A lighthouse that was restarted begins with the time of a group that has lived for 60 s."""
     commits = [commit(0, step, 100.0 + step) for step in range(91)]
