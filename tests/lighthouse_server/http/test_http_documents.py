@@ -96,6 +96,17 @@ def test_a_summary_has_the_spares_and_a_long_silence_of_one() -> None:
     assert not {"spares", "spares_ready"} & document()["summary"].keys()
 
 
+def test_each_spare_is_in_it_with_what_it_can_do() -> None:
+    spares = (PreparedSpare("s:1", asks=True, silent_s=0.5), PreparedSpare("a:2", silent_s=8.0))
+    shown = document(replace(JOB, prepared_spares=spares))
+    assert shown["spares"] == {
+        "s": {"id": "s:1", "state": "ready spare"},
+        "a:2": {"id": "a:2", "state": "starting spare", "seen_at": NOW - 8},
+    }
+    assert {"a:1", "b"} <= shown["groups"].keys(), "a name that is not the group's alone"
+    assert "spares" not in document()
+
+
 def test_the_goodput_is_in_it_where_it_is_known() -> None:
     expected = {"ratio": 0.333, "committed_s": 30, "lost_s": {"other": 60.0}}
     assert document()["goodput"] == expected

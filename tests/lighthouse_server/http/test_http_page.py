@@ -5,10 +5,13 @@ The screenshots of the documents are made here, if TORCHFT_SCREENSHOTS names a f
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,10 @@ from support.dashboards import TOKEN, Served, served
 from tools.chaos.fleet import Fleet
 from tools.chaos.fork_server import worker_server
 from tools.demo.events import Exited
+from torchft_svc.core.quorum.lighthouse.overview import GroupStatus, JobStatus
+from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
 from torchft_svc.lighthouse_server.http import events, timelines
+from torchft_svc.lighthouse_server.http.documents import job_document, overview
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
@@ -251,6 +257,63 @@ def test_it_comes_back_with_the_lighthouse(page: Any) -> None:
         page.wait_for_selector("#link[data-tone=live]")
     page.wait_for_selector("#link[data-tone=broken]")
     assert "no connection since" in page.inner_text("#link")
+
+
+DIFFERENCE = "in the check of step 7, the learning rate differs in b"
+DIFFERING = JobStatus(
+    job="j",
+    quorum_id=9,
+    committed_step=7,
+    groups=tuple(GroupStatus(replica_id=f"{each}:1", in_quorum=True, step=7) for each in "ab"),
+    num_expected=2,
+    num_differences=1,
+    last_difference=DIFFERENCE,
+    prepared_spares=(
+        PreparedSpare("s:1", asks=True, silent_s=0.5),
+        PreparedSpare("t:1", silent_s=8.0),
+    ),
+)
+
+
+def show_status(page: Any, status: JobStatus) -> None:
+    """Let the page show a status instead of that of its lighthouse."""
+
+    def answer(route: Any) -> None:
+        now, name = time.time(), status.job if "job=" in route.request.url else ""
+        document = job_document(status, now, None, (), {}) if name else overview([status], (), now)
+        data = json.dumps({"channel": name, "at": now, "document": document})
+        body = f"event: document\ndata: {data}\n\n"
+        route.fulfill(content_type="text/event-stream", body=body)
+
+    page.route("**/api/v1/events*", answer)
+
+
+def test_a_job_whose_states_differ_is_not_green(page: Any) -> None:
+    with served(token=None) as server:
+        show_status(page, replace(DIFFERING, num_differences=0, last_difference=""))
+        page.goto(server.url)
+        page.wait_for_selector(".card[data-tone=good]:has-text('All 2 groups train')")
+        show_status(page, DIFFERING)
+        page.goto(server.url)
+        page.reload()
+        page.wait_for_selector(".card[data-tone=bad]:has-text('states differed in 1 check')")
+        assert f"States differed: {DIFFERENCE}." in page.inner_text(".card")
+        page.click(".card")
+        page.wait_for_selector(".state[data-tone=bad] h1:has-text('states differed in 1 check')")
+        assert page.inner_text(".why") == f"States differed: {DIFFERENCE}."
+
+
+def test_each_spare_is_shown_with_its_state(page: Any) -> None:
+    with served(token=None) as server:
+        show_status(page, DIFFERING)
+        page.goto(server.url)
+        page.wait_for_selector(".card:has-text('2 spares stand by, 1 ready, one silent for')")
+        page.click(".card")
+        page.wait_for_selector("tbody tr[data-state='ready spare']:has(.named:text-is('s'))")
+        silent = "tbody tr[data-state='starting spare']:has(.named:text-is('t'))"
+        assert re.search(r"\b\d+ s\b", page.inner_text(f"{silent} [data-label='last sign']"))
+        assert not page.evaluate(CONTRASTS)
+        keep_screenshot(page, "spares")
 
 
 # Texts whose contrast to what is behind them is below 4.5 (large ones: 3), as WCAG counts it.

@@ -77,7 +77,9 @@ def test_a_job_is_shown_as_status_shows_it(lighthouse: Served, line: Line) -> No
     assert (whole["job"], whole["committed_step"]) == (name, 3)
     (group,) = whole["groups"]
     assert (group["replica_id"], group["in_quorum"], group["step"]) == ("g:1", True, 3)
-    assert lighthouse.get(f"{path}/groups").json()["groups"][0]["replica_id"] == "g:1"
+    listed = lighthouse.get(f"{path}/groups").json()
+    assert listed["groups"][0]["replica_id"] == "g:1"
+    assert (listed["gone"], listed["prepared_spares"]) == ([], [])
     (summary,) = [job for job in lighthouse.get(f"{API}/jobs").json()["jobs"] if job["job"] == name]
     assert (summary["num_groups"], summary["num_in_quorum"]) == (1, 1)
     assert (

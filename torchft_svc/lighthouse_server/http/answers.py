@@ -23,6 +23,7 @@ from torchft_svc.core.quorum.lighthouse.overview import (
     GroupStatus,
     JobStatus,
 )
+from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
 from torchft_svc.core.quorum.lighthouse.timeline import TimelinePoint
 from torchft_svc.host.tasks import in_turns
 
@@ -91,11 +92,13 @@ class JobList:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupList:
-    """The groups of a job: the living ones, and those that ended last, the newest first."""
+    """The groups of a job: the living ones, those that ended last, the newest first, and the
+    prepared spares that stand by."""
 
     job: str
     groups: tuple[GroupStatus, ...]
     gone: tuple[GoneGroup, ...]
+    prepared_spares: tuple[PreparedSpare, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

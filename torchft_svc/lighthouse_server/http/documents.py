@@ -19,6 +19,7 @@ from torchft_svc.core.launch.launched_run import NodeStatus, RunStatus
 from torchft_svc.core.quorum.lighthouse.incidents import Incident
 from torchft_svc.core.quorum.lighthouse.overview import GoneGroup, GroupStatus, JobStatus
 from torchft_svc.core.quorum.lighthouse.pace import RESOLUTION_S, Pace
+from torchft_svc.core.quorum.lighthouse.prepared_spares import PreparedSpare
 from torchft_svc.core.quorum.lighthouse.timeline import TimelinePoint
 from torchft_svc.core.quorum.names import stable_name
 from torchft_svc.lighthouse_server.http.answers import fields_of
@@ -97,7 +98,8 @@ def job_document(
     paces: Mapping[str, Sequence[Document]],
 ) -> Document:
     """Return what the page of a job shows; ``paces``: of its groups, by replica id."""
-    names = Counter(stable_name(group.replica_id) for group in job.groups)
+    living = [*job.groups, *job.prepared_spares]
+    names = Counter(stable_name(each.replica_id) for each in living)
 
     def row_name(replica_id: str) -> str:
         """The group's name, under which its next incarnation takes over the row."""
@@ -120,6 +122,10 @@ def job_document(
         "groups": groups,
         "incidents": {str(each.number): _incident(each) for each in incidents},
     }
+    if job.prepared_spares:
+        document["spares"] = {
+            row_name(spare.replica_id): _spare(spare, now) for spare in job.prepared_spares
+        }
     if job.goodput is not None:
         lost_s = {cause: round(seconds, 1) for cause, seconds in job.goodput.lost_s.items()}
         document["goodput"] = {
@@ -227,6 +233,14 @@ def _are_close(paces: Sequence[Document], others: Sequence[Document]) -> bool:
 
 # Ratios are rounded to 0.1, so those that differ by that may be nearly the same.
 _PACE_RESOLUTION = (("seconds", RESOLUTION_S), ("to_best", 0.15), ("to_own_best", 0.15))
+
+
+def _spare(spare: PreparedSpare, now: float) -> Document:
+    return _known(
+        id=spare.replica_id,
+        state="ready spare" if spare.asks else "starting spare",
+        seen_at=round(now - spare.silent_s) if spare.silent_s >= LASTING_S else None,
+    )
 
 
 def _oldest_sign(job: JobStatus, now: float) -> float | None:

@@ -150,7 +150,12 @@ class Resources:
     async def _groups(self, request: Request) -> Response:
         status = await self._whole_status(segment(request, "job"))
         return await long_json_answer(
-            GroupList(job=status.job, groups=status.groups, gone=status.gone)
+            GroupList(
+                job=status.job,
+                groups=status.groups,
+                gone=status.gone,
+                prepared_spares=status.prepared_spares,
+            )
         )
 
     async def _timeline(self, request: Request) -> Response:

@@ -55,6 +55,8 @@ const FORMS = {
   "hung": ["path", { d: "M6 .8 11.6 11H.4z" }],
   "lost": ["path", { d: "M2 2l8 8M10 2l-8 8", "stroke-width": 2.4 }],
   "left": ["path", { d: "M1.5 6h9", "stroke-width": 2.4 }],
+  "ready spare": ["path", { d: "M6 1v10M1 6h10", "stroke-width": 2.4 }],
+  "starting spare": ["path", { d: "M1 6h10", "stroke-width": 2.4, "stroke-dasharray": "2 2" }],
 };
 
 function stateIcon(state) {
@@ -199,8 +201,17 @@ class Stream {
 
 // -- what a job does, in words ---------------------------------------------------------------------
 
-/** The state of a job in one sentence, with its tone. `stepS`: how long its steps take, if known. */
+/** The state of a job in one sentence, with its tone, and the reasons. A job whose states have
+    differed is not well, whatever it does now. `stepS`: how long its steps take, if known. */
 function verdict(job, now, stepS) {
+  const { tone, text } = progress(job, now, stepS);
+  const waits = tone !== "good" && job.ended_at === undefined ? job.why || "" : "";
+  const differed = job.differences ? `states differed: ${job.last_difference}` : "";
+  const why = [waits, differed].filter(Boolean).map((each) => `${each[0].toUpperCase()}${each.slice(1)}.`).join(" ");
+  return differed ? { tone: "bad", text: `${text}; states differed in ${count(job.differences, "check")}`, why } : { tone, text, why };
+}
+
+function progress(job, now, stepS) {
   const states = job.states || {};
   const training = states.training || 0;
   if (job.ended_at !== undefined) {
@@ -265,15 +276,15 @@ class OverviewPage {
   }
 
   card(name, job, now) {
-    const { tone, text } = verdict(job, now);
-    const why = job.why && tone !== "good" ? job.why : "";
+    const { tone, text, why } = verdict(job, now);
     const shares = sharesOf(job);
+    const spares = spareText(job, now);
     const step = `Step ${whole.format(job.step)}${job.heals ? `, ${count(job.heals, "heal")}` : ""}${job.discarded ? `, ${count(job.discarded, "step")} discarded` : ""}`;
-    const key = [name, tone, text, why, step, shares];
+    const key = [name, tone, text, why, step, shares, spares];
     return [key, () => make("li", {}, make("a", { class: "panel card", href: jobLink(name), "data-tone": tone },
       make("h3", {}, name), make("p", { class: "sum" }, text), make("p", { class: "muted" }, step),
       shares.length ? shareBar(shares, "state", shares.map(([state, size]) => `${size} ${state}`).join(", ")) : null,
-      why ? make("p", { class: "muted" }, why) : null))];
+      spares ? make("p", { class: "muted" }, spares) : null, why ? make("p", { class: "muted" }, why) : null))];
   }
 }
 
@@ -393,15 +404,13 @@ class JobPage {
 
   updateState(job, now) {
     const { summary } = job;
-    const { tone, text } = verdict(summary, now, this.stepS());
+    const { tone, text, why } = verdict(summary, now, this.stepS());
     setAttr(this.state, "data-tone", tone);
     setText(this.title, text);
     const short = text.replace(/ for .*/, "");
     if (short !== this.verdictText) announce(`${this.name}: ${this.verdictText = short}`);
-    const why = [summary.ended_at === undefined ? summary.why || "" : "", summary.last_difference ? `States differ: ${summary.last_difference}` : ""].filter(Boolean).join(". ");
-    const shows = tone !== "good" || Boolean(summary.last_difference);
-    this.why.hidden = !(why && shows);
-    setText(this.why, why ? why[0].toUpperCase() + why.slice(1) + "." : "");
+    this.why.hidden = !why;
+    setText(this.why, why);
     this.act.hidden = !(state.acceptsCommands && (summary.why || "").includes("accept-loss"));
     const speed = this.points.slice(-12);
     const passedS = speed.length > 1 ? speed[speed.length - 1].at - speed[0].at : 0;
@@ -431,18 +440,21 @@ class JobPage {
   // -- groups
 
   updateGroups(job, now) {
-    const names = Object.keys(job.groups).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    const sorted = (some) => Object.keys(some).sort((a, b) => a.localeCompare(b, "en", { numeric: true }));
+    const names = [...sorted(job.groups), ...sorted(job.spares || {})];
+    const groups = { ...job.groups, ...job.spares };
     const isLarge = names.length > MANY;
     this.map.hidden = this.tools.hidden = !isLarge;
     const counted = sharesOf(job.summary).map(([name, size]) => `${whole.format(size)} ${name}`).join(", ");
-    if (job.summary.ended_at !== undefined) setText(this.groupCount, "none is left");
-    else setText(this.groupCount, `${counted || "none"}; at least ${job.summary.min_replicas} train, ${job.summary.expected} are expected${spareText(job.summary, now)}`);
-    if (isLarge) this.updateMap(names, job.groups);
+    const spares = spareText(job.summary, now);
+    if (job.summary.ended_at !== undefined) setText(this.groupCount, spares || "none is left");
+    else setText(this.groupCount, `${counted || "none"}; at least ${job.summary.min_replicas} train, ${job.summary.expected} are expected${spares ? `; ${spares}` : ""}`);
+    if (isLarge) this.updateMap(names, groups);
     let shown = names;
-    if (this.filter) shown = names.filter((name) => name.toLowerCase().includes(this.filter) || (job.groups[name].id || "").toLowerCase().includes(this.filter));
+    if (this.filter) shown = names.filter((name) => name.toLowerCase().includes(this.filter) || (groups[name].id || "").toLowerCase().includes(this.filter));
     else if (isLarge) {
-      const urgent = names.filter((name) => URGENT.includes(job.groups[name].state));
-      const rest = names.filter((name) => !URGENT.includes(job.groups[name].state));
+      const urgent = names.filter((name) => URGENT.includes(groups[name].state));
+      const rest = names.filter((name) => !URGENT.includes(groups[name].state));
       shown = [...urgent, ...rest];
     }
     const rows = shown.slice(0, MANY);
@@ -457,7 +469,7 @@ class JobPage {
       if (!row) this.rows.set(name, row = new GroupRow(this.name, name));
       if (row.node === place) place = place.nextElementSibling;
       else this.body.insertBefore(row.node, place);
-      row.update(job.groups[name], now, job.summary.step);
+      row.update(groups[name], now, job.summary.step);
     }
   }
 
@@ -557,12 +569,13 @@ class GroupRow {
   // What a group that trains as it should leaves out: it is at the job's step, and was seen just now.
   update(group, now, jobStep) {
     const isGone = group.state === "lost" || group.state === "left";
+    const standsBy = group.state.endsWith(" spare");
     setAttr(this.node, "data-state", group.state);
     setText(this.id, group.id + (group.address ? ` at ${group.address}` : ""));
     if (this.shown !== group.state) this.chip.replaceChildren(stateIcon(this.shown = group.state), group.state);
     setText(this.reason, group.reason || (group.slow ? `slow, group rank ${group.slowest_rank || 0}` : ""));
     setPace(this.pace, group.paces);
-    setText(this.step, isGone ? "–" : whole.format(group.step === undefined ? jobStep : group.step));
+    setText(this.step, isGone || standsBy ? "–" : whole.format(group.step === undefined ? jobStep : group.step));
     const size = group.state_bytes ? `${bytes(group.received_bytes)} of ${bytes(group.state_bytes)}` : "";
     const since = group.phase && age(now - group.phase_at) !== "now" ? age(now - group.phase_at) : "";
     const usual = group.state === "training" ? "short steps" : "–";
@@ -570,7 +583,7 @@ class GroupRow {
     this.bar.hidden = !size;
     if (size) this.bar.value = group.received_bytes / group.state_bytes;
     setText(this.seen, isGone ? `${age(now - group.gone_at)} ago`.replace("now ago", "just now") : age(now - (group.seen_at || now)));
-    const commands = state.acceptsCommands && !isGone;
+    const commands = state.acceptsCommands && !isGone && !standsBy;
     if (this.hasCommands !== commands) {
       this.hasCommands = commands;
       this.acts.replaceChildren(...(commands ? [this.button("drain"), this.button("kill")] : []));
@@ -644,7 +657,7 @@ function anatomyBar(parts, words, longest) {
 function spareText(summary, now) {
   if (!summary.spares) return "";
   const silence = summary.spares_seen_at === undefined ? "" : `, one silent for ${duration(Math.max(0, now - summary.spares_seen_at))}`;
-  return `; ${whole.format(summary.spares)} ${summary.spares === 1 ? "spare stands" : "spares stand"} by, ${whole.format(summary.spares_ready || 0)} ready${silence}`;
+  return `${whole.format(summary.spares)} ${summary.spares === 1 ? "spare stands" : "spares stand"} by, ${whole.format(summary.spares_ready || 0)} ready${silence}`;
 }
 
 function timeline(points, incidents, expected, width) {
