@@ -118,6 +118,22 @@ def test_steps_that_the_others_commit_while_a_group_is_away_are_of_use() -> None
     assert found.total_s == 13.0
 
 
+def test_a_step_in_which_all_stood_still_makes_no_later_one_longer() -> None:
+    """A group is frozen right after a step of 5 s; the others commit 50 steps of 0.1 s without it,
+    and have waited for it for 5 s."""
+    use, now = TimeUse(), 0.0
+    use.begin_step(now)
+    for step in range(1, 41):
+        now += 5.0 if step == 40 else 0.1
+        use.end_committed(now, 7, step)
+    use.stood_still(now, now + 10.0)
+    now += 10.1
+    use.end_committed(now, 9, 91)
+    found = tally(use, now)
+    assert found.committed_s == pytest.approx(3.9 + 5.0 + 5.0 + 0.1)
+    assert found.waiting_s == pytest.approx(5.0)
+
+
 @given(
     st.lists(
         st.tuples(

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import enum
 import math
+import statistics
+from collections import deque
 from dataclasses import dataclass
 from itertools import pairwise
 
 from torchft_svc.core.quorum.tally import StepTimes, Tally
 
-# The share of the last step in what a usual one takes.
-NEWEST_SHARE = 0.1
+# A usual step takes the median of so many: one in which all stood still makes no other one longer.
+NUM_USUAL = 20
 # The times of a step's phases are means over about so many seconds, in which one step is at most so
 # much; the first steps of a process compile, and fill caches.
 MEAN_OVER_S, MOST_OF_ONE_STEP = 5.0, 0.3
@@ -60,7 +62,7 @@ class TimeUse:
         self._quorum_id = 0  # of the last committed step
         self._step: int | None = None  # after it
         self._lost_at_commit = (0.0, 0.0, 0.0, 0.0)  # as in the tally
-        self._usual_s: float | None = None
+        self._last_steps_s: deque[float] = deque(maxlen=NUM_USUAL)
         # The phases of the present step: since when it trains, when the update before it ended, and
         # how long the thread has waited for others, in the step and before it.
         self._began_at = 0.0
@@ -115,9 +117,10 @@ class TimeUse:
     def sum_again(self, now: float) -> None:
         """Record that the sums of the step are made again without a lost group: what it has taken
         beyond a usual step so far was a wait for that."""
-        if self._since is None or self._usual_s is None:
+        usual_s = self._usual_step_s()
+        if self._since is None or usual_s is None:
             return
-        vain_s = now - self._since - self._still_s - self._usual_s
+        vain_s = now - self._since - self._still_s - usual_s
         if vain_s > 0:
             self._still[RoundWork.WAITING] += vain_s
             self._still_s += vain_s
@@ -131,8 +134,8 @@ class TimeUse:
         another one, as much as fits into a usual step. Steps that the others have committed
         meanwhile were of use to the job.
         """
-        usual_s = self._usual_s
         is_same = quorum_id == self._quorum_id
+        usual_s = None if is_same and step == (self._step or 0) + 1 else self._usual_step_s()
         if is_same:  # another one is connected to first
             self._add_step_times(now)
         at_most_s = math.inf if is_same or usual_s is None else usual_s
@@ -142,7 +145,7 @@ class TimeUse:
         if self._step is not None and step > self._step + 1 and usual_s is not None:
             self._add_steps_of_others((step - self._step - 1) * usual_s)
         self._step, self._lost_at_commit = step, self._tally[1:5]
-        self._usual_s = took_s if usual_s is None else usual_s + (took_s - usual_s) * NEWEST_SHARE
+        self._last_steps_s.append(took_s)
         last_at, self._committed_at = self._committed_at, now
         if quorum_id == self._quorum_id:
             return None
@@ -150,6 +153,10 @@ class TimeUse:
         spent, self._spent = self._spent, dict.fromkeys(RoundWork, 0.0)
         paused_s = None if last_at is None else max(0.0, now - last_at - (usual_s or took_s))
         return Recovery(paused_s, spent[RoundWork.RECONFIGURING], spent[RoundWork.HEALING] or None)
+
+    def _usual_step_s(self) -> float | None:
+        """What a usual step takes (None: there was none yet)."""
+        return statistics.median(self._last_steps_s) if self._last_steps_s else None
 
     def _add_step_times(self, now: float) -> None:
         """Add the phases of the step that ends now to their means."""
