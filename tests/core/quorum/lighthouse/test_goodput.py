@@ -13,7 +13,7 @@ from support.core.scenes import JOB, config, formed
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.goodput import CAUSES, TimeAccounts
 from torchft_svc.core.quorum.lighthouse.incidents import Goodput
-from torchft_svc.core.quorum.tally import Tally
+from torchft_svc.core.quorum.tally import EventKind, GroupEvent, Tally
 from torchft_svc.errors import RequestRefused
 
 
@@ -149,7 +149,7 @@ def test_n6_what_is_lost_to_a_hang_is_blamed_on_it() -> None:
     accounts = TimeAccounts(0.0)
     accounts.record_quorum({"a"}, 0.0)
     accounts.record_tally("a", Tally(committed_s=4.0, num_committed=4), 4.0)
-    accounts.blame("hang")
+    accounts.blame_hang("b")
     assert lost(accounts.goodput(10.0, hangs=True)) == {"hang": 6.0}
     accounts.record_quorum({"a"}, 10.0)
     after = Tally(4.0, 5.0, 1.0, num_committed=4, num_discarded=1)
@@ -157,6 +157,106 @@ def test_n6_what_is_lost_to_a_hang_is_blamed_on_it() -> None:
     assert lost(accounts.goodput(10.0)) == {"hang": 6.0}
     accounts.record_tally("a", Tally(4.0, 5.5, 1.0, num_committed=4, num_discarded=2), 10.5)
     assert lost(accounts.goodput(10.5)) == {"hang": 6.0, "discarded": 0.5}
+
+
+def hung(*replica_ids: str) -> TimeAccounts:
+    """Accounts with two seconds that were lost to hangs of these groups."""
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    accounts.record_tally("a", Tally(committed_s=4.0, num_committed=4), 4.0)
+    for replica_id in replica_ids:
+        accounts.blame_hang(replica_id)
+    accounts.record_quorum({"a"}, 6.0)
+    accounts.record_tally("a", Tally(4.0, 0.5, 1.5, num_committed=4, num_discarded=1), 6.0)
+    accounts.record_tally("a", Tally(6.0, 0.5, 1.5, num_committed=6, num_discarded=1), 8.0)
+    assert lost(accounts.goodput(8.0)) == {"hang": 2.0}
+    return accounts
+
+
+def test_n2_nothing_is_lost_to_the_hang_of_a_group_that_was_lost() -> None:
+    accounts = hung("b")
+    accounts.exonerate("c")
+    assert lost(accounts.goodput(8.0)) == {"hang": 2.0}
+    for _ in range(2):
+        accounts.exonerate("b")
+        check_sums(accounts.goodput(8.0), 8.0)
+        assert lost(accounts.goodput(8.0)) == {"discarded": 0.5, "waiting": 1.5}
+    accounts.record_tally("a", Tally(6.0, 0.5, 3.5, num_committed=6, num_discarded=1), 10.0)
+    assert lost(accounts.goodput(10.0)) == {"discarded": 0.5, "waiting": 3.5}
+
+
+def test_n2_what_another_group_hung_for_stays_lost_to_that() -> None:
+    accounts = hung("b", "c")
+    accounts.exonerate("b")
+    assert lost(accounts.goodput(8.0)) == {"hang": 2.0}
+    accounts.exonerate("c")
+    assert lost(accounts.goodput(8.0)) == {"discarded": 0.5, "waiting": 1.5}
+
+
+def test_n2_an_earlier_hang_stays_one_when_another_group_was_lost() -> None:
+    accounts = hung("b")
+    accounts.blame_hang("c")
+    accounts.record_tally("a", Tally(6.0, 0.5, 2.5, num_committed=6, num_discarded=1), 9.0)
+    assert lost(accounts.goodput(9.0)) == {"hang": 3.0}
+    accounts.exonerate("c")
+    assert lost(accounts.goodput(9.0)) == {"hang": 2.0, "waiting": 1.0}
+
+
+@pytest.mark.parametrize("later", ["lost", "its manager had died", "cut off"])
+def test_n2_the_ledger_and_the_goodput_agree_on_what_a_hang_was(later: str) -> None:
+    """A group stands still in a step that its peer waits for, and the reason turns out later."""
+    settings = config(hang_timeout_s=6.0, heartbeat_timeout_s=8.0)
+    scene = formed("a:1", "b:1", step=4, settings=settings)
+    scene.report("b:1", Phase.TRAINING, step=4)
+    scene.jobs.record_report(JOB, "a:1", Tally(committed_s=4.0, num_committed=4), (), scene.now)
+    scene.until(107.0)
+    scene.report("a:1", Phase.QUORUM, step=4, for_s=6.0)
+    waited = Tally(4.0, waiting_s=6.0, num_committed=4)
+    scene.jobs.record_report(JOB, "a:1", waited, (), scene.now)
+    assert lost(scene.jobs.goodput(JOB, scene.now))["hang"] >= 6.0
+    if later == "lost":
+        scene.until(109.0)
+    else:
+        is_dead = later == "its manager had died"
+        kind = EventKind.MANAGER_DIED if is_dead else EventKind.LIGHTHOUSE_AWAY
+        lasts_s = 0.0 if is_dead else 6.0
+        why = GroupEvent(kind=kind, source="s", number=1, ago_s=6.0 - lasts_s, lasts_s=lasts_s)
+        scene.jobs.record_report(JOB, "b:1", None, [why], scene.now)
+        scene.report("b:1", Phase.VOTING, step=4)
+    shown = [each.kind.value for each in scene.jobs.incidents(JOB)]
+    assert not {"hung", "evicted"} & set(shown), shown
+    assert "hang" not in lost(scene.jobs.goodput(JOB, scene.now))
+    assert lost(scene.jobs.goodput(JOB, scene.now))["waiting"] == 6.0
+
+
+def test_n6_a_job_that_was_cut_off_has_trained_on() -> None:
+    """No group reaches the lighthouse for six seconds, and it takes all of them for lost."""
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a", "b"}, 0.0)
+    for replica_id in ("a", "b"):
+        accounts.record_tally(replica_id, Tally(committed_s=4.0, num_committed=4), 4.0)
+    accounts.forget_group("a")
+    accounts.end(6.0)
+    assert lost(accounts.goodput(9.0)) == {"other": 2.0}
+    accounts.begin_again(10.0)
+    assert lost(accounts.goodput(10.0)) == {"other": 2.0, "waiting": 4.0}
+    accounts.record_tally("a", Tally(9.5, waiting_s=0.5, num_committed=9), 10.0)
+    goodput = accounts.goodput(10.0)
+    check_sums(goodput, 10.0)
+    assert (goodput.committed_s, lost(goodput)) == (9.5, {"waiting": 0.5})
+
+
+def test_n6_a_job_whose_groups_had_died_has_waited() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    accounts.record_tally("a", Tally(committed_s=4.0, num_committed=4), 4.0)
+    for back_at in (10.0, 14.0):  # the first time it comes and goes without a step
+        accounts.end(back_at - 4.0)
+        accounts.begin_again(back_at)
+    accounts.record_tally("c", Tally(committed_s=1.0, num_committed=1), 15.0)
+    goodput = accounts.goodput(15.0)
+    check_sums(goodput, 15.0)
+    assert (goodput.committed_s, lost(goodput)) == (5.0, {"other": 2.0, "waiting": 8.0})
 
 
 def test_n6_of_the_wait_the_time_without_a_lighthouse_has_its_own_cause() -> None:
@@ -243,7 +343,8 @@ INPUTS = st.one_of(
     st.tuples(st.just("tally"), GROUPS, TALLIES, st.floats(0.0, 5.0)),
     st.tuples(st.just("quorum"), st.sets(GROUPS, min_size=1)),
     st.tuples(st.just("gone"), GROUPS),
-    st.tuples(st.just("blame")),
+    st.tuples(st.just("hangs"), GROUPS),
+    st.tuples(st.just("lost"), GROUPS),
     st.tuples(st.just("end")),
     st.tuples(st.just("again")),
 )
@@ -264,8 +365,10 @@ def test_n6_the_parts_always_sum_to_the_wall_time(
             accounts.record_quorum(fed[0], now)  # type: ignore[arg-type]
         elif what == "gone":
             accounts.forget_group(fed[0])  # type: ignore[arg-type]
-        elif what == "blame":
-            accounts.blame("hang")
+        elif what == "hangs":
+            accounts.blame_hang(fed[0])  # type: ignore[arg-type]
+        elif what == "lost":
+            accounts.exonerate(fed[0])  # type: ignore[arg-type]
         elif what == "end":
             accounts.end(now)
             has_ended = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -29,9 +30,9 @@ def yes(*_: Any, **__: Any) -> bool:
     return True
 
 
-def counts_repeated_events(ledger: JobLedger, *event: Any) -> None:
+def counts_repeated_events(ledger: JobLedger, *event: Any) -> tuple[str, ...]:
     ledger._seen.clear()
-    _record_event(ledger, *event)
+    return _record_event(ledger, *event)
 
 
 def blames_nobody(ledger: JobLedger, entry: Any, _: Any) -> None:
@@ -45,6 +46,10 @@ def adds_each_difference_whole(accounts: TimeAccounts, before: Any, now: Any, un
 
 def accepts_any_reference(accounts: TimeAccounts, _: Any, at: float) -> None:
     _record_quorum(accounts, {"a", "b", "c"}, at)
+
+
+def forgets_what_it_has_reported(accounts: TimeAccounts, replica_id: str) -> None:
+    accounts._known.pop(replica_id)
 
 
 _record_event = JobLedger.record_event
@@ -93,7 +98,7 @@ PLANTED: list[tuple[type, str, Callable[..., Any], Callable[..., Any]]] = [
     (
         JobLedger,
         "_record_dead_manager",
-        nothing,
+        lambda *_: (),
         of_records.test_n2_a_manager_that_died_in_a_term_costs_nothing_and_is_a_record,
     ),
     (
@@ -119,7 +124,22 @@ PLANTED: list[tuple[type, str, Callable[..., Any], Callable[..., Any]]] = [
             102.0,
         ),
     ),
-    (TimeAccounts, "blame", nothing, of_jobs.test_n6_what_is_lost_to_a_hang_is_blamed_on_it),
+    (TimeAccounts, "blame_hang", nothing, of_jobs.test_n6_what_is_lost_to_a_hang_is_blamed_on_it),
+    *(
+        (
+            TimeAccounts,
+            "exonerate",
+            nothing,
+            partial(of_jobs.test_n2_the_ledger_and_the_goodput_agree_on_what_a_hang_was, later),
+        )
+        for later in ("lost", "its manager had died", "cut off")
+    ),
+    (
+        TimeAccounts,
+        "forget_group",
+        forgets_what_it_has_reported,
+        of_jobs.test_n6_a_job_that_was_cut_off_has_trained_on,
+    ),
     (
         TimeAccounts,
         "_adopt",
@@ -143,6 +163,12 @@ PLANTED: list[tuple[type, str, Callable[..., Any], Callable[..., Any]]] = [
         "sum_again",
         nothing,
         of_workers.test_a_step_that_is_summed_again_has_waited_beyond_a_usual_step,
+    ),
+    (
+        TimeUse,
+        "_usual_step_s",
+        lambda use: statistics.fmean(use._last_steps_s or [1.0]),
+        of_workers.test_a_step_in_which_all_stood_still_makes_no_later_one_longer,
     ),
     (
         TimeUse,

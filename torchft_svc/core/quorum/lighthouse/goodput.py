@@ -8,6 +8,7 @@ what the job did. Times are unix seconds; each input costs O(1).
 from __future__ import annotations
 
 import math
+from collections import OrderedDict
 from collections.abc import Set
 from dataclasses import dataclass
 
@@ -37,6 +38,9 @@ OLDER_S = 1.0
 LATENESS_WINDOW_S = 10.0
 # So long a new lighthouse looks for the group that knows most of the time before.
 ADOPT_S = 10.0
+# Groups that are gone may be back with the same process, if only their connection was lost. What so
+# many of them have reported is kept: one is enough to know the job's time meanwhile.
+MAX_GONE = 64
 
 
 @dataclass(slots=True)
@@ -93,13 +97,18 @@ class TimeAccounts:
         self._lost_s = dict.fromkeys(CAUSES, 0.0)
         self._has_quorum = False
         self._ended_at: float | None = None
+        self._absence = (at, at)  # the last time in which the lighthouse saw no group of the job
         self._known: dict[str, _Known] = {}
+        self._gone: OrderedDict[str, _Known] = OrderedDict()
         self._reference: str | None = None
         self._eligible: Set[str] | None = None  # as the reference; None: any
         self._adopted_at: float | None = None  # the first time
         # What members wait for, or discard steps because of, and until when.
         self._blamed: str | None = None
         self._blamed_until: float | None = None
+        # Who is to blame for that, and what was counted so, by its other cause.
+        self._blamed_groups: set[str] = set()
+        self._blamed_s: dict[str, float] = {}
 
     # -- inputs ----------------------------------------------------------------------------------
 
@@ -129,14 +138,34 @@ class TimeAccounts:
             self._add_delta(base, tally, until)
 
     def forget_group(self, replica_id: str) -> None:
-        """Forget a group that is gone."""
-        self._known.pop(replica_id, None)
+        """Forget a group that is gone; it may be back, if only its connection was lost."""
+        known = self._known.pop(replica_id, None)
+        if known is not None:
+            self._gone[replica_id] = known
+            if len(self._gone) > MAX_GONE:
+                self._gone.popitem(last=False)
         if replica_id == self._reference:
             self._reference = None
 
-    def blame(self, cause: str) -> None:
-        """Count what members wait for and discard until the next quorum as lost to ``cause``."""
-        self._blamed, self._blamed_until = cause, None
+    def blame_hang(self, replica_id: str) -> None:
+        """Count what members wait for and discard until the next quorum as lost to the hang of a
+        group."""
+        if self._blamed is None:
+            self._blamed_groups, self._blamed_s = set(), {}
+        self._blamed, self._blamed_until = HANG, None
+        self._blamed_groups.add(replica_id)
+
+    def exonerate(self, replica_id: str) -> None:
+        """Record that a group did not hang: it was lost. Unless another one hangs, too, nothing is
+        lost to its hang."""
+        if self._blamed_groups != {replica_id}:
+            self._blamed_groups.discard(replica_id)
+            return
+        self._blamed_groups = set()
+        for cause, seconds in self._blamed_s.items():
+            self._lost_s[HANG] = max(0.0, self._lost_s[HANG] - seconds)
+            self._lost_s[cause] += seconds
+        self._blamed, self._blamed_until, self._blamed_s = None, None, {}
 
     def give_up(self, num_steps: int) -> None:
         """Count the last ``num_steps`` committed steps as discarded: the job continues without."""
@@ -149,32 +178,38 @@ class TimeAccounts:
             self._lost_s[DISCARDED] += seconds
 
     def end(self, at: float) -> None:
-        """Record that the last group is gone."""
-        self._add_rest(at, self._rest_cause(waits=False, hangs=False))
-        self._ended_at = at
-        self._known.clear()
+        """Record that the last group is gone. If all of them have lost their connection and train
+        on, they say so when they are back."""
+        for replica_id in list(self._known):
+            self.forget_group(replica_id)
+        self._ended_at = max(at, self._until)
         self._reference = self._eligible = None
 
     def begin_again(self, at: float) -> None:
         """Record that a group is back, after the last one was gone."""
         if self._ended_at is not None:
-            self._add_lost(WAITING, at)
-            self._ended_at = None
+            for cause, until in self._absent_parts():  # no tally has covered an earlier absence
+                self._add_lost(cause, until)
+            self._absence, self._ended_at = (self._ended_at, max(at, self._ended_at)), None
 
     # -- what follows ----------------------------------------------------------------------------
 
     def goodput(self, at: float, *, waits: bool = False, hangs: bool = False) -> Goodput:
         """The goodput at ``at``; ``waits``: groups ask in vain; ``hangs``: one hangs."""
-        at = self._until if self._ended_at is not None else max(at, self._until)
+        at = max(self._until, at if self._ended_at is None else self._ended_at)
         committed_s, lost_s = self._committed_s, dict(self._lost_s)
-        rest_s = at - self._until
-        cause = self._rest_cause(waits=waits, hangs=hangs)
-        if cause is None:
+        since = self._until
+        for cause, until in self._absent_parts():
+            lost_s[cause] += max(0.0, until - since)
+            since = max(since, until)
+        rest_s = at - since
+        rest_cause = self._rest_cause(waits=waits, hangs=hangs)
+        if rest_cause is None:
             under_way_s = min(rest_s, self._usual_s())
             committed_s += under_way_s
             lost_s[OTHER] += rest_s - under_way_s
         else:
-            lost_s[cause] += rest_s
+            lost_s[rest_cause] += rest_s
         wall_s = at - self._began_at
         ratio = min(1.0, committed_s / wall_s) if wall_s > 0 else 0.0
         return Goodput(wall_s=wall_s, committed_s=committed_s, lost_s=lost_s, ratio=ratio)
@@ -188,6 +223,11 @@ class TimeAccounts:
         if waits:
             return WAITING
         return None if self._known else OTHER
+
+    def _absent_parts(self) -> tuple[tuple[str, float], tuple[str, float]]:
+        """What is lost, unless a tally covers it, up to the last absence, and to its end."""
+        gone_at, back_at = self._absence
+        return (OTHER if self._has_quorum else STARTUP, gone_at), (WAITING, back_at)
 
     def _usual_s(self) -> float:
         """How long a step under way counts as committed."""
@@ -204,15 +244,6 @@ class TimeAccounts:
             self._lost_s[cause] += at - self._until
             self._until = at
 
-    def _add_rest(self, at: float, cause: str | None) -> None:
-        if cause is not None:
-            self._add_lost(cause, at)
-        elif at > self._until:
-            under_way_s = min(at - self._until, self._usual_s())
-            self._committed_s += under_way_s
-            self._until += under_way_s
-            self._add_lost(OTHER, at)
-
     def _is_behind(self, until: float) -> bool:
         """Whether the reference has reported no step for long before ``until``."""
         return until - self._until > max(FIRST_STEP_S, self._usual_s())
@@ -222,6 +253,8 @@ class TimeAccounts:
         group is the reference: an earlier reference may have accounted for less, or more."""
         began_at = until - tally.total_s
         known = self._known.get(replica_id)
+        if known is None and replica_id in self._gone:
+            known = self._known[replica_id] = self._gone.pop(replica_id)
         if known is None or _num_steps(known.last) > _num_steps(tally):  # its process is a new one
             known = self._known[replica_id] = _Known(began_at, until, tally)
             known.record_beginning(began_at, until)
@@ -242,6 +275,8 @@ class TimeAccounts:
             for cause, seconds in parts.items():
                 blamed = self._blamed if cause in (WAITING, DISCARDED) else None
                 self._lost_s[blamed or cause] += seconds * scale
+                if blamed:
+                    self._blamed_s[cause] = self._blamed_s.get(cause, 0.0) + seconds * scale
             span_s -= total_s * scale
         self._lost_s[WAITING] += max(0.0, span_s)  # nobody was there who could account for it
         self._until = until
@@ -265,6 +300,7 @@ class TimeAccounts:
         self._began_at, self._until = until - tally.total_s, until
         self._committed_s = tally.committed_s
         self._lost_s = dict.fromkeys(CAUSES, 0.0) | _parts(NO_TALLY, tally)
+        self._blamed_s = {}
         self._has_quorum, self._reference = True, replica_id
 
 

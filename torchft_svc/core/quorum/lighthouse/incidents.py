@@ -282,8 +282,9 @@ class JobLedger:
 
     def record_gone(
         self, replica_id: str, how: Leave, moment: Moment, *, silent_s: float, was_member: bool
-    ) -> None:
-        """Record that a group is gone, ``silent_s`` after its last sign of life.
+    ) -> bool:
+        """Record that a group is gone, ``silent_s`` after its last sign of life; returns whether
+        that is why it had seemed to hang.
 
         ``was_member``: of the quorum in force, or of one before.
         """
@@ -297,27 +298,29 @@ class JobLedger:
                 self._change(slow, kind=IncidentKind.EVICTED)
             self._update(slow)
             if slow.is_evicted:
-                return
+                return False
         began = self._find_open(replica_id, _BEGINNINGS)
         if began is not None:
             cause = f"{began.incident.cause}; {how.reason}"
             kind, last_sign_at = began.incident.kind, moment.at - silent_s
+            only_seemed = began.only_seemed_to_hang(last_sign_at)
             if kind is IncidentKind.STRAGGLED:  # as it turns out, it was dead or frozen
                 kind, cause = _kind_of(how), how.reason
-            elif began.only_seemed_to_hang(last_sign_at):
+            elif only_seemed:
                 kind, cause = _kind_of(how), how.reason
                 self._change(began, detected_after_s=began.incident.at - last_sign_at)
             began.awaits_return = {stable_name(replica_id)}
             self._change(began, kind=kind, cause=cause[:MAX_CAUSE_LENGTH])
-            return
+            return only_seemed
         kind = _kind_of(how)
         if kind is IncidentKind.LEFT and not was_member:
-            return  # it has never trained
+            return False  # it has never trained
         entry = self._add(kind, how.reason, (replica_id,), moment, detected_after_s=silent_s)
         entry.awaits_quorum = entry.is_of_member = was_member
         if kind is IncidentKind.LOST:
             entry.awaits_return = {stable_name(replica_id)}
         self._update(entry)
+        return False
 
     def record_hang(self, replica_id: str, cause: str, moment: Moment, *, for_s: float) -> None:
         """Record that a group has stood still for ``for_s``."""
@@ -470,11 +473,11 @@ class JobLedger:
 
     # -- what groups report ----------------------------------------------------------------------
 
-    def record_event(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
+    def record_event(self, replica_id: str, event: GroupEvent, moment: Moment) -> tuple[str, ...]:
         """Record what a group reports, once; ``moment``: when it happened, and what is in force
-        now."""
+        now. Returns the groups of which it explains that they had seemed to hang."""
         if event.number <= self._seen.get(event.source, 0):
-            return
+            return ()
         self._seen[event.source] = event.number
         self._seen.move_to_end(event.source)
         if len(self._seen) > MAX_SOURCES:
@@ -482,11 +485,12 @@ class JobLedger:
         if event.kind is EventKind.RECOVERED:
             self._complete(replica_id, event, moment)
         elif event.kind is EventKind.MANAGER_DIED:
-            self._record_dead_manager(replica_id, event, moment)
+            return self._record_dead_manager(replica_id, event, moment)
         elif event.kind is EventKind.LIGHTHOUSE_AWAY:
-            self._record_absence(replica_id, event, moment)
+            return self._record_absence(replica_id, event, moment)
         else:
             self._record_discard(_Report(replica_id, event, moment.at), moment)
+        return ()
 
     def _record_discard(self, report: _Report, moment: Moment) -> None:
         known = self._unexplained.get(report.step)
@@ -588,7 +592,9 @@ class JobLedger:
                 reconfigured_s=event.reconfigured_s,
             )
 
-    def _record_dead_manager(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
+    def _record_dead_manager(
+        self, replica_id: str, event: GroupEvent, moment: Moment
+    ) -> tuple[str, ...]:
         name = stable_name(replica_id)
         for entry in reversed(self._entries.values()):
             incident = entry.incident
@@ -602,9 +608,10 @@ class JobLedger:
                 if was_gone and is_why and abs(incident.at - moment.at) <= SAME_FAULT_S:
                     self._change(entry, kind=IncidentKind.MANAGER_DIED, cause=event.cause)
                     self._begin_earlier(entry, moment.at)
-                    return
+                    return incident.groups if incident.kind in _HANGS else ()
                 break
         self._add(IncidentKind.MANAGER_DIED, event.cause, (replica_id,), moment)
+        return ()
 
     def _begin_earlier(self, entry: _Entry, at: float) -> None:
         """Let a record begin with its cause, which was at ``at``, and not with what followed."""
@@ -618,7 +625,9 @@ class JobLedger:
             }
             self._change(entry, at=at, detected_after_s=None, **after_s)
 
-    def _record_absence(self, replica_id: str, event: GroupEvent, moment: Moment) -> None:
+    def _record_absence(
+        self, replica_id: str, event: GroupEvent, moment: Moment
+    ) -> tuple[str, ...]:
         began_at = moment.at - event.lasts_s
         name = stable_name(replica_id)
         for entry in reversed(self._entries.values()):
@@ -629,15 +638,15 @@ class JobLedger:
                 groups = tuple(sorted({*incident.groups, replica_id}))
                 entry.until = max(entry.until, moment.at)
                 self._change(entry, groups=groups[:MAX_GROUPS_NAMED])
-                return
+                return ()
             is_hang = incident.kind is IncidentKind.HUNG and incident.at <= moment.at
             if is_hang and entry.concerns(name) and entry.only_seemed_to_hang(began_at):
                 self._explain_hang(entry, event, moment)
-                return
+                return incident.groups
             # If the lighthouse was there, the group was cut off, or frozen.
             is_recorded = began_at <= incident.at <= moment.at or bool(entry.awaits_return)
             if incident.kind in _LASTING and is_recorded and entry.concerns(name):
-                return
+                return ()
         entry = self._add(
             IncidentKind.LIGHTHOUSE_AWAY,
             _absence_cause(event),
@@ -645,6 +654,7 @@ class JobLedger:
             replace(moment, at=began_at),
         )
         entry.until = moment.at
+        return ()
 
     def _explain_hang(self, entry: _Entry, event: GroupEvent, moment: Moment) -> None:
         """Let a group that seemed to hang have been cut off, as it reports itself."""

@@ -16,7 +16,7 @@ from torchft_svc.core.limits import MAX_NAME_LENGTH, check_name
 from torchft_svc.core.pieces import Pieces, finish
 from torchft_svc.core.quorum.activity import Activity, HangWatch, Phase
 from torchft_svc.core.quorum.layout import layouts_differ, why_unlike
-from torchft_svc.core.quorum.lighthouse.goodput import HANG, TimeAccounts
+from torchft_svc.core.quorum.lighthouse.goodput import TimeAccounts
 from torchft_svc.core.quorum.lighthouse.incidents import (
     Goodput,
     Incident,
@@ -891,7 +891,8 @@ class Jobs:
                     self._handle_paces(job, now)
         for event in events:
             moment = replace(self._moment(job, now), at=at - event.ago_s)
-            job.ledger.record_event(replica_id, event, moment)
+            for each in job.ledger.record_event(replica_id, event, moment):
+                job.accounts.exonerate(each)
 
     def leave(self, job_name: str, replica_id: str, leave: Leave, now: float) -> None:
         """Remove a group that has left: its heartbeat timeout need not pass."""
@@ -1422,7 +1423,10 @@ class Jobs:
         silent_s = now - job.members.seen_at(replica_id)
         moment = self._moment(job, now)
         job.accounts.forget_group(replica_id)
-        job.ledger.record_gone(replica_id, how, moment, silent_s=silent_s, was_member=was_member)
+        if job.ledger.record_gone(
+            replica_id, how, moment, silent_s=silent_s, was_member=was_member
+        ):
+            job.accounts.exonerate(replica_id)
         if was_member:
             job.end_progress()
         # The news would make its peers give up a step that it has finished.
@@ -1468,7 +1472,7 @@ class Jobs:
             why = job.hangs.why(replica_id, now)
             job.ledger.record_hang(replica_id, why, self._moment(job, now), for_s=for_s)
             if replica_id in job.members.previous_ids:
-                job.accounts.blame(HANG)
+                job.accounts.blame_hang(replica_id)
             if kill:
                 self._outputs.send(job.name, (replica_id,), Kill(why))
         if self._config.on_hang != "evict":
