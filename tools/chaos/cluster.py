@@ -236,8 +236,10 @@ class Cluster:
     def goodput(self, job: str) -> Goodput | None:
         """How much of the job's time ended in committed steps (None: no lighthouse knows now)."""
         for lighthouse in self.lighthouses:
-            client = LighthouseClient(lighthouse.address, _LOOK, job_id=job)
-            with suppress(TorchFTError), client as operator:
+            with (
+                suppress(TorchFTError),
+                LighthouseClient(lighthouse.address, _LOOK, job_id=job) as operator,
+            ):
                 return operator.status(job, _LOOK)[0].goodput
         return None
 

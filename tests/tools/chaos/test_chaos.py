@@ -10,6 +10,7 @@ import pytest
 from support.bounds import Late
 
 from tools.chaos.__main__ import assign_groups, perform
+from tools.chaos.cluster import Cluster, Lighthouse
 from tools.chaos.faults import Kind, draw_faults
 from tools.chaos.verdicts import judge, judge_bounds, judge_goodput
 from tools.demo.promises import Outcome
@@ -36,6 +37,13 @@ def test_everything_goes_wrong_and_every_promise_is_kept(tmp_path: Path) -> None
         raise Late(str(failed))
     assert not failed
     assert {incident.fault.kind for incident in run.incidents} == set(Kind)
+
+
+def test_a_lighthouse_that_is_away_knows_no_goodput(tmp_path: Path) -> None:
+    """A run reads the goodput after each fault, also while the lighthouse is started again."""
+    cluster = Cluster(tmp_path, {"one": []}, {}, 0, "")
+    cluster.lighthouses.append(Lighthouse(tmp_path, "lighthouse"))
+    assert cluster.goodput("one") is None
 
 
 def test_the_seed_draws_the_faults() -> None:
