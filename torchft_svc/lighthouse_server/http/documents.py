@@ -98,7 +98,7 @@ def job_document(
     paces: Mapping[str, Sequence[Document]],
 ) -> Document:
     """Return what the page of a job shows; ``paces``: of its groups, by replica id."""
-    living = [*job.groups, *job.prepared_spares]
+    living: list[GroupStatus | PreparedSpare] = [*job.groups, *job.prepared_spares]
     names = Counter(stable_name(each.replica_id) for each in living)
 
     def row_name(replica_id: str) -> str:
