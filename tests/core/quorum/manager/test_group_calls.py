@@ -510,6 +510,19 @@ def test_n1_a_manager_reports_once_that_the_one_before_has_died() -> None:
     assert [each.number for each in made.make_beat(104.0).events] == [event.number], "repeated"
 
 
+def test_n5_events_that_workers_repeat_do_not_take_the_place_of_the_managers_own() -> None:
+    """A lighthouse dies right after it has received that the manager before has died."""
+    made = called()
+    made.record_predecessor("was killed by SIGKILL", 100.0)
+    for number in range(MAX_EVENTS_KEPT):
+        made.event_reported(an_event(number), 100.5)
+    assert len(made.make_beat(101.0).events) == MAX_EVENTS_KEPT + 1
+    made.link_changed(103.0, is_open=True)
+    again = made.make_beat(104.0).events
+    assert [each.kind for each in again].count(EventKind.MANAGER_DIED) == 1
+    assert len(again) == MAX_EVENTS_KEPT + 1
+
+
 def test_n6_an_absence_counts_while_the_group_asks() -> None:
     made = called(1, attached=1)
     made.tally_reported(0, Tally(committed_s=3.0), 100.0)

@@ -213,11 +213,15 @@ class Group:
         # Of group rank 0: what its time was spent on, until when.
         self._tally: tuple[Tally, float] | None = None
         self._step_times: dict[int, StepTimes] = {}  # by group rank
-        # What has happened, and when: since the last beat, and the last ones for a new session.
+        # What has happened, and when: since the last beat, and the last ones for a new session, of
+        # the workers, which repeat theirs to a new manager, and of this manager itself.
         self._events: collections.deque[tuple[GroupEvent, float]] = collections.deque(
             maxlen=MAX_EVENTS_SENT
         )
         self._last_events: collections.deque[tuple[GroupEvent, float]] = collections.deque(
+            maxlen=MAX_EVENTS_KEPT
+        )
+        self._last_own_events: collections.deque[tuple[GroupEvent, float]] = collections.deque(
             maxlen=MAX_EVENTS_KEPT
         )
         self._source, self._num_events = f"manager:{first_round}", 0
@@ -906,7 +910,8 @@ class Group:
         The lighthouse may be another one than before: it receives the last events again.
         """
         if is_open:
-            again = [each for each in self._last_events if each not in self._events]
+            last = [*self._last_own_events, *self._last_events]
+            again = [each for each in last if each not in self._events]
             self._events.extendleft(reversed(again))
         if absence is not None:
             self._record_absence(absence, now)
@@ -930,7 +935,8 @@ class Group:
             cause=cause,
             lasts_s=lasts_s,
         )
-        self.event_reported(event, at)
+        self._events.append((event, at))
+        self._last_own_events.append((event, at))
 
     # -- time ------------------------------------------------------------------------------------
 
