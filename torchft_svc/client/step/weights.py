@@ -23,7 +23,7 @@ from torchft_svc.client.step.updates import LostUpdate, UpdateWatch
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.lighthouse.copies import HeldCopy
 from torchft_svc.core.quorum.worker.step import StepState
-from torchft_svc.errors import ConfigError, RequestRefused, TornState
+from torchft_svc.errors import CheckpointError, ConfigError, RequestRefused, TornState
 
 log = logging.getLogger(__name__)
 
@@ -127,6 +127,8 @@ class Weights:
     def load_copy(self, state: Any, copy: HeldCopy) -> None:
         """Load the checked ``state`` of a copy, and begin from its step; between two steps.
 
+        If that is interrupted, the next step loads a copy again, or is refused.
+
         Raises:
             TorchFTError: a load function of the program has failed.
         """
@@ -141,6 +143,11 @@ class Weights:
                     counters["step"], counters["batches_committed"], counters["quorum_id"]
                 )
             log.warning("no group with a state lives: beginning from a copy of step %d", copy.step)
+        except BaseException as error:
+            if isinstance(error, TornState) or not isinstance(error, CheckpointError):
+                with self._worker.changing() as round_:
+                    round_.step.spoil_by_copy(error)
+            raise
         finally:
             self.loads = False
 

@@ -91,6 +91,17 @@ def test_a_commit_clears_the_failures() -> None:
     assert (machine.state.step, machine.state.failures) == (1, 0)
 
 
+def test_b5_another_copy_replaces_one_that_was_loaded_in_part() -> None:
+    machine = StepMachine()
+    machine.spoil_by_copy(OOPS)
+    assert machine.state.may_begin_from_copy
+    with pytest.raises(RequestRefused, match="a copy was not loaded completely"):
+        machine.start()
+    machine.restore(8, 8, 3)
+    machine.start()
+    assert (machine.state.step, machine.state.unhealed) == (8, False)
+
+
 def test_b5_a_worker_looks_for_a_copy_until_it_has_a_state_and_only_between_steps() -> None:
     assert StepState(step=8).may_begin_from_copy, "the state of a checkpoint"
     assert StepState(epoch=3).may_begin_from_copy

@@ -484,6 +484,13 @@ class StepMachine:
             quorum_id=_counter("quorum_id", quorum_id),
         )
 
+    def spoil_by_copy(self, error: BaseException) -> None:
+        """Record that a copy may be loaded in part, so the weights belong to no step.
+
+        Another copy mends that; no quorum forms with such weights (rule B5).
+        """
+        self._move(StepEvent.UPDATE_LOST, spoiled=f"a copy was not loaded completely ({error!r})")
+
     def _why_discarded(self) -> str:
         if self.state.error is not None:
             return str(self.state.error) or repr(self.state.error)
