@@ -90,6 +90,12 @@ EVERY_ERROR = [
         (errors.PeerError, ConnectionError),
     ),
     (
+        errors.WorkerLost("exchanging what was delivered", 120.0),
+        "exchanging what was delivered: another worker of this group has ended, or has not "
+        "answered for 120 s; all workers of the group have to be started again",
+        (errors.PeerError, ConnectionError),
+    ),
+    (
         errors.WorkerEnding("worker 1 failed"),
         "there is no world for this worker, its launcher is ending it: worker 1 failed",
         (errors.PeerError,),

@@ -20,6 +20,7 @@
         ├── GroupLeft               the group was drained: it takes part in no quorum any more
         ├── ChannelClosed           an agent and its worker cannot reach each other any more
         ├── SessionEnded            the other end of a parameter server's session is gone
+        ├── WorkerLost              another worker of this group is gone, or frozen
         ├── WorkerEnding            there is no other world for a worker that its agent ends
         ├── WorldSuperseded         a process group of a world that another one has replaced
         ├── TrainingFailed          workers were lost, and no retry of the trainer is left
@@ -244,6 +245,20 @@ class SessionEnded(PeerError, ConnectionError):
 
     def __str__(self) -> str:
         return f"the {self.peer} of this session is gone: {self.reason}"
+
+
+@dataclass(eq=False)
+class WorkerLost(PeerError, ConnectionError):
+    """A worker of this group has ended, or was silent for ``timeout_s``, during ``action``."""
+
+    action: str
+    timeout_s: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.action}: another worker of this group has ended, or has not answered for "
+            f"{self.timeout_s:.3g} s; all workers of the group have to be started again"
+        )
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from torchft_svc.client.algorithms.learner_workers import LearnerWorkers
 from torchft_svc.client.algorithms.merge_rule import LearnerReport
 from torchft_svc.client.algorithms.merging import Delivery, Fragment, launch_average
 from torchft_svc.client.data import ElasticDataLoader
-from torchft_svc.errors import ConfigError, GroupDiffers, PeerError, RequestRefused
+from torchft_svc.errors import ConfigError, GroupDiffers, PeerError, RequestRefused, WorkerLost
 from torchft_svc.settings import WorldSizeMode
 
 pytestmark = pytest.mark.timeout(100)
@@ -457,6 +457,21 @@ def test_workers_without_a_world_are_refused() -> None:
             LearnerWorkers(2, timedelta(seconds=1))
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_a_worker_that_is_lost_or_frozen_is_named_as_that(is_gone: bool) -> None:
+    """The peers end with a sentence about their group; gloo names an address only."""
+    store, limit = dist.HashStore(), timedelta(seconds=0.5)
+    groups = together(
+        *(lambda rank=rank: dist.ProcessGroupGloo(store, rank, 2, limit) for rank in range(2))
+    )
+    workers = LearnerWorkers(1, limit)
+    workers.are_several, workers._groups = True, (groups[0], groups[0])
+    if is_gone:
+        groups.pop().abort()
+    with pytest.raises(WorkerLost, match=r"worker of this group has ended, or .* 0\.5 s"):
+        workers.gather_in_merger([1.0])
 
 
 @pytest.mark.parametrize(

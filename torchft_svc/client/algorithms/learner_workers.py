@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from torchft_svc.errors import ConfigError
+from torchft_svc.errors import ConfigError, WorkerLost
 
 _NO_WORLD = (
     "the workers of a learner deliver at the same inner step, by torch.distributed: call "
@@ -29,6 +29,7 @@ class LearnerWorkers:
 
     def __init__(self, size: int, timeout: timedelta) -> None:
         self.are_several = size > 1
+        self._timeout_s = timeout.total_seconds()
         self._groups: tuple[dist.ProcessGroup, ...] = ()
         if not self.are_several:
             return
@@ -39,7 +40,11 @@ class LearnerWorkers:
         self._groups = tuple(dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
 
     def gather_in_training(self, numbers: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all workers in the order of their ranks, as many from each."""
+        """Return the numbers of all workers in the order of their ranks, as many from each.
+
+        Raises:
+            WorkerLost: one of them has ended, or has not come to this point in time.
+        """
         return self._gather(0, numbers)
 
     def gather_in_merger(self, numbers: Sequence[float]) -> list[list[float]]:
@@ -52,5 +57,8 @@ class LearnerWorkers:
         group = self._groups[which]
         mine = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(group.size())]
-        dist.all_gather(found, mine, group=group)
+        try:
+            dist.all_gather(found, mine, group=group)
+        except RuntimeError as error:  # gloo's words name an address, and nothing that was lost
+            raise WorkerLost("exchanging what was delivered", self._timeout_s) from error
         return [each.tolist() for each in found]
