@@ -533,6 +533,7 @@ class WorkerActor:
             return
         epoch = self.machine.state.epoch
         again = self._step = _Step(epoch, now, began_at=now, is_forward_done=True)
+        self._newcomers.began(self.process.name, goes_on=False)
         self._shared.invariants.newcomers.asks(self.process.name)
         step_number = self.machine.state.step
         self._shared.companions.began(self.home.name, self.group_rank, step_number, now)

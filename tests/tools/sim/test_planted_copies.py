@@ -77,6 +77,12 @@ def test_a_job_finishes_at_another_lighthouse_of_a_list_than_the_first() -> None
     assert outcome.fell is None, describe(outcome)
 
 
+def test_a_newcomer_is_announced_again_after_a_sum_that_was_made_again() -> None:
+    """A newcomer that has lost its lighthouse waits for a moment before it asks once more."""
+    outcome = Fleet(draw_copies(4100405)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
 def test_groups_that_have_waited_for_an_operator_begin_from_one_copy() -> None:
     """The first group to begin from a copy keeps no other from it, though it was in their quorum.
 
