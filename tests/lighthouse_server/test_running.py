@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -63,6 +65,32 @@ def test_a_signal_ends_the_command_in_good_order(number: signal.Signals) -> None
         assert (status, "Traceback" in process.errors()) == (0, False), process.errors()
         check("a lighthouse ends", took_s, 1.0)
         assert failure(waiting) == (grpc.StatusCode.UNAVAILABLE, "the service is stopping")
+
+
+@pytest.mark.processes
+def test_one_thread_of_grpc_reads_all_connections() -> None:
+    """A message would wake up one thread of gRPC's event engine, or several."""
+    num_beats = 100
+    with (
+        FreshProcess("lighthouse_server", "--bind=127.0.0.1:0", "--min-replicas=2") as process,
+        line_to(process.address) as line,
+    ):
+        before = num_waits(process.pid, "event_engine")
+        for _ in range(num_beats):
+            line.beat("a:1")
+        assert num_waits(process.pid, "event_engine") - before < num_beats / 2
+        assert "experiment" not in process.errors(), "gRPC does not know what it is asked for"
+
+
+def num_waits(pid: int, thread_name: str) -> int:
+    """How often the threads with this name have waited for something."""
+    statuses = [task.joinpath("status").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
+    assert len(statuses) > 1
+    return sum(
+        int(re.findall(r"^voluntary_ctxt_switches:\t(\d+)$", status, re.MULTILINE)[0])
+        for status in statuses
+        if status.startswith(f"Name:\t{thread_name}\n")
+    )
 
 
 @pytest.mark.processes
