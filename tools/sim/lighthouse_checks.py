@@ -298,6 +298,8 @@ class LighthouseChecks:
         self._trace.record(self._name, f"{key[1]} stands by again")
         client, member = self._questions.pop(key)
         self._places.returned(key, self._now)
+        if self._places.has_finished(key[0]):
+            self._expect_drains(key[0])
         self._held[key] = client, member
         self._asked_at.pop(client, None)
         self._liveness.withdrew(key, self._now)
@@ -331,13 +333,17 @@ class LighthouseChecks:
             least_s = limit_s * (1 - COUNTED_OF_A_STOP * bool(self._process.stopped_s))
             must(silent_s + 1e-6 >= least_s, "I5", f"{key} is dead after {silent_s:.2f} s")
         if self._places.gone(key):
-            spares = self._places.spares_of(loss.job)
-            self._undrained |= {each for each in self._sessions if each.key in spares}
+            self._expect_drains(loss.job)
         self._liveness.gone(key, self._now)
         if all(job != loss.job for job, _ in self._signs_at):
             self._liveness.over(loss.job)
         if {*loss.recipients} - {loss.replica_id} and not loss.between_steps:
             self._invariants.discards.reported_as_lost(loss.replica_id)
+
+    def _expect_drains(self, job: str) -> None:
+        """Expect that the spares of a job that has finished learn so."""
+        spares = self._places.spares_of(job)
+        self._undrained |= {each for each in self._sessions if each.key in spares}
 
     def _expect_loss(self, lost: ReportLoss | ReportEviction | ReportStraggler) -> None:
         """Expect a loss to be sent over all sessions of its recipients: nobody knows which one is

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from sim.test_planted import INVARIANTS, MAX_SEEDS, Plant
+from tools.sim.explore import describe
 from tools.sim.fleet import Fleet
 from tools.sim.scenario import draw_spares
 from torchft_svc.core.quorum.lighthouse.jobs import Job, Jobs
@@ -92,3 +93,9 @@ def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch
     outcomes = (Fleet(draw_spares(seed, 3)).run() for seed in range(first, first + MAX_SEEDS))
     found = next(outcome for outcome in outcomes if outcome.fell is not None)
     assert found.fell in (*INVARIANTS, "G1", "G2", "G4"), found.what
+
+
+def test_a_spare_ends_with_its_job_just_after_it_has_taken_a_place() -> None:
+    """The only member of the last quorum ends on purpose before the spare is in a quorum."""
+    outcome = Fleet(draw_spares(5200337)).run()
+    assert outcome.fell is None, describe(outcome)
