@@ -6,6 +6,7 @@ import time
 from datetime import timedelta
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 from support.running import eventually
 from support.training import (
@@ -19,6 +20,7 @@ from support.training import (
 )
 
 from torchft_svc.client import ProcessGroupGloo
+from torchft_svc.client.step.sums import shown_reason
 from torchft_svc.core.quorum.worker.round import NEWS_AFTER_S
 
 
@@ -136,3 +138,14 @@ def test_who_comes_late_to_the_vote_does_not_commit_a_step_that_the_others_repea
         assert b.manager.current_step() == step
         in_step(a.manager.current_step() + 1, a, b)
         assert_identical([a, b])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer",
+        "Application timeout caused pair closure",
+    ],
+)
+def test_gloos_words_are_shown_as_a_sentence(words: str) -> None:
+    assert shown_reason(words) == "the connection to another group has ended"

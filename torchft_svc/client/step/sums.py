@@ -31,8 +31,9 @@ from torchft_svc.errors import ConfigError, OperationsDiffer, QuorumFailed, Requ
 
 log = logging.getLogger(__name__)
 
-# The beginning of gloo's messages: the source file that raised.
-_GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]")
+# The beginning of gloo's messages: the source file that raised, or what an operation gets whose
+# connection another one has closed, by a timeout.
+_GLOO = re.compile(r"\[[^\]]*gloo[^\]]*\]|Application timeout caused pair closure")
 BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
 # Between two steps a group may wait for one that waits for it in the next quorum. That wait must
 # end long before the lighthouse continues without the group.
