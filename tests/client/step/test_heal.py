@@ -31,7 +31,7 @@ from torchft_svc.client import CheckpointTransport, HTTPTransport
 from torchft_svc.client.step.heal import fetch_state
 from torchft_svc.coordination import LighthouseClient, QuorumResult
 from torchft_svc.core.quorum.worker.peers import Peers
-from torchft_svc.errors import CheckpointError, QuorumFailed
+from torchft_svc.errors import CheckpointError, PeerError, QuorumFailed
 from torchft_svc.rpc.security import PLAIN
 
 A_QUORUM = QuorumResult(
@@ -501,6 +501,39 @@ def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> 
                 PLAIN,
                 lambda: peers.check_losses(quorum),
                 lambda: peers.check_source(quorum),
+                lambda: peers.check_own(quorum),
+                lambda received, size: None,
+            )
+        lost.join()
+        assert time.monotonic() - began_at < DEADLINE_S
+
+
+@pytest.mark.parametrize("extra", [False, True], ids=["one source", "another one"])
+def test_a_group_that_is_out_itself_waits_for_no_state(address: str, extra: bool) -> None:
+    """The group was frozen: it gets its quorum, and then its own loss. Its sources have gone on."""
+    peers = Peers()
+    with Trainer(address, "b", 0) as b, HTTPTransport[Any](TIMEOUT) as mine:
+        b.steps(2)
+        with LighthouseClient(address, TIMEOUT) as client:
+            (group,) = client.status()[0].groups
+        quorum = dataclasses.replace(
+            A_QUORUM,
+            recover_src_manager_address=group.address,
+            recover_extra_src_manager_addresses=(group.address,) * extra,
+        )
+        lost = threading.Timer(0.2, peers.record_loss, ["a:1", "no sign of life for 5 s", 7])
+        lost.start()
+        began_at = time.monotonic()
+        with pytest.raises(PeerError, match="a:1 is out: no sign of life for 5 s"):
+            fetch_state(
+                mine,
+                quorum,
+                0,
+                10 * DEADLINE_S,
+                PLAIN,
+                lambda: peers.check_losses(quorum),
+                lambda: peers.check_source(quorum),
+                lambda: peers.check_own(quorum),
                 lambda received, size: None,
             )
         lost.join()

@@ -235,7 +235,10 @@ class CheckpointTransport(ABC, Generic[T]):
         raise NotImplementedError
 
     def interrupt_receive(self, why: str) -> None:
-        """Make a `recv_deferred` on another thread fail soon; by default it continues."""
+        """Make a receive on another thread fail soon; by default it continues.
+
+        Called repeatedly as long as the receive is under way.
+        """
 
     def lose_source(self, why: str) -> None:
         """The assigned source of a receive on another thread is out of the quorum.

@@ -34,6 +34,7 @@ def fetch_state(
     security: Security,
     check: Callable[[], None],
     check_source: Callable[[], None],
+    check_own: Callable[[], None],
     on_progress: Callable[[int, int], None],
 ) -> Any:
     """The state of ``quorum.max_step``, from the source that the quorum assigned, and from others.
@@ -44,8 +45,10 @@ def fetch_state(
     ``timeout_s`` is the longest time without progress. ``check`` raises if a member is out of the
     quorum: that ends the wait for a manager that does not answer, and for the end of the source's
     step. ``check_source`` raises if the source itself is out of the quorum: if it sends nothing,
-    other sources take its place, or the heal fails. ``on_progress`` is called repeatedly with the
-    bytes that have arrived, and those of the state, or of the part that is on its way.
+    other sources take its place, or the heal fails. ``check_own`` raises if this group itself is
+    out: then a source that has not described the state does not offer it any more. ``on_progress``
+    is called repeatedly with the bytes that have arrived, and those of the state, or of the part
+    that is on its way.
 
     Raises:
         PeerError: the source is gone, does not serve that step, or its data is damaged.
@@ -80,7 +83,10 @@ def fetch_state(
             on_progress(received_bytes, state_bytes)
         check()
 
-    with _watching(partial(watch_heal, check_source), transport.lose_source):
+    with (
+        _watching(partial(watch_heal, check_source), transport.lose_source),
+        _watching(partial(_check_offered, transport, check_own), transport.interrupt_receive),
+    ):
         if extras:
             state = transport.recv_striped(source, metadata, extras, quorum.max_step, timeout)
         else:
@@ -90,6 +96,12 @@ def fetch_state(
     with _watching(partial(watch_heal, check), transport.interrupt_receive):
         rest = transport.recv_deferred(source, metadata, extras, quorum.max_step, timeout)
     return join(state, rest, quorum.recover_src_manager_address)
+
+
+def _check_offered(transport: CheckpointTransport[Any], check_own: Callable[[], None]) -> None:
+    """Raise what ``check_own`` raises, unless a source has begun to send the state."""
+    if not transport.progress()[1]:
+        check_own()
 
 
 @contextlib.contextmanager

@@ -604,6 +604,7 @@ class RoundRunner:
             self._deps.client.security,
             lambda: self._worker.check_losses(quorum),
             lambda: self._worker.check_source(quorum),
+            lambda: self._worker.check_own(quorum),
             self._worker.report_progress,
         )
         took_s = time.monotonic() - began_at

@@ -167,3 +167,8 @@ class SharedRound:
         """See `Peers.check_source`."""
         with self._lock:
             self.round.peers.check_source(quorum)
+
+    def check_own(self, quorum: QuorumResult) -> None:
+        """See `Peers.check_own`."""
+        with self._lock:
+            self.round.peers.check_own(quorum)
