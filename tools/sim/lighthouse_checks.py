@@ -304,6 +304,9 @@ class LighthouseChecks:
         self._asked_at.pop(client, None)
         self._liveness.withdrew(key, self._now)
         self._invariants.newcomers.gone(*key)
+        self._signs_at.pop(key, None)
+        self._signs_awake_at.pop(key, None)
+        self._end_if_nobody_is_left(key[0])
 
     def _answered(self, client: ClientRecord, number: int) -> None:
         what = "the lighthouse answers a question"
@@ -335,10 +338,13 @@ class LighthouseChecks:
         if self._places.gone(key):
             self._expect_drains(loss.job)
         self._liveness.gone(key, self._now)
-        if all(job != loss.job for job, _ in self._signs_at):
-            self._liveness.over(loss.job)
+        self._end_if_nobody_is_left(loss.job)
         if {*loss.recipients} - {loss.replica_id} and not loss.between_steps:
             self._invariants.discards.reported_as_lost(loss.replica_id)
+
+    def _end_if_nobody_is_left(self, name: str) -> None:
+        if all(job != name for job, _ in self._signs_at):
+            self._liveness.over(name)
 
     def _expect_drains(self, job: str) -> None:
         """Expect that the spares of a job that has finished learn so."""

@@ -95,6 +95,12 @@ def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch
     assert found.fell in (*INVARIANTS, "G1", "G2", "G4"), found.what
 
 
+def test_a_spare_that_gives_its_place_back_is_no_group_of_a_job_that_is_over() -> None:
+    """A group that comes back is no member then, and waits for one that starts."""
+    outcome = Fleet(draw_spares(5201018)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
 def test_a_spare_ends_with_its_job_just_after_it_has_taken_a_place() -> None:
     """The only member of the last quorum ends on purpose before the spare is in a quorum."""
     outcome = Fleet(draw_spares(5200337)).run()
