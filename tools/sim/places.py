@@ -127,8 +127,7 @@ class PlaceChecks:
         must(replica_id in job.former, "G2", f"{key} was never a spare, and has to stand by")
         living = (job.members & job.living) - job.former
         must(not living, "G2", f"{key} has to stand by again, while {sorted(living)} live")
-        for ids in (job.living, job.asked, job.former):
-            ids.discard(replica_id)
+        self._forget(job, replica_id)
         job.spares[replica_id] = _Spare(now, asks=True)
 
     def published(self, name: str, quorum: Quorum, *, goes_back: bool) -> None:
@@ -147,12 +146,15 @@ class PlaceChecks:
 
     def gone(self, key: Key) -> bool:
         """A group is gone; returns whether its job has finished with that."""
-        job, replica_id = self._job(key), key[1]
+        job = self._job(key)
+        self._forget(job, key[1])
+        return job.has_finished
+
+    def _forget(self, job: _Job, replica_id: str) -> None:
         for ids in (job.living, job.asked, job.former):
             ids.discard(replica_id)
         if job.remaining and not job.living:  # what comes is no member
             job.members = frozenset()
-        return job.has_finished
 
     # -- what is looked at -----------------------------------------------------------------------
 
