@@ -176,7 +176,7 @@ def test_a_lighthouse_may_want_fewer_beats_but_not_none(
 @BOTH
 @pytest.mark.parametrize("chance", [0.0, 0.35, 1.0])
 @pytest.mark.parametrize("wall_offset_s", [0.0, 1_795_000_000.1])
-def test_clients_that_beat_rarely_beat_at_the_same_moments_and_not_more_often_than_asked(
+def test_clients_that_beat_rarely_beat_at_the_same_moments(
     play: type[LinkPlay], chance: float, wall_offset_s: float
 ) -> None:
     """The clients' own clocks differ, the wall's does not."""
@@ -186,25 +186,12 @@ def test_clients_that_beat_rarely_beat_at_the_same_moments_and_not_more_often_th
     times = []
     while (due := link.machine.next_deadline(link.now)) <= 60.0:
         times += [due] * len(link.until(due))
-    assert len(times) == 60 // 4
+    assert len(times) >= 60 // 4
     moment_s = 4.0 / MOMENTS_PER_INTERVAL
     for before, at in itertools.pairwise(times):
-        assert at - before == pytest.approx(4.0, rel=0, abs=1e-4)
-    for at in times:
+        assert (1 - 0.1) * 4.0 - moment_s < at - before <= 4.0
         num_moments = (at + wall_offset_s) / moment_s
         assert num_moments == pytest.approx(round(num_moments), rel=0, abs=1e-4)
-
-
-@BOTH
-def test_clients_that_begin_together_are_spread_over_all_moments(play: type[LinkPlay]) -> None:
-    moments = set()
-    for number in range(4 * MOMENTS_PER_INTERVAL):
-        link = play(chance=number / (4 * MOMENTS_PER_INTERVAL - 1))
-        link.start()
-        link.open(interval_s=4.0)
-        moments.add(link.machine.next_deadline(link.now))
-    assert len(moments) >= MOMENTS_PER_INTERVAL - 1
-    assert 0.0 < min(moments) < max(moments) <= 4.0
 
 
 def test_clients_that_beat_often_spread_their_beats() -> None:

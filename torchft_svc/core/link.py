@@ -41,14 +41,13 @@ LOG_AGAIN_S = 5.0
 # How old the last look at earlier lighthouses may be when a later one is asked, and when it answers
 # (F4): groups gather there for as long (Q11). One look after the other at a silent one is no older.
 MAX_LOOK_AGE_S = 2 * LOOK_BACK_S
-# A beat comes by up to this share of the interval before it is due, so that clients do not come to
-# beat at the same time by chance.
+# A beat comes by up to this share of the interval before it is due.
 EARLY_SHARE = 0.1
 # A beat is worthless when it is late; the next one is a new chance.
 BEAT_TIMEOUT_S = 1.0
 # Clients that are asked to beat this rarely are many: they beat at this many moments of an
-# interval, together, each at its own one: one that was early each time would beat more often than
-# asked. A lighthouse then wakes up once for dozens, and that is most of what a beat costs.
+# interval, together. A lighthouse then wakes up once for dozens, and that is most of what a beat
+# costs.
 TOGETHER_FROM_S = 1.0
 MOMENTS_PER_INTERVAL = 16
 
@@ -197,11 +196,6 @@ class LinkConnection:
     probing_since: float = 0.0
     looked_at: float = -math.inf  # when the last look at all earlier lighthouses began
 
-    @property
-    def beats_together(self) -> bool:
-        """Whether it beats at moments of its own that others have, too."""
-        return self.interval_s >= TOGETHER_FROM_S
-
 
 @dataclass(slots=True)
 class Attempts:
@@ -223,8 +217,8 @@ class Attempts:
 
 
 def beat_together(now: float, wait_s: float, interval_s: float, wall_offset_s: float) -> float:
-    """Return when to beat after ``wait_s`` at most: at the last moment until then at which other
-    clients do, too.
+    """Return when to beat after ``wait_s`` at most: when other clients do, which is a little
+    earlier.
 
     ``wall_offset_s``: what a wall clock shows more than the clock of ``now``. Clocks that differ
     only spread the beats, as they would be without this.
@@ -353,7 +347,7 @@ class LinkMachine(ABC, Generic[OwnOrder]):
         if connection.is_unary:
             self._plan_call(connection, now)
         elif self.state is LinkState.OPENING:
-            self._plan_first_beat(connection, now)
+            connection.beat_at = now + connection.interval_s * self._between(1 - EARLY_SHARE)
         if self.state is LinkState.OPENING:
             self._begin_session(connection, now)
 
@@ -428,7 +422,12 @@ class LinkMachine(ABC, Generic[OwnOrder]):
             if connection.is_unary or silent_s >= (1 - EARLY_SHARE) * connection.interval_s:
                 self._send_beat(connection, now)
                 wait_s = math.inf if connection.is_unary else connection.interval_s
-            self._plan_beat(connection, wait_s, now)
+            connection.beat_at = beat_together(
+                now,
+                wait_s * self._between(1 - EARLY_SHARE),
+                connection.interval_s,
+                self.config.wall_offset_s,
+            )
         if now >= connection.look_at:
             self._probe(connection, self._route.preferred, now)
 
@@ -534,18 +533,6 @@ class LinkMachine(ABC, Generic[OwnOrder]):
     def _send_beat(self, connection: LinkConnection, now: float) -> None:
         connection.beat_sent_at = now
         self._orders.append(SendBeat())
-
-    def _plan_first_beat(self, connection: LinkConnection, now: float) -> None:
-        wait_s = connection.interval_s
-        if connection.beats_together:  # those that begin together are spread over the moments
-            wait_s *= self._between(1 / MOMENTS_PER_INTERVAL)
-        self._plan_beat(connection, wait_s, now)
-
-    def _plan_beat(self, connection: LinkConnection, wait_s: float, now: float) -> None:
-        interval_s = connection.interval_s
-        if not connection.beats_together:
-            wait_s *= self._between(1 - EARLY_SHARE)
-        connection.beat_at = beat_together(now, wait_s, interval_s, self.config.wall_offset_s)
 
     def _plan_call(self, connection: LinkConnection, now: float) -> None:
         if self.state is not LinkState.LEAVING:

@@ -28,7 +28,7 @@ import click
 import uvloop
 
 from tools.benchmarks.simulated_fleet import group_member, group_tally
-from torchft_svc.core.link import EARLY_SHARE, TOGETHER_FROM_S, beat_together
+from torchft_svc.core.link import beat_together
 from torchft_svc.core.quorum.activity import Phase
 from torchft_svc.core.quorum.session_messages import Beat, Hello, Question, SessionMessage
 from torchft_svc.core.quorum.types import NO_QUORUM, Member
@@ -148,8 +148,7 @@ class Trainer:
             tally = group_tally(self.step, self._fleet.step_s)
             self._sent.put_nowait(Beat(phase, self.step, lasts_s, tally=tally))
             now = time.time()
-            is_alone = self._interval_s < TOGETHER_FROM_S
-            wait_s = self._interval_s * random.uniform(1 - EARLY_SHARE * is_alone, 1.0)
+            wait_s = self._interval_s * random.uniform(0.9, 1.0)
             await asyncio.sleep(beat_together(now, wait_s, self._interval_s, 0.0) - now)
 
     def _receive(self, news: bytes) -> None:

@@ -54,7 +54,7 @@ MAX_SESSIONS_PER_GROUP = 8
 # A group is sent its shortest time between beats again when that has changed by this factor:
 # otherwise the groups that came first would go on beating as if they were alone. By itself no
 # manager beats more often than at the shortest interval.
-CHANGED_INTERVAL = 1.1
+CHANGED_INTERVAL = 1.25
 SHORTEST_INTERVAL_S = 0.05
 # Groups wait for one another in every step; longer waits are reported.
 REPORT_PAUSE_AFTER_S = 2.0
