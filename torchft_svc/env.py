@@ -8,6 +8,7 @@ error: nobody may serve without protection because a shell variable had no value
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -59,9 +60,12 @@ def keep_grpc_in_one_thread() -> None:
     """Keep gRPC's reading of connections in one thread, unless the user has decided otherwise.
 
     Its event engine would hand each message from thread to thread, which is an eighth to a quarter
-    of what a lighthouse needs for the beats of a thousand groups.
+    of what a lighthouse needs for the beats of a thousand groups. Only for a process that is a
+    lighthouse and starts no other program, which would inherit the variable.
     """
-    _prefer("GRPC_EXPERIMENTS", "-event_engine_listener")
+    major, minor = importlib.metadata.version("grpcio").split(".")[:2]
+    if (int(major), int(minor)) <= _LAST_GRPC_THAT_KNOWS:
+        _prefer("GRPC_EXPERIMENTS", "-event_engine_listener")
 
 
 def withdraw_preferences() -> None:
@@ -75,6 +79,8 @@ def withdraw_preferences() -> None:
 
 
 _preferred: set[str] = set()
+# The name of an experiment may go with any version, which then writes an error at each start.
+_LAST_GRPC_THAT_KNOWS = (1, 85)
 
 
 def _prefer(name: str, value: str) -> None:

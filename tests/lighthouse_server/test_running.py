@@ -68,18 +68,26 @@ def test_a_signal_ends_the_command_in_good_order(number: signal.Signals) -> None
 
 
 @pytest.mark.processes
-def test_one_thread_of_grpc_reads_all_connections() -> None:
-    """A message would wake up one thread of gRPC's event engine, or several."""
+def test_one_thread_of_grpc_reads_all_connections_unless_the_user_wants_otherwise() -> None:
     num_beats = 100
+    assert waits_of_event_engine(num_beats) < num_beats / 2
+    assert waits_of_event_engine(num_beats, GRPC_EXPERIMENTS="event_engine_listener") > num_beats
+
+
+def waits_of_event_engine(num_beats: int, **variables: str) -> int:
+    """How often threads of gRPC's event engine wait while a lighthouse gets so many beats: each
+    wakes up one of them, or several."""
     with (
-        FreshProcess("lighthouse_server", "--bind=127.0.0.1:0", "--min-replicas=2") as process,
+        FreshProcess(
+            "lighthouse_server", "--bind=127.0.0.1:0", "--min-replicas=2", **variables
+        ) as process,
         line_to(process.address) as line,
     ):
         before = num_waits(process.pid, "event_engine")
         for _ in range(num_beats):
             line.beat("a:1")
-        assert num_waits(process.pid, "event_engine") - before < num_beats / 2
         assert "experiment" not in process.errors(), "gRPC does not know what it is asked for"
+        return num_waits(process.pid, "event_engine") - before
 
 
 def num_waits(pid: int, thread_name: str) -> int:

@@ -1,7 +1,13 @@
 """The command `lighthouse`."""
 
+# ruff: noqa: E402
 from __future__ import annotations
 
+from torchft_svc.env import keep_grpc_in_one_thread
+
+keep_grpc_in_one_thread()  # it counts only before the first import of gRPC
+
+# isort: split
 import asyncio
 import functools
 import sys
