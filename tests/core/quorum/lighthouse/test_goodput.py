@@ -202,6 +202,34 @@ def test_n2_an_earlier_hang_stays_one_when_another_group_was_lost() -> None:
     assert lost(accounts.goodput(9.0)) == {"hang": 2.0, "waiting": 1.0}
 
 
+def test_n2_a_hang_that_has_ended_stays_one_when_its_group_is_lost_later() -> None:
+    settings = config(hang_timeout_s=6.0, heartbeat_timeout_s=8.0)
+    scene = formed("a:1", "b:1", step=4, settings=settings)
+
+    def account(committed: int, waiting_s: float) -> None:
+        tally = Tally(float(committed), waiting_s=waiting_s, num_committed=committed)
+        scene.jobs.record_report(JOB, "a:1", tally, (), scene.now)
+
+    account(4, 0.0)
+    hangs_at = scene.now
+    for for_s in (4.0, 8.0, 12.0):  # it beats, so it is not lost
+        scene.until(hangs_at + for_s)
+        scene.report("b:1", Phase.TRAINING, step=4, for_s=for_s)
+        scene.report("a:1", Phase.QUORUM, step=4, for_s=for_s)
+    account(4, 12.0)
+    assert lost(scene.jobs.goodput(JOB, scene.now)) == {"hang": 12.0}
+    scene.until(scene.now + 1.0)
+    for replica_id in ("a:1", "b:1"):
+        scene.report(replica_id, Phase.TRAINING, step=5)
+    account(5, 12.0)
+    falls_silent_at = scene.now
+    for for_s in (3.0, 6.0, 9.0):
+        scene.until(falls_silent_at + for_s)
+        scene.report("a:1", Phase.QUORUM, step=5, for_s=for_s)
+    account(5, 21.0)
+    assert lost(scene.jobs.goodput(JOB, scene.now)) == {"hang": 12.0, "waiting": 9.0}
+
+
 @pytest.mark.parametrize("later", ["lost", "its manager had died", "cut off"])
 def test_n2_the_ledger_and_the_goodput_agree_on_what_a_hang_was(later: str) -> None:
     """A group stands still in a step that its peer waits for, and the reason turns out later."""

@@ -125,6 +125,12 @@ PLANTED: list[tuple[type, str, Callable[..., Any], Callable[..., Any]]] = [
         ),
     ),
     (TimeAccounts, "blame_hang", nothing, of_jobs.test_n6_what_is_lost_to_a_hang_is_blamed_on_it),
+    (
+        TimeAccounts,
+        "confirm_hang",
+        nothing,
+        of_jobs.test_n2_a_hang_that_has_ended_stays_one_when_its_group_is_lost_later,
+    ),
     *(
         (
             TimeAccounts,

@@ -39,8 +39,8 @@ LATENESS_WINDOW_S = 10.0
 # So long a new lighthouse looks for the group that knows most of the time before.
 ADOPT_S = 10.0
 # Groups that are gone may be back with the same process, if only their connection was lost. What so
-# many of them have reported is kept: one is enough to know the job's time meanwhile.
-MAX_GONE = 64
+# many of them have reported is kept; of another one that is back, its whole time would count.
+MAX_GONE = 2048
 
 
 @dataclass(slots=True)
@@ -166,6 +166,13 @@ class TimeAccounts:
             self._lost_s[HANG] = max(0.0, self._lost_s[HANG] - seconds)
             self._lost_s[cause] += seconds
         self._blamed, self._blamed_until, self._blamed_s = None, None, {}
+
+    def confirm_hang(self, replica_id: str) -> None:
+        """Record that a group that hung goes on: what was lost to its hang stays so, whatever comes
+        next."""
+        self._blamed_groups.discard(replica_id)
+        if not self._blamed_groups:
+            self._blamed_s = {}
 
     def give_up(self, num_steps: int) -> None:
         """Count the last ``num_steps`` committed steps as discarded: the job continues without."""

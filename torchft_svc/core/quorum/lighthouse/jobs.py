@@ -1411,6 +1411,7 @@ class Jobs:
             job.ledger.record_reached(replica_id, activity.reached)
         if replica_id in job.ledger.hung and not job.hangs.is_hung(replica_id):
             job.ledger.record_moved(replica_id)
+            job.accounts.confirm_hang(replica_id)
         has_changed |= self._handle_hangs(job, now, (replica_id,))
         self._wake(job.hangs.look_at())
         return has_changed
