@@ -104,6 +104,7 @@ class Director:
             if time.monotonic() - self.began_at >= self.seconds:
                 break
             self._one(fault)
+        self._read_goodputs("the end")
         self._winding_down = True
         self.cluster.drain()
         self._wait(self.cluster.is_empty, "SIGTERM for all", LEAVE_S)

@@ -313,6 +313,9 @@ def judge_records(run: Run) -> Verdict:
 
 def judge_goodput(run: Run) -> Verdict:
     """A job's goodput is what its commits show (rule N6); if not, where it differs most."""
+    promise = "the goodput is what an observer sees"
+    if not run.readings:
+        return Verdict.not_judged(promise, "no lighthouse could be asked for it")
     faults, proofs = [], []
     for job, last in {each.job: each for each in run.readings}.items():
         whole = whole_stretch(last, run.useful_commits(job))
@@ -326,7 +329,7 @@ def judge_goodput(run: Run) -> Verdict:
             parts.sort(key=lambda each: -abs(each.excess_s))
             differing = filter(lambda each: each.differs_by_more_than(GOODPUT_WITHIN), parts)
             faults += [each.sentence(run.began_at) for each in differing]
-    return Verdict.of("the goodput is what an observer sees", faults, "; ".join(proofs))
+    return Verdict.of(promise, faults, "; ".join(proofs))
 
 
 def judge_leftovers(run: Run) -> Verdict:

@@ -323,6 +323,10 @@ def test_the_goodput_is_compared_with_the_commits() -> None:
         assert judge_goodput(run).outcome is outcome
 
 
+def test_a_goodput_that_nobody_could_read_is_not_judged() -> None:
+    assert judge_goodput(Run(seen=[], incidents=[])).outcome is Outcome.NOT_JUDGED
+
+
 def test_the_stretches_in_which_the_goodput_differs_are_named() -> None:
     """A commit each second; after the second fault the ledger has 5 s more, and no other."""
     commits = [("one", commit(0, step, 100.0 + step)) for step in range(91)]
