@@ -256,10 +256,12 @@ class Site:
             down_s = SPARE_MANAGER_S if in_term and self.group_world_size > 1 else NEW_MANAGER_S
         self._kill_manager()
         rounds = {worker.line.last_round for worker in self.workers}
-        if self.collective is not None and (0 in rounds or len(rounds) > 1):
-            # Their last questions were not answered, or these were the first ones.
-            self.collective.excuse()
-            self._shared.invariants.hangs.trouble(self.name, self._scenario.trainer.quorum_s)
+        if self.collective is not None:
+            self.collective.lose_manager(down_s)
+            if 0 in rounds or len(rounds) > 1:
+                # Their last questions were not answered, or these were the first ones.
+                self.collective.excuse()
+                self._shared.invariants.hangs.trouble(self.name, self._scenario.trainer.quorum_s)
         for worker in self.workers:
             worker.line.end()
         self._launcher.after(down_s, self._replace_manager)

@@ -6,12 +6,14 @@ which is how a step comes to be committed by a part of its quorum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from tools.sim.invariants import Invariants, must
 from tools.sim.network import Network
 from tools.sim.world import Process
+from torchft_svc.core.route import MANAGER_PATIENCE_S
 from torchft_svc.errors import PeerError, QuorumFailed
 
 # Two workers of a group that wait for each other for so long will do so for ever.
@@ -95,6 +97,12 @@ class GroupCollective:
         self._waiting: dict[Process, tuple[Callable[[], None], Callable[[], None]]] = {}
         self._is_broken = False
         self._is_excused = False
+        self._manager_lost_at = self._manager_back_at = -math.inf
+
+    def lose_manager(self, away_s: float) -> None:
+        """Record that the manager is dead, and that another one comes after ``away_s``."""
+        self._manager_lost_at = self._network.world.now
+        self._manager_back_at = self._manager_lost_at + away_s
 
     def excuse(self) -> None:
         """The manager was replaced, and cannot find out which worker continued without an answer:
@@ -137,10 +145,18 @@ class GroupCollective:
             is_explained = self._is_excused or self._invariants.hangs.has_trouble(
                 self._group, since
             )
-            is_locked = now - since > LOCKED_S and not is_explained
+            is_locked = now - self._answerable_since(since) > LOCKED_S and not is_explained
             what = f"{process.name} waits for {peer.name} in a collective, that one in the quorum"
             must(not is_locked, "I5", what)
         process.after(LOCKED_S, self._check, process, done)
+
+    def _answerable_since(self, asks_since: float) -> float:
+        """The time from which on a manager could have answered a question.
+
+        While none lives, the worker asks until it gives up (rule M3).
+        """
+        gives_up_at = max(asks_since, self._manager_lost_at) + MANAGER_PATIENCE_S
+        return max(asks_since, min(self._manager_back_at, gives_up_at))
 
 
 class Ring:

@@ -346,7 +346,7 @@ class WorkerActor:
             now = self.process.world.now
             ready = self.round.question_failed(answer, now, is_manager_over=is_over)
             asks_again = isinstance(ready.then, AskManager)
-            self._check_patience(step, answer, asks_again=asks_again)
+            self._check_patience(step, answer, asks_again=asks_again, is_vote=False)
         else:
             step.part, step.round = answer.assignment, answer.round
             ready = self.round.quorum_received(answer.assignment)
@@ -366,17 +366,25 @@ class WorkerActor:
         else:
             self._reduce_if_ready(step)
 
-    def _check_patience(self, step: _Step, error: TorchFTError, *, asks_again: bool) -> None:
-        """Check that a manager that may be started again is asked again (rule M3)."""
+    def _check_patience(
+        self, step: _Step, error: TorchFTError, *, asks_again: bool, is_vote: bool
+    ) -> None:
+        """Check that a manager that is gone is asked again, and not for too long (rule M3).
+
+        A vote of yes may be sent for longer (M5).
+        """
         is_lost = isinstance(error, Unreachable) and error.peer == "manager"
         if not is_lost or self.home.is_manager_over():
             return
         now = self.process.world.now
         step.lost_at = now if step.lost_at is None else step.lost_at
+        left_s = min(step.deadline, step.lost_at + MANAGER_PATIENCE_S) - now - RETRY_S
         if not asks_again:
-            until = min(step.deadline, step.lost_at + MANAGER_PATIENCE_S)
-            is_over = now + RETRY_S + ROUNDING_S >= until
+            is_over = left_s <= ROUNDING_S
             must(is_over, "I5", f"{self.process.name} does not ask its manager again")
+        elif not is_vote:
+            is_due = left_s > -ROUNDING_S
+            must(is_due, "I5", f"{self.process.name} still asks a manager that is gone")
 
     def _continue_without_quorum(self, step: _Step, error: Exception) -> None:
         try:
@@ -600,7 +608,8 @@ class WorkerActor:
             is_over = self.home.is_manager_over()
             now = self.process.world.now
             output = self.round.vote_failed(answer, now, is_manager_over=is_over)
-            self._check_patience(step, answer, asks_again=isinstance(output, AskDecision))
+            asks_again = isinstance(output, AskDecision)
+            self._check_patience(step, answer, asks_again=asks_again, is_vote=True)
         else:
             output = self.round.vote_decided(answer.should_commit, answer.fate)
         if isinstance(output, Decide):

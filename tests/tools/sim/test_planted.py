@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tools.sim.fleet import Fleet
-from tools.sim.scenario import draw_asking
+from tools.sim.scenario import Fault, draw, draw_asking
 from torchft_svc.core.pausable_clock import PausableClock
 from torchft_svc.core.quorum import activity, assignment, names
 from torchft_svc.core.quorum.activity import Phase
@@ -411,6 +411,15 @@ def a_manager_that_is_restarted_is_not_asked_again(plant: pytest.MonkeyPatch) ->
     plant.setattr(CallRetry, "pause_s", lambda self, error, now, is_over: None)
 
 
+def a_manager_that_is_gone_is_asked_for_ever(plant: pytest.MonkeyPatch) -> None:
+    real = CallRetry.__init__
+
+    def begin(self: Any, deadline: float, patience_s: float) -> None:
+        real(self, deadline, math.inf)
+
+    plant.setattr(CallRetry, "__init__", begin)
+
+
 def a_lost_decision_counts_as_no(plant: pytest.MonkeyPatch) -> None:
     plant.setattr(core_round, "LoseDecision", lambda error: Decide(False, error))
 
@@ -589,6 +598,7 @@ PLANTS: dict[Plant, int] = {
     who_is_asked_to_end_trains_on: 7,
     a_vote_names_the_round_before: 2,
     a_manager_that_is_restarted_is_not_asked_again: 2,
+    a_manager_that_is_gone_is_asked_for_ever: 80,
     a_lost_decision_counts_as_no: 2,
     a_step_that_began_too_early_counts: 252,
     a_stream_to_the_manager_is_not_opened_again: 12,
@@ -616,3 +626,29 @@ def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch
     outcomes = (Fleet(draw_asking(seed)).run() for seed in range(first, first + MAX_SEEDS))
     found = next(outcome for outcome in outcomes if outcome.fell is not None)
     assert found.fell in INVARIANTS, found.what  # an exception shows nothing: the plant may raise
+
+
+@pytest.mark.parametrize("away_s", [0.2, 4.0])
+def test_workers_that_lock_are_found_once_another_manager_is_there(
+    away_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manager has died when one of two workers had the quorum; the question lasts 60 s."""
+    drawn = draw(6301686)
+    scenario = dataclasses.replace(
+        drawn,
+        num_groups=1,
+        group_world_size=2,
+        config=dataclasses.replace(drawn.config, hang_timeout_s=None),
+        # The manager dies when the hang is over, ``away_s`` after both were drawn: neither counts
+        # as a trouble of the group any more.
+        faults=(
+            Fault(at=10.0, kind="hang", target=0, seconds=away_s + 1.0),
+            Fault(at=10.1, kind="lose_quorum", target=0, seconds=away_s),
+        ),
+    )
+    outcome = Fleet(scenario).run()
+    assert outcome.fell is None, outcome.what
+    who_has_no_answer_waits_for_those_that_have_one(monkeypatch)
+    outcome = Fleet(scenario).run()
+    assert outcome.fell == "I5"
+    assert "in a collective" in outcome.what

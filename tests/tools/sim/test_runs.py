@@ -116,6 +116,16 @@ def test_a_worker_that_fetches_a_preview_does_not_wait_in_the_quorum() -> None:
     assert outcome.fell is None, describe(outcome)
 
 
+@pytest.mark.parametrize("seed", [6301686, 6300256, 1795660698601])
+def test_a_worker_asks_for_a_manager_while_a_peer_waits_in_a_collective(seed: int) -> None:
+    """The manager dies when one of its workers has the quorum, and comes back after 7 s.
+
+    The question of the other one fails after 5 s (rule M3), later than a group may be locked.
+    """
+    outcome = Fleet(draw(seed)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
 def test_a_thousand_groups() -> None:
     outcome = Fleet(draw_ordinary(1, NUM_MANY)).run()
     assert outcome.fell is None, describe(outcome)
