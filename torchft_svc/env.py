@@ -8,7 +8,6 @@ error: nobody may serve without protection because a shell variable had no value
 from __future__ import annotations
 
 import contextlib
-import importlib.metadata
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -63,7 +62,9 @@ def keep_grpc_in_one_thread() -> None:
     of what a lighthouse needs for the beats of a thousand groups. Only for a process that is a
     lighthouse and starts no other program, which would inherit the variable.
     """
-    major, minor = importlib.metadata.version("grpcio").split(".")[:2]
+    from importlib import metadata  # it imports much, and the decisions read this module, too
+
+    major, minor = metadata.version("grpcio").split(".")[:2]
     if (int(major), int(minor)) <= _LAST_GRPC_THAT_KNOWS:
         _prefer("GRPC_EXPERIMENTS", "-event_engine_listener")
 
