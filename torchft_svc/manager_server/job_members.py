@@ -6,6 +6,7 @@ from typing import Any
 
 import grpc
 
+from torchft_svc.errors import Unreachable
 from torchft_svc.manager_server.config import ManagerConfig
 from torchft_svc.proto import torchft_pb2 as pb
 from torchft_svc.rpc.codec import JOB_KEY
@@ -43,4 +44,6 @@ async def members_of_job(
             action="the members of the job",
             timeout_s=timeout_s,
         ) from None
+    except grpc.aio.UsageError as error:  # the link has lost its lighthouse in this moment
+        raise Unreachable("lighthouse", address, "the connection was closed") from error
     return answer
