@@ -480,6 +480,22 @@ def test_a_group_that_puts_its_heal_off_commits_nothing(address: str) -> None:
             assert b.manager.current_step() > 3
 
 
+def fetch_while_in_quorum(mine: HTTPTransport[Any], quorum: QuorumResult, peers: Peers) -> None:
+    """Fetch the state for group rank 0, as long as ``peers`` has no loss that ends this."""
+    fetch_state(
+        mine,
+        quorum,
+        0,
+        10 * DEADLINE_S,
+        PLAIN,
+        lambda: peers.check_losses(quorum),
+        lambda: peers.check_source(quorum),
+        lambda: peers.check_own(quorum),
+        lambda received, size: None,
+    )
+
+
+
 @pytest.mark.parametrize("answers", [False, True], ids=["dead", "frozen"])
 def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> None:
     """The source's manager cannot be reached, or accepts connections and does not answer."""
@@ -493,17 +509,7 @@ def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> 
         lost.start()
         began_at = time.monotonic()
         with pytest.raises(QuorumFailed, match="b:1 is out: its session ended"):
-            fetch_state(
-                mine,
-                quorum,
-                0,
-                10 * DEADLINE_S,
-                PLAIN,
-                lambda: peers.check_losses(quorum),
-                lambda: peers.check_source(quorum),
-                lambda: peers.check_own(quorum),
-                lambda received, size: None,
-            )
+            fetch_while_in_quorum(mine, quorum, peers)
         lost.join()
         assert time.monotonic() - began_at < DEADLINE_S
 
@@ -525,17 +531,7 @@ def test_a_group_that_is_out_itself_waits_for_no_state(address: str, extra: bool
         lost.start()
         began_at = time.monotonic()
         with pytest.raises(PeerError, match="a:1 is out: no sign of life for 5 s"):
-            fetch_state(
-                mine,
-                quorum,
-                0,
-                10 * DEADLINE_S,
-                PLAIN,
-                lambda: peers.check_losses(quorum),
-                lambda: peers.check_source(quorum),
-                lambda: peers.check_own(quorum),
-                lambda received, size: None,
-            )
+            fetch_while_in_quorum(mine, quorum, peers)
         lost.join()
         assert time.monotonic() - began_at < DEADLINE_S
 
