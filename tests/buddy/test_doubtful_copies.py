@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +19,7 @@ from support.held_copies import (
     CALL,
     EVERY,
     LONG_S,
+    KnownCopy,
     holder,
     lighthouse,
     reported,
@@ -139,16 +140,8 @@ def claimed(address: str, step: int = FAR) -> HeldCopy:
     return HeldCopy(step=step, step_quorum_id=7, address=address)
 
 
-@dataclass(frozen=True)
-class Real:
-    """A copy that a holder has, and the bits of the state that it is of."""
-
-    copy: HeldCopy
-    bits: Any
-
-
 @pytest.fixture(scope="module")
-def real() -> Iterator[Real]:
+def real() -> Iterator[KnownCopy]:
     with (
         pytest.MonkeyPatch.context() as patch,
         lighthouse() as server,
@@ -157,11 +150,11 @@ def real() -> Iterator[Real]:
     ):
         # It waits for the next copy all the time, and a new request would begin another thread.
         patch.setattr(HOLDER_SILENCE, timedelta(minutes=10))
-        yield Real(*train_until_copied(trainer, held, server.address()))
+        yield train_until_copied(trainer, held, server.address())
 
 
 @pytest.mark.parametrize("kind", DOUBTFUL)
-def test_a_worker_begins_from_the_copy_before_a_doubtful_one(real: Real, kind: str) -> None:
+def test_a_worker_begins_from_the_copy_before_a_doubtful_one(real: KnownCopy, kind: str) -> None:
     with (
         lighthouse() as server,
         DOUBTFUL[kind]() as address,
@@ -175,7 +168,7 @@ def test_a_worker_begins_from_the_copy_before_a_doubtful_one(real: Real, kind: s
         assert bits(trainer.state_dict()) == real.bits
 
 
-def test_a_worker_asks_another_holder_of_the_same_copy(real: Real) -> None:
+def test_a_worker_asks_another_holder_of_the_same_copy(real: KnownCopy) -> None:
     gone = replace(real.copy, address="http://127.0.0.1:1/gone")
     with (
         lighthouse() as server,
@@ -205,7 +198,7 @@ def test_a_worker_with_nothing_but_a_doubtful_copy_says_so(step: int) -> None:
 
 @pytest.mark.parametrize("kind", [kind for kind in DOUBTFUL if not kind.startswith("another ")])
 def test_a_holder_keeps_its_copy_when_the_next_one_is_doubtful(
-    real: Real, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    real: KnownCopy, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The group that is copied next has a worker whose address leads to such a source."""
     caplog.set_level(logging.INFO)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from support.held_copies import (
     EVERY,
     LONG_S,
+    KnownCopy,
     holder,
     lighthouse,
     reported,
@@ -19,7 +19,6 @@ from support.held_copies import (
 from support.running import eventually
 from support.training import Trainer
 
-from torchft_svc.core.quorum.lighthouse.copies import HeldCopy
 from torchft_svc.errors import RequestRefused, TornState
 from torchft_svc.testing.transport_contract import bits
 
@@ -41,22 +40,14 @@ class LoadedInPart(Trainer):
         self.inner.load_state_dict(state["optimizer"])
 
 
-@dataclass(frozen=True)
-class Held:
-    """A copy that is held, and the bits of the state that it is of."""
-
-    copy: HeldCopy
-    bits: Any
-
-
 @pytest.fixture(scope="module")
-def held() -> Iterator[Held]:
+def held() -> Iterator[KnownCopy]:
     with (
         lighthouse() as server,
         holder(server.address()) as holding,
         Trainer(server.address(), "a", 1, buddy_every=EVERY) as trainer,
     ):
-        yield Held(*train_until_copied(trainer, holding, server.address()))
+        yield train_until_copied(trainer, holding, server.address())
 
 
 ENDED_BY = pytest.mark.parametrize(
@@ -66,7 +57,7 @@ ENDED_BY = pytest.mark.parametrize(
 
 @ENDED_BY
 def test_b5_a_step_that_is_begun_again_loads_the_copy_again(
-    held: Held, error: BaseException, raised: type[BaseException]
+    held: KnownCopy, error: BaseException, raised: type[BaseException]
 ) -> None:
     with (
         lighthouse() as server,
@@ -87,7 +78,7 @@ def test_b5_a_step_that_is_begun_again_loads_the_copy_again(
 
 @ENDED_BY
 def test_b5_no_step_begins_with_a_copy_that_was_loaded_in_part(
-    held: Held, error: BaseException, raised: type[BaseException]
+    held: KnownCopy, error: BaseException, raised: type[BaseException]
 ) -> None:
     """The copy is gone when the step is begun again: no job begins anew with such weights."""
     with (

@@ -9,7 +9,15 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from support.held_copies import EVERY, LONG_S, holder, lighthouse, status_of, train_until_copied
+from support.held_copies import (
+    EVERY,
+    LONG_S,
+    KnownCopy,
+    holder,
+    lighthouse,
+    status_of,
+    train_until_copied,
+)
 from support.papers import TOKEN, papers
 from support.running import eventually
 from support.training import Trainer
@@ -31,7 +39,7 @@ def ours(tmp_path_factory: pytest.TempPathFactory) -> Security:
 
 
 @pytest.fixture(scope="module")
-def copied(ours: Security) -> Iterator[tuple[Any, Any]]:
+def copied(ours: Security) -> Iterator[KnownCopy]:
     """A copy in a secured holder, with the bits of its state."""
     with (
         lighthouse(ours) as server,
@@ -42,7 +50,7 @@ def copied(ours: Security) -> Iterator[tuple[Any, Any]]:
 
 
 def test_a_worker_begins_from_a_copy_over_tls_with_a_token(
-    ours: Security, copied: tuple[Any, Any]
+    ours: Security, copied: KnownCopy
 ) -> None:
     copy, state = copied
     assert copy.address.startswith("https://")
@@ -67,7 +75,7 @@ def test_a_worker_begins_from_a_copy_over_tls_with_a_token(
     ids=["another token", "no token", "no TLS"],
 )
 def test_a_copy_is_given_to_nobody_else(
-    ours: Security, copied: tuple[Any, Any], wrong: dict[str, Any], reason: str
+    ours: Security, copied: KnownCopy, wrong: dict[str, Any], reason: str
 ) -> None:
     copy, _ = copied
     theirs = replace(ours, **wrong)

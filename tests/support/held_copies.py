@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.running import eventually
 from support.training import Trainer
@@ -73,10 +73,17 @@ def reported(address: str, *copies: HeldCopy) -> Iterator[None]:
         thread.join(LONG_S)
 
 
+class KnownCopy(NamedTuple):
+    """A copy that a holder has, and the bits of the state that it is of."""
+
+    copy: HeldCopy
+    bits: Any
+
+
 def train_until_copied(
     trainer: Trainer, held: CopyHolder, address: str, above: int = 0, security: Security = PLAIN
-) -> tuple[HeldCopy, Any]:
-    """Train until a copy above step ``above`` is held; that copy, and the bits of its state.
+) -> KnownCopy:
+    """Train until a copy above step ``above`` is held, and return that.
 
     The trainer has ``buddy_every=EVERY``: it stops before it offers the next one.
     """
@@ -93,4 +100,4 @@ def train_until_copied(
 
     eventually(copied, LONG_S, "no copy is held")
     copy = eventually(reported, LONG_S, "no copy is reported")
-    return copy, states[copy.step]
+    return KnownCopy(copy, states[copy.step])
