@@ -495,7 +495,6 @@ def fetch_while_in_quorum(mine: HTTPTransport[Any], quorum: QuorumResult, peers:
     )
 
 
-
 @pytest.mark.parametrize("answers", [False, True], ids=["dead", "frozen"])
 def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> None:
     """The source's manager cannot be reached, or accepts connections and does not answer."""
