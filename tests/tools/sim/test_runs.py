@@ -116,6 +116,12 @@ def test_a_worker_that_fetches_a_preview_does_not_wait_in_the_quorum() -> None:
     assert outcome.fell is None, describe(outcome)
 
 
+def test_a_group_does_not_hang_while_one_of_its_workers_fetches_a_preview() -> None:
+    """The other one has asked in vain, and waits in a collective of the group for long."""
+    outcome = Fleet(draw(6401797)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
 @pytest.mark.parametrize("seed", [6301686, 6300256, 1795660698601])
 def test_a_worker_asks_for_a_manager_while_a_peer_waits_in_a_collective(seed: int) -> None:
     """The manager dies when one of its workers has the quorum, and comes back after 7 s.

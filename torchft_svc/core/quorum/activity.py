@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 class Phase(enum.Enum):
@@ -86,15 +86,24 @@ class WorkerActivities:
 
     A worker that votes waits for the others: what they do counts, as long as they do anything else.
     A worker that heals or waits for other groups counts first: the others of its group may wait for
-    it in a collective of their own, and cannot distinguish that from a hang.
+    it in a collective of their own, and cannot distinguish that from a hang. The same is true of
+    one that starts, as it may fetch a preview for long before it asks (rule K1): until then nothing
+    is known of its group, and the others' phases begin no earlier.
     """
 
     def __init__(self) -> None:
         self._workers: dict[int, Activity] = {}
         self._held_up: set[int] = set()
+        self._starting: set[int] = set()
+
+    def starts(self, group_rank: int) -> None:
+        """A worker has opened its stream: it asks, or reports what it does, when it has started."""
+        if group_rank not in self._workers:
+            self._starting.add(group_rank)
 
     def asks(self, group_rank: int, step: int, now: float) -> None:
         """A worker asks for the quorum: it waits for the others of its group first."""
+        self._end_start(group_rank, now)
         self._workers[group_rank] = Activity(Phase.QUORUM, step, now)
         self._held_up.discard(group_rank)
 
@@ -104,6 +113,7 @@ class WorkerActivities:
 
         `Phase.QUORUM` says that it waits for the gradients of other groups.
         """
+        self._end_start(group_rank, now)
         phase, known = report.phase, self._workers.get(group_rank)
         heals_on = report.state_bytes > 0 and known is not None and known.phase is phase
         since = known.since if known is not None and heals_on else now
@@ -118,6 +128,15 @@ class WorkerActivities:
     def gone(self, group_rank: int) -> None:
         self._workers.pop(group_rank, None)
         self._held_up.discard(group_rank)
+        self._starting.discard(group_rank)
+
+    def _end_start(self, group_rank: int, now: float) -> None:
+        """The others could end no phase before, if they have waited for this worker."""
+        if group_rank in self._starting:
+            self._starting.remove(group_rank)
+            for other, doing in self._workers.items():
+                if doing.phase in HANGING_PHASES:
+                    self._workers[other] = replace(doing, since=now)
 
     @property
     def num_workers(self) -> int:
@@ -131,7 +150,9 @@ class WorkerActivities:
         return max(0, min(each.reached for each in self._workers.values()))
 
     def slowest(self) -> Activity | None:
-        """None: no worker has reported anything."""
+        """None: no worker has reported anything, or one of them starts."""
+        if self._starting:
+            return None
         counting = [self._workers[rank] for rank in self._held_up] or self._workers.values()
         return min(
             counting, key=lambda each: (each.phase is Phase.VOTING, each.since), default=None

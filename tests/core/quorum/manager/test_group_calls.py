@@ -183,6 +183,18 @@ def test_only_attached_workers_report_what_the_group_does() -> None:
     assert made.make_beat(101.25) == Beat(Phase.TRAINING, 3, 0.25)
 
 
+def test_a_group_does_not_hang_while_one_of_its_workers_fetches_a_preview() -> None:
+    """The question of the other one has failed, and it waits in a collective of the group."""
+    made = called(2, attached=2)
+    made.ask(asks(0, step=4), 5.0, 100.0)
+    made.tick(105.0)
+    made.phase_reported(0, PhaseReport(Phase.TRAINING, 4), 105.0)
+    assert made.make_beat(150.0) == Beat()
+    made.ask(asks(1, step=4), 5.0, 160.0)
+    made.phase_reported(1, PhaseReport(Phase.TRAINING, 4), 160.0)
+    assert made.make_beat(161.0) == Beat(Phase.TRAINING, 4, 1.0), "it could come no earlier"
+
+
 def test_a_beat_shows_how_far_the_heal_is_that_has_lasted_longest() -> None:
     made = called(2, attached=2)
     for group_rank, since in ((0, 101.0), (1, 101.5)):

@@ -366,6 +366,7 @@ class Group:
                 self._last_command = None  # and so was this
         self._attached[group_rank] = self._owners[group_rank] = worker_id
         self._suspects.pop(group_rank, None)
+        self._activities.starts(group_rank)
         self._lives.admit_worker(group_rank, worker_id)
         if self._last_command is not None:
             self._orders.append(NotifyWorkers((group_rank,), self._last_command))
