@@ -613,6 +613,7 @@ PLANTS: dict[Plant, int] = {
     who_leaves_is_out_when_his_stream_has_ended: 15,
     who_gives_up_still_asks: 4,
     a_worker_that_is_gone_is_not_missed: 2,
+    who_has_no_answer_waits_for_those_that_have_one: 4852,
 }
 
 
