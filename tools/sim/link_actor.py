@@ -29,7 +29,7 @@ from torchft_svc.core.quorum.session_messages import (
     Welcome,
 )
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import GroupRequest, Quorum
+from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.errors import TorchFTError
 
 Outcome = Quorum | TorchFTError
@@ -107,20 +107,14 @@ class LinkActor(SimulatedLink[ManagerLink]):
         self._num_incarnations += 1
         return f"{self._site.name}:{process_name}.{self._num_incarnations}"
 
-    def ask(self, ask: GroupRequest, timeout_s: float) -> None:
-        """Ask for a quorum; ``on_outcome`` gets the outcome, after this has returned."""
-        self._feed_soon(lambda machine, now: machine.ask_quorum(ask, timeout_s, now))
-
-    def withdraw(self, round_: int) -> None:
-        self._feed_soon(lambda machine, now: machine.withdraw_round(round_, now))
-
     def leave(self, leave: Leave) -> None:
         self.feed(lambda machine, now: machine.leave(leave, now))
 
-    # -- the machine's shell ---------------------------------------------------------------------
-
-    def _feed_soon(self, input_: Callable[[ManagerLink, float], object]) -> None:
+    def feed_soon(self, input_: Callable[[ManagerLink, float], object]) -> None:
+        """Pass an input to the machine when this has returned: what follows may call the caller."""
         self._process.after(0.0, self.feed, input_)
+
+    # -- the machine's shell ---------------------------------------------------------------------
 
     def _state_changed(self, before: LinkState) -> None:
         is_open = self.machine.state.session_change(before)

@@ -162,10 +162,10 @@ class ManagerActor(GroupShell):
         return self.process.is_dead  # maybe since it has sent a decision (`on_answer`)
 
     def _ask_lighthouse(self, request: GroupRequest, timeout_s: float) -> None:
-        self.link.ask(request, timeout_s)
+        self.link.feed_soon(lambda machine, now: machine.ask_quorum(request, timeout_s, now))
 
     def _withdraw_request(self, round_: int) -> None:
-        self.link.withdraw(round_)
+        self.link.feed_soon(lambda machine, now: machine.withdraw_round(round_, now))
 
     def _leave_lighthouse(self, leave: Leave) -> None:
         self._trace.record(self.process.name, f"leaves: {leave.reason}")

@@ -124,7 +124,7 @@ class ManagerDriver(GroupShell):
             PeerError: it cannot be asked within ``timeout_s``.
         """
         self._link.start()
-        self._link.return_for_worker()
+        self._link.feed(lambda machine, now: machine.return_for_worker(now))
         return await self._link.list_members(timeout_s)
 
     async def _wait(self, ask: Callable[[int, float], Orders]) -> bytes:
@@ -183,7 +183,7 @@ class ManagerDriver(GroupShell):
             RequestRefused: a field is out of bounds.
         """
         self.group.difference_reported(difference_from_wire(message))
-        self._link.beat_at_once()
+        self._link.feed(lambda machine, now: machine.beat_at_once(now))
 
     def receive_event(self, message: pb.GroupEvent) -> None:
         """Report to the lighthouse what has happened to the group, as an attached worker reports.
@@ -193,7 +193,7 @@ class ManagerDriver(GroupShell):
         """
         for event in events_from_wire((message,)):
             self.group.event_reported(event, time.monotonic())
-            self._link.beat_at_once()
+            self._link.feed(lambda machine, now: machine.beat_at_once(now))
 
     def make_beat(self) -> Beat:
         """A sign of life, with what the group does."""
@@ -266,11 +266,11 @@ class ManagerDriver(GroupShell):
 
     def _ask_lighthouse(self, request: GroupRequest, timeout_s: float) -> None:
         self.counts.record_question(time.monotonic())
-        self._link.ask(request, timeout_s)
+        self._link.feed_soon(lambda machine, now: machine.ask_quorum(request, timeout_s, now))
 
     def _withdraw_request(self, round_: int) -> None:
         self.counts.drop_question()
-        self._link.withdraw(round_)
+        self._link.feed_soon(lambda machine, now: machine.withdraw_round(round_, now))
 
     def _leave_lighthouse(self, leave: Leave) -> None:
         log.info("leaving: %s", leave.reason)

@@ -19,7 +19,7 @@ from torchft_svc.core.quorum.manager.lighthouse_link import (
 )
 from torchft_svc.core.quorum.session_messages import Beat, Leave
 from torchft_svc.core.quorum.term import TermEnds
-from torchft_svc.core.quorum.types import GroupRequest, Quorum
+from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.errors import DeadlineExceeded, TorchFTError, Unreachable
 from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig
@@ -81,23 +81,6 @@ class LighthouseLink(LinkDriver[ManagerLink]):
         if not self._number:
             self.feed(lambda machine, now: machine.start(now))
 
-    def ask(self, question: GroupRequest, timeout_s: float) -> None:
-        """See `ManagerLink.ask_quorum`; ``on_outcome`` gets the outcome, after this has
-        returned."""
-        self._feed_soon(lambda machine, now: machine.ask_quorum(question, timeout_s, now))
-
-    def withdraw(self, round_: int) -> None:
-        """Drop the question of ``round_``: nobody waits for its outcome any more."""
-        self._feed_soon(lambda machine, now: machine.withdraw_round(round_, now))
-
-    def beat_at_once(self) -> None:
-        """See `ManagerLink.beat_at_once`."""
-        self.feed(lambda machine, now: machine.beat_at_once(now))
-
-    def return_for_worker(self) -> None:
-        """See `ManagerLink.return_for_worker`."""
-        self.feed(lambda machine, now: machine.return_for_worker(now))
-
     async def leave(self, leave: Leave) -> None:
         """See `ManagerLink.leave`; returns when the group has left. Never raises."""
         self._left.clear()
@@ -126,9 +109,6 @@ class LighthouseLink(LinkDriver[ManagerLink]):
             return asking.result()
         except asyncio.TimeoutError:  # before Python 3.11, this is not the built-in one
             raise DeadlineExceeded("connecting with the lighthouse", timeout_s) from None
-
-    def _feed_soon(self, input_: Callable[[ManagerLink, float], object]) -> None:
-        asyncio.get_running_loop().call_soon(self.feed, input_)
 
     def _execute_own(self, order: Order) -> None:
         if isinstance(order, AnswerAsker):

@@ -82,6 +82,10 @@ class LinkDriver(ABC, Generic[Machine]):
         now = time.monotonic()
         self._timer.set(self.machine.next_deadline(now), now)
 
+    def feed_soon(self, input_: Callable[[Machine, float], object]) -> None:
+        """Pass an input to the machine when this has returned: what follows may call the caller."""
+        asyncio.get_running_loop().call_soon(self.feed, input_)
+
     def send(self, message: Any) -> None:
         """Send a message over the present connection; it is dropped if that is over."""
         if self._number in self._transports:
