@@ -12,12 +12,11 @@ from typing import Any
 import grpc
 from grpc.aio import AioRpcError, Metadata
 
-from torchft_svc.core.quorum.session_messages import Beat, Hello
-from torchft_svc.core.quorum.types import NO_QUORUM
+from torchft_svc.core.link import Connect
 from torchft_svc.errors import NotLeader, TorchFTError, Unreachable
+from torchft_svc.host.tasks import Tasks
 from torchft_svc.manager_server.config import ManagerConfig
-from torchft_svc.manager_server.session_transport import SessionTransport
-from torchft_svc.manager_server.transport import Contact
+from torchft_svc.manager_server.link import LighthouseLink, SessionTransport
 from torchft_svc.rpc.client_stream import MAX_OPENINGS
 from torchft_svc.rpc.status import ERROR_KEY, LEADER_KEY
 
@@ -62,17 +61,11 @@ class RefusedStream:
 
 
 def failure_of(channel: Any) -> TorchFTError:
-    contact = Contact(
-        number=1,
-        address="a:1",
-        channel=channel,
-        config=CONFIG,
-        feed=lambda call_machine: None,
-        make_hello=lambda: Hello("g:1", NO_QUORUM),
-        make_beat=Beat,
-        on_news=lambda number, news: None,
-    )
-    error = asyncio.run(SessionTransport(contact).run())
+    async def run() -> TorchFTError | None:
+        link = LighthouseLink(CONFIG, Tasks())
+        return await SessionTransport(link, Connect(1, "a:1"), channel).run()
+
+    error = asyncio.run(run())
     assert error is not None
     return error
 

@@ -4,33 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import grpc
 
-from torchft_svc.core.link import BEAT_TIMEOUT_S, LEAVE_TIMEOUT_S, SendBeat
-from torchft_svc.core.quorum.manager.lighthouse_link import Message
+from torchft_svc.core.link import BEAT_TIMEOUT_S, LEAVE_TIMEOUT_S, Connect, SendBeat
+from torchft_svc.core.quorum.manager.lighthouse_link import ManagerLink, Message
 from torchft_svc.core.quorum.session_messages import Leave, Question, Withdrawal
 from torchft_svc.core.quorum.types import Quorum
 from torchft_svc.errors import TorchFTError
 from torchft_svc.host.tasks import Tasks
-from torchft_svc.manager_server.transport import Contact
 from torchft_svc.proto import torchft_pb2 as pb
-from torchft_svc.rpc.codec import JOB_KEY, member_to_wire, quorum_from_wire
+from torchft_svc.rpc.codec import member_to_wire, quorum_from_wire
 from torchft_svc.rpc.status import to_error
 
 _SERVICE = "/torchft.LighthouseService/"
 
 
 class UnaryTransport:
-    """A lighthouse by calls (see `Transport`); to be used on one event loop."""
+    """A lighthouse by calls (see `Transport`); to be used on one event loop.
 
-    def __init__(self, contact: Contact, replica_id: str) -> None:
-        self._contact = contact
+    ``feed`` passes an input to the machine.
+    """
+
+    def __init__(
+        self,
+        connection: Connect,
+        channel: grpc.aio.Channel,
+        metadata: Sequence[tuple[str, str]],
+        replica_id: str,
+        feed: Callable[[Callable[[ManagerLink, float], object]], None],
+    ) -> None:
+        self._number = connection.connection
+        self._address = connection.address
+        self._channel = channel
+        self._metadata = tuple(metadata)
         self._replica_id = replica_id
-        config = contact.config
-        self._metadata = ((JOB_KEY, config.job_id), *config.security.metadata)
+        self._feed = feed
         self._calls = Tasks()
         self._question: asyncio.Task[None] | None = None
         self._over: asyncio.Future[TorchFTError | None] = asyncio.get_running_loop().create_future()
@@ -56,7 +67,7 @@ class UnaryTransport:
         return self._calls.start(call, "call to the lighthouse")
 
     async def _beat(self) -> None:
-        number = self._contact.number
+        number = self._number
         request = pb.LighthouseHeartbeatRequest(replica_id=self._replica_id)
         try:
             answer = await self._call("Heartbeat", request, BEAT_TIMEOUT_S)
@@ -64,13 +75,13 @@ class UnaryTransport:
             if error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
                 self._end(self._to_error(error, "heartbeat", BEAT_TIMEOUT_S))
             else:
-                self._contact.feed(lambda machine, now: machine.beat_was_late(number, now))
+                self._feed(lambda machine, now: machine.beat_was_late(number, now))
         else:
             interval_s = answer.min_interval_ms / 1000
-            self._contact.feed(lambda machine, now: machine.welcomed(number, interval_s, now))
+            self._feed(lambda machine, now: machine.welcomed(number, interval_s, now))
 
     async def _ask(self, message: Question) -> None:
-        number, question = self._contact.number, message.number
+        number, question = self._number, message.number
         request = pb.LighthouseQuorumRequest(requester=member_to_wire(message.member))
         outcome: Quorum | TorchFTError
         try:
@@ -80,7 +91,7 @@ class UnaryTransport:
             outcome = self._to_error(error, "quorum", message.timeout_s)
         except TorchFTError as error:
             outcome = error
-        self._contact.feed(lambda machine, now: machine.answered(number, question, outcome, now))
+        self._feed(lambda machine, now: machine.answered(number, question, outcome, now))
 
     async def _leave(self, message: Leave) -> None:
         request = pb.LighthouseLeaveRequest(
@@ -95,7 +106,7 @@ class UnaryTransport:
 
     async def _call(self, method: str, request: Any, timeout_s: float) -> Any:
         name = f"Lighthouse{method}"
-        call: Any = self._contact.channel.unary_unary(
+        call: Any = self._channel.unary_unary(
             _SERVICE + method,
             request_serializer=getattr(pb, f"{name}Request").SerializeToString,
             response_deserializer=getattr(pb, f"{name}Response").FromString,
@@ -110,7 +121,7 @@ class UnaryTransport:
         return to_error(
             error,
             peer="lighthouse",
-            address=self._contact.address,
+            address=self._address,
             action=action,
             timeout_s=timeout_s,
         )
