@@ -40,6 +40,7 @@ from torchft_svc.core.quorum.session_messages import (
 )
 from torchft_svc.core.quorum.tally import (
     MAX_EVENTS_KEPT,
+    MAX_EVENTS_SENT,
     EventKind,
     GroupEvent,
     StepTimes,
@@ -533,6 +534,21 @@ def test_n5_events_that_workers_repeat_do_not_take_the_place_of_the_managers_own
     again = made.make_beat(104.0).events
     assert [each.kind for each in again].count(EventKind.MANAGER_DIED) == 1
     assert len(again) == MAX_EVENTS_KEPT + 1
+
+
+def test_n5_where_events_are_too_many_the_newest_of_workers_and_manager_are_sent() -> None:
+    made = called()
+    for number in range(1, MAX_EVENTS_KEPT + 1):
+        made.event_reported(an_event(number), 100.0)
+    for _ in range(MAX_EVENTS_SENT):
+        made.record_predecessor("was killed by SIGKILL", 101.0)
+    made.link_changed(103.0, is_open=True)
+    sent = made.make_beat(104.0).events
+    assert len(sent) == MAX_EVENTS_SENT
+    numbers = [each.number for each in sent if each.kind is EventKind.MANAGER_DIED]
+    workers = [each.number for each in sent if each.kind is not EventKind.MANAGER_DIED]
+    assert workers == list(range(1, MAX_EVENTS_KEPT + 1))
+    assert numbers == list(range(MAX_EVENTS_KEPT + 1, MAX_EVENTS_SENT + 1))
 
 
 def test_n6_an_absence_counts_while_the_group_asks() -> None:

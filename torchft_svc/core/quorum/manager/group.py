@@ -912,8 +912,9 @@ class Group:
         """
         if is_open:
             last = [*self._last_own_events, *self._last_events]
-            again = [each for each in last if each not in self._events]
-            self._events.extendleft(reversed(again))
+            older = [each for each in self._events if each not in last]
+            self._events.clear()
+            self._events.extend([*older, *last])  # where all are too many, older ones give way
         if absence is not None:
             self._record_absence(absence, now)
         if self._held_until < math.inf:
