@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,7 @@ from support.held_copies import (
     view_of,
 )
 from support.running import eventually
-from support.training import Trainer
+from support.training import Trainer, together
 
 from torchft_svc.errors import RequestRefused, TornState
 from torchft_svc.testing.transport_contract import bits
@@ -74,6 +75,45 @@ def test_b5_a_step_that_is_begun_again_loads_the_copy_again(
         trainer.loss().backward()
         assert trainer.optimizer.step()
         assert trainer.manager.current_step() == held.copy.step + 1
+
+
+def test_b5_a_copy_that_was_loaded_in_part_is_healed_by_a_living_group(held: KnownCopy) -> None:
+    with (
+        lighthouse() as server,
+        Trainer(server.address(), "c", 3) as living,
+        LoadedInPart(server.address(), "b", 2, buddy_every=1) as trainer,
+    ):
+        with reported(server.address(), held.copy):
+            trainer.error = Interrupted()
+            with pytest.raises(Interrupted):
+                trainer.optimizer.zero_grad()
+        assert living.step()
+        assert together(lambda: living.meets(2), lambda: trainer.meets(2)) == [True, True]
+        assert trainer.manager.current_step() == living.manager.current_step() > 1
+        assert bits(trainer.state_dict()) == bits(living.state_dict())
+
+
+def test_b5_what_raises_after_the_load_of_a_copy_leaves_it_whole(held: KnownCopy) -> None:
+    def interrupt(record: logging.LogRecord) -> bool:
+        if "beginning from a copy" in record.msg:
+            raise Interrupted
+        return True
+
+    log = logging.getLogger("torchft_svc.client.step.weights")
+    with (
+        lighthouse() as server,
+        reported(server.address(), held.copy),
+        Trainer(server.address(), "b", 2, buddy_every=1) as trainer,
+    ):
+        log.addFilter(interrupt)
+        try:
+            with pytest.raises(Interrupted):
+                trainer.optimizer.zero_grad()
+        finally:
+            log.removeFilter(interrupt)
+        assert trainer.manager.current_step() == held.copy.step
+        assert bits(trainer.state_dict()) == held.bits
+        assert trainer.step()
 
 
 @ENDED_BY

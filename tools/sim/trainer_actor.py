@@ -112,8 +112,9 @@ class WorkerActor:
 
     # -- start -----------------------------------------------------------------------------------
 
-    def restore(self, saved: Fetched) -> None:
-        self.machine.restore(saved.state.step, saved.batches_committed, saved.quorum_id)
+    def restore(self, saved: Fetched, *, is_copy: bool = False) -> None:
+        restore = self.machine.begin_from_copy if is_copy else self.machine.restore
+        restore(saved.state.step, saved.batches_committed, saved.quorum_id)
         self.weights, self._step_of_weights = saved.state.weights, saved.state.step
 
     def begin_step(self, has_looked: bool = False) -> None:
@@ -192,7 +193,7 @@ class WorkerActor:
             return
         if found is not None:
             self._shared.trace.record(self.process.name, f"begins from {found.state}")
-            self.restore(found)
+            self.restore(found, is_copy=True)
             self.origin = found.state.step, found.quorum_id
         self.begin_step(has_looked=True)
 

@@ -127,7 +127,7 @@ class Weights:
     def load_copy(self, state: Any, copy: HeldCopy) -> None:
         """Load the checked ``state`` of a copy, and begin from its step; between two steps.
 
-        If that is interrupted, the next step loads a copy again, or is refused.
+        If that is interrupted, the next step loads a copy again, heals, or is discarded.
 
         Raises:
             TorchFTError: a load function of the program has failed.
@@ -139,12 +139,13 @@ class Weights:
             with pinned(state):
                 self._registry.load(state)
             with self._worker.changing() as round_:
-                round_.step.restore(
+                round_.step.begin_from_copy(
                     counters["step"], counters["batches_committed"], counters["quorum_id"]
                 )
             log.warning("no group with a state lives: beginning from a copy of step %d", copy.step)
         except BaseException as error:
-            if isinstance(error, TornState) or not isinstance(error, CheckpointError):
+            may_be_torn = isinstance(error, TornState) or not isinstance(error, CheckpointError)
+            if may_be_torn and self._state.step != copy.step:  # at that step all of it is loaded
                 with self._worker.changing() as round_:
                     round_.step.spoil_by_copy(error)
             raise

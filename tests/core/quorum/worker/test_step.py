@@ -91,15 +91,45 @@ def test_a_commit_clears_the_failures() -> None:
     assert (machine.state.step, machine.state.failures) == (1, 0)
 
 
-def test_b5_another_copy_replaces_one_that_was_loaded_in_part() -> None:
+def half_loaded() -> StepMachine:
+    """Return the machine of a worker with a checkpoint that has loaded a part of a copy."""
     machine = StepMachine()
+    machine.restore(4, 8, 2)
     machine.spoil_by_copy(OOPS)
+    return machine
+
+
+def test_b5_another_copy_replaces_one_that_was_loaded_in_part() -> None:
+    machine = half_loaded()
     assert machine.state.may_begin_from_copy
+    assert machine.state.counters() == {"step": 0, "batches_committed": 0, "quorum_id": 0}
     with pytest.raises(RequestRefused, match="a copy was not loaded completely"):
-        machine.start()
-    machine.restore(8, 8, 3)
+        machine.check_whole()
+    machine.begin_from_copy(8, 8, 3)
+    machine.check_whole()
     machine.start()
     assert (machine.state.step, machine.state.unhealed) == (8, False)
+
+
+def test_b5_a_heal_replaces_a_copy_that_was_loaded_in_part() -> None:
+    machine = half_loaded()
+    machine.start()
+    assert machine.state.unhealed, "the lighthouse lets it heal from others of its step, too"
+    machine.form(TWO, heal_to=9)
+    machine.receive_state()
+    machine.apply_heal(18, 5)
+    machine.check_whole()
+    assert (machine.state.step, machine.state.unhealed) == (9, False)
+
+
+def test_b5_no_job_begins_with_a_copy_that_was_loaded_in_part() -> None:
+    machine = half_loaded()
+    machine.start()
+    machine.form(TWO)
+    assert not machine.begin_vote()
+    machine.decide(False)
+    with pytest.raises(RequestRefused, match="a copy was not loaded completely"):
+        machine.start()
 
 
 def test_b5_a_worker_looks_for_a_copy_until_it_has_a_state_and_only_between_steps() -> None:

@@ -484,12 +484,24 @@ class StepMachine:
             quorum_id=_counter("quorum_id", quorum_id),
         )
 
+    def begin_from_copy(self, step: int, batches_committed: int, quorum_id: int) -> None:
+        """Continue from a copy, which is whole whatever was in the weights; only between steps."""
+        self.restore(step, batches_committed, quorum_id)
+        self.state = self.state._replace(unhealed=False)
+
     def spoil_by_copy(self, error: BaseException) -> None:
         """Record that a copy may be loaded in part, so the weights belong to no step.
 
-        Another copy mends that; no quorum forms with such weights (rule B5).
+        Another copy or a heal mends that; no job begins with such weights (rule B5).
         """
-        self._move(StepEvent.UPDATE_LOST, spoiled=f"a copy was not loaded completely ({error!r})")
+        self._move(
+            StepEvent.UPDATE_LOST,
+            spoiled=f"a copy was not loaded completely ({error!r})",
+            unhealed=True,
+            step=0,
+            batches_committed=0,
+            quorum_id=0,
+        )
 
     def _why_discarded(self) -> str:
         if self.state.error is not None:
