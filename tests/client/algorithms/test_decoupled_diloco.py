@@ -459,19 +459,44 @@ def test_workers_without_a_world_are_refused() -> None:
         dist.destroy_process_group()
 
 
+def gloo_groups(
+    size: int, limit: timedelta, kind: type[dist.ProcessGroupGloo] = dist.ProcessGroupGloo
+) -> list[dist.ProcessGroupGloo]:
+    store = dist.HashStore()
+    return together(*(lambda rank=rank: kind(store, rank, size, limit) for rank in range(size)))
+
+
+def exchanging_by(group: dist.ProcessGroupGloo, limit: timedelta) -> LearnerWorkers:
+    workers = LearnerWorkers(1, limit)
+    workers.are_several, workers._groups = True, (group, group)
+    return workers
+
+
 @pytest.mark.parametrize("is_gone", [False, True])
 def test_a_worker_that_is_lost_or_frozen_is_named_as_that(is_gone: bool) -> None:
     """The peers end with a sentence about their group; gloo names an address only."""
-    store, limit = dist.HashStore(), timedelta(seconds=0.5)
-    groups = together(
-        *(lambda rank=rank: dist.ProcessGroupGloo(store, rank, 2, limit) for rank in range(2))
-    )
-    workers = LearnerWorkers(1, limit)
-    workers.are_several, workers._groups = True, (groups[0], groups[0])
+    limit = timedelta(seconds=0.5)
+    groups = gloo_groups(2, limit)
+    workers = exchanging_by(groups[0], limit)
     if is_gone:
         groups.pop().abort()
-    with pytest.raises(WorkerLost, match=r"worker of this group has ended, or .* 0\.5 s"):
-        workers.gather_in_merger([1.0])
+    for _ in range(2):
+        with pytest.raises(WorkerLost, match=r"worker of this group has ended, or .* 0\.5 s"):
+            workers.gather_in_merger([1.0])
+
+
+class Miscounting(dist.ProcessGroupGloo):
+    """Calls itself larger than it is, so that torch refuses what is gathered."""
+
+    def size(self) -> int:
+        return super().size() + 1
+
+
+def test_an_exchange_that_torch_refuses_is_no_lost_worker() -> None:
+    limit = timedelta(seconds=0.5)
+    (group,) = gloo_groups(1, limit, Miscounting)
+    with pytest.raises(RuntimeError, match="invalid output tensor list"):
+        exchanging_by(group, limit).gather_in_merger([1.0])
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,9 @@ class LearnerWorkers:
         group = self._groups[which]
         mine = torch.tensor(numbers, dtype=torch.float64)
         found = [torch.empty_like(mine) for _ in range(group.size())]
+        work = dist.all_gather(found, mine, group=group, async_op=True)  # checks its arguments
         try:
-            dist.all_gather(found, mine, group=group)
+            work.wait()
         except RuntimeError as error:  # gloo's words name an address, and nothing that was lost
             raise WorkerLost("exchanging what was delivered", self._timeout_s) from error
         return [each.tolist() for each in found]
