@@ -131,7 +131,10 @@ class CheckpointTransport(ABC, Generic[T]):
     def progress(self) -> tuple[int, int]:
         """How many bytes of the state that is being received have arrived, and how many it has.
 
-        Called on another thread. The default is 0 of 0: not known.
+        Called on another thread; the second number is above 0 as soon as a source has described the
+        state. The default is 0 of 0: not known. Then `lighthouse status` shows no progress of a
+        heal, and `interrupt_receive` is called as soon as this group is out of the quorum, also if
+        the source still sends. So a transport that can be interrupted should show its progress.
         """
         return 0, 0
 
@@ -235,9 +238,11 @@ class CheckpointTransport(ABC, Generic[T]):
         raise NotImplementedError
 
     def interrupt_receive(self, why: str) -> None:
-        """Make a receive on another thread fail soon; by default it continues.
+        """Make the receive on another thread fail soon, with ``why``; by default it continues.
 
-        Called repeatedly as long as the receive is under way.
+        Called if the state may never come: this group is out of the quorum, and `progress` shows
+        no state yet, or a member is while the rest of a state is received (`recv_deferred`). Also
+        called to end a `recv_preview`. Called again and again until the receive has ended.
         """
 
     def lose_source(self, why: str) -> None:
