@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch import nn
 
 from torchft_svc.errors import ConfigError, WorkerFailed
 from torchft_svc.trainer import TrainContext, Trainer
+from torchft_svc.trainer.checkpoint import CheckpointStore
 
 # Ray starts processes in seconds, of which a busy machine makes many.
 pytestmark = [pytest.mark.processes, pytest.mark.ray, pytest.mark.timeout(300)]
@@ -75,6 +77,26 @@ class SlowFaults(Faults):
         super().meet(step, rank)
 
 
+class FaultsAfterCheckpoints(SlowFaults):
+    """Lets each step of the second pass begin at most two steps after the newest checkpoint.
+
+    A checkpoint that is due while another one is still being written is left out.
+    """
+
+    def __init__(self, folder: Path, *faults: tuple[int, int, str], checkpoints: Path) -> None:
+        super().__init__(folder, *faults)
+        self._checkpoints = checkpoints
+
+    def meet(self, step: int, rank: int) -> None:
+        if step > STEPS:
+            eventually(lambda: self._newest() >= step - 2, LONG_S, "no checkpoint is written")
+        super().meet(step, rank)
+
+    def _newest(self) -> int:
+        found = CheckpointStore(self._checkpoints).checkpoints()
+        return found[0].position.step if found else 0
+
+
 def workers() -> list[psutil.Process]:
     """The processes of all workers: Ray's, which it has named after their actors."""
     found = []
@@ -90,10 +112,15 @@ def running(tmp_path: Path) -> Iterator[Callable[..., Trainer]]:
     """Makes trainers of `train` with these faults, and ends them."""
     made: list[Trainer] = []
 
-    def make(*faults: tuple[int, int, str], epochs: int = 1, **options: Any) -> Trainer:
+    def make(
+        *faults: tuple[int, int, str],
+        epochs: int = 1,
+        meets: Callable[..., Faults] = SlowFaults,
+        **options: Any,
+    ) -> Trainer:
         folder = tmp_path / f"faults-{len(made)}"
         folder.mkdir()
-        config = {"faults": SlowFaults(folder, *faults), "epochs": epochs}
+        config = {"faults": meets(folder, *faults), "epochs": epochs}
         options = {"train_fn": train, "backend": "ray", "num_workers": 2, **options}
         made.append(Trainer(config=config, **{"heartbeat_timeout_s": HEARTBEAT_S, **options}))
         return made[-1]
@@ -110,16 +137,14 @@ def incidents(found: dict[str, Any]) -> list[tuple[str, str | None, int]]:
 def test_lost_and_frozen_workers_and_all_of_them(
     running: Callable[..., Trainer], tmp_path: Path
 ) -> None:
-    faults = [
-        (2, 0, "kill"),
-        (STEPS, 1, "freeze"),
-        (STEPS + 4, 0, "kill"),
-        (STEPS + 4, 1, "kill"),
-    ]
+    last = STEPS + 4
+    faults = [(2, 0, "kill"), (STEPS, 1, "freeze"), (last, 0, "kill"), (last, 1, "kill")]
+    checkpoints = tmp_path / "checkpoints"
     trainer = running(
         *faults,
+        meets=partial(FaultsAfterCheckpoints, checkpoints=checkpoints),
         epochs=2,
-        checkpoint_dir=tmp_path / "checkpoints",
+        checkpoint_dir=checkpoints,
         checkpoint_every=1,
         heartbeat_timeout_s=SHORT_S,
     )
