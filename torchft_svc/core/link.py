@@ -41,13 +41,13 @@ LOG_AGAIN_S = 5.0
 # How old the last look at earlier lighthouses may be when a later one is asked, and when it answers
 # (F4): groups gather there for as long (Q11). One look after the other at a silent one is no older.
 MAX_LOOK_AGE_S = 2 * LOOK_BACK_S
-# A beat comes by up to this share of the interval before it is due.
+# A beat is sent before it is due, by a random part of the interval up to this share.
 EARLY_SHARE = 0.1
-# A beat is worthless when it is late; the next one is a new chance.
+# How long the answer to a beat may take. A late beat is of no use, and the next one comes soon.
 BEAT_TIMEOUT_S = 1.0
-# Clients that are asked to beat this rarely are many: they beat at this many moments of an
-# interval, together. A lighthouse then wakes up once for dozens, and that is most of what a beat
-# costs.
+# From this interval on, clients beat at common moments, so many in each interval. A lighthouse asks
+# for it where clients are many: most of what a beat costs is that it wakes up, and that is once for
+# dozens of them then.
 TOGETHER_FROM_S = 1.0
 MOMENTS_PER_INTERVAL = 16
 

@@ -46,9 +46,9 @@ def fetch_state(
     quorum: that ends the wait for a manager that does not answer, and for the end of the source's
     step. ``check_source`` raises if the source itself is out of the quorum: if it sends nothing,
     other sources take its place, or the heal fails. ``check_own`` raises if this group itself is
-    out: then a source that has not described the state does not offer it any more. ``on_progress``
-    is called repeatedly with the bytes that have arrived, and those of the state, or of the part
-    that is on its way.
+    out: if no source has described the state yet, none offers that of this step any more, and the
+    heal fails. ``on_progress`` is called repeatedly with the bytes that have arrived, and those of
+    the state, or of the part that is on its way.
 
     Raises:
         PeerError: the source is gone, does not serve that step, or its data is damaged.

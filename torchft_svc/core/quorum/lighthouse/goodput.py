@@ -156,8 +156,11 @@ class TimeAccounts:
         self._blamed_groups.add(replica_id)
 
     def exonerate(self, replica_id: str) -> None:
-        """Record that a group did not hang: it was lost. Unless another one hangs, too, nothing is
-        lost to its hang."""
+        """Record that a group had not hung: it was lost.
+
+        What was counted as lost to its hang counts by its own cause again, unless another group has
+        hung, too.
+        """
         if self._blamed_groups != {replica_id}:
             self._blamed_groups.discard(replica_id)
             return

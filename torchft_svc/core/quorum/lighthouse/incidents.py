@@ -38,7 +38,7 @@ MAX_SOURCES, MAX_UNEXPLAINED = 20_000, 64
 SAME_FAULT_S = 60.0
 # A manager's death is noticed by its group so long after the others may have discarded a step.
 NOTICED_WITHIN_S = 1.0
-# Absences of the lighthouse that groups report are one if they overlap by about so much.
+# Absences of the lighthouse that groups report are one if no more time than this is between them.
 SAME_ABSENCE_S = 0.5
 # Numbers begin with the seconds since then, so that they also grow over a lighthouse's restart.
 NUMBER_EPOCH_S = 1_735_689_600
@@ -283,9 +283,9 @@ class JobLedger:
     def record_gone(
         self, replica_id: str, how: Leave, moment: Moment, *, silent_s: float, was_member: bool
     ) -> bool:
-        """Record that a group is gone, ``silent_s`` after its last sign of life; returns whether
-        that is why it had seemed to hang.
+        """Record that a group is gone, ``silent_s`` after its last sign of life.
 
+        Returns whether it had a record of a hang, which was only the silence before this loss.
         ``was_member``: of the quorum in force, or of one before.
         """
         self.hung.pop(replica_id, None)
