@@ -113,6 +113,8 @@ class LighthouseChecks:
     def opened(self, client: ClientRecord, hello: Hello) -> None:
         self._sessions.add(client)
         self._places.opened(client.key, hello.num_groups, self._now, is_spare=hello.is_spare)
+        if self._places.has_to_end(client.key):
+            self._undrained.add(client)
         self._record_sign(client)
         self._invariants.progress.opened(*client.key, hello.last)
 
@@ -178,7 +180,7 @@ class LighthouseChecks:
         self._sessions.discard(client)
         if leave.between_steps:
             self._invariants.discards.left(client.key[1])
-        self._places.left(client.key, leave)
+        self._places.left(client.key, self._now, leave)
         self._held.pop(client.key, None)
         self._invariants.progress.gone(*client.key)
 
@@ -188,7 +190,7 @@ class LighthouseChecks:
         if client in self._sessions:
             self._sessions.remove(client)
             if all(each.key != client.key for each in self._sessions):
-                self._places.left(client.key)
+                self._places.left(client.key, self._now)
                 self._invariants.progress.went_silent(*client.key)
 
     def lead_ended(self) -> None:
@@ -335,7 +337,7 @@ class LighthouseChecks:
             silent_s, limit_s = self._awake_at - sign_at, self._config.heartbeat_timeout_s
             least_s = limit_s * (1 - COUNTED_OF_A_STOP * bool(self._process.stopped_s))
             must(silent_s + 1e-6 >= least_s, "I5", f"{key} is dead after {silent_s:.2f} s")
-        if self._places.gone(key):
+        if self._places.gone(key, self._now):
             self._expect_drains(loss.job)
         self._liveness.gone(key, self._now)
         self._end_if_nobody_is_left(loss.job)

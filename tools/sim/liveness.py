@@ -160,13 +160,15 @@ class LivenessChecks:
         """Check that the core remembers no dead group, except those that it may need again.
 
         These are the groups of the last quorum, the few to which it may have to send a loss, or an
-        order to end, again, and members that have hung: time that was lost to a hang is lost to
-        something else if they turn out to have died.
+        order to end, again or when they are back, and members that have hung: time that was lost to
+        a hang is lost to something else if they turn out to have died.
         """
         known = {replica_id for _, replica_id in alive}
         for job in core._jobs.values():
             must(len(job.term.lost) <= MAX_LOSSES_SENT, "I7", "too many losses are remembered")
-            known |= job.term.lost.keys() | job.left.keys() | job.accounts._blamed_groups
+            must(len(job.away_spares) <= MAX_PREPARED_SPARES, "I7", "too many spares are away")
+            known |= job.term.lost.keys() | job.left.keys() | job.away_spares.keys()
+            known |= job.accounts._blamed_groups
         for ended in core._ended.values():  # spares whose order to end may be lost, and members
             must(len(ended.spares) <= MAX_PREPARED_SPARES, "I7", "too many spares are remembered")
             known |= ended.spares | ended.left.keys() | ended.accounts._blamed_groups

@@ -25,7 +25,8 @@ class _Spare:
 class _Job:
     """What a lighthouse knows of one job. ``least`` and ``most`` places it has, as far as that is
     certain; ``asked``: living groups that have a place; ``remaining``: of the last quorum, those
-    that have not ended on purpose."""
+    that have not ended on purpose. ``away``: spares whose session has ended, and when; ``ending``:
+    those that have to end as soon as they have a session again."""
 
     least: int = 0
     most: int = 0
@@ -35,6 +36,8 @@ class _Job:
     remaining: set[str] = field(default_factory=set)
     former: set[str] = field(default_factory=set)
     spares: dict[str, _Spare] = field(default_factory=dict)  # the longest there first
+    away: dict[str, float] = field(default_factory=dict)
+    ending: set[str] = field(default_factory=set)
     due_since: float | None = None
 
     @property
@@ -57,6 +60,7 @@ class PlaceChecks:
         job, replica_id = self._job(key), key[1]
         if is_spare and replica_id not in job.living:
             job.spares.setdefault(replica_id, _Spare(now)).seen_at = now
+            job.away.pop(replica_id, None)
             return
         self._admit(job, replica_id, has_place=num_groups > 0)
         job.most = max(job.most, num_groups)
@@ -86,10 +90,12 @@ class PlaceChecks:
         if spare is not None:
             spare.asks = False
 
-    def left(self, key: Key, leave: Leave | None = None) -> None:
+    def left(self, key: Key, now: float, leave: Leave | None = None) -> None:
         """A group leaves, or its last session has ended; a group is gone when that is reported."""
         job = self._job(key)
-        job.spares.pop(key[1], None)
+        was_spare = job.spares.pop(key[1], None) is not None
+        if was_spare and leave is None and job.living:
+            job.away[key[1]] = now
         if leave is None or not leave.ends or key[1] not in job.members & job.living:
             return
         job.remaining.discard(key[1])
@@ -103,6 +109,7 @@ class PlaceChecks:
         if not job.living and job.has_finished:  # another run
             job.least = job.most = 0
             job.members = frozenset()
+            job.ending.clear()
         job.living.add(replica_id)
         if has_place:
             job.asked.add(replica_id)
@@ -144,10 +151,16 @@ class PlaceChecks:
         job.least, job.most = max(job.least, num_ordinary), max(job.most, num_ordinary)
         job.asked |= job.members
 
-    def gone(self, key: Key) -> bool:
+    def gone(self, key: Key, now: float) -> bool:
         """A group is gone; returns whether its job has finished with that."""
         job = self._job(key)
         self._forget(job, key[1])
+        if job.has_finished:
+            limit_s = self._heartbeat_timeout_s
+            job.ending = {each for each, since in job.away.items() if since + limit_s > now}
+            job.ending |= job.spares.keys()
+        if not job.living:
+            job.away.clear()
         return job.has_finished
 
     def _forget(self, job: _Job, replica_id: str) -> None:
@@ -165,6 +178,13 @@ class PlaceChecks:
     def spares_of(self, name: str) -> Collection[Key]:
         """The spares of a job that stand by."""
         return [(name, each) for each in self._jobs[name].spares] if name in self._jobs else []
+
+    def has_to_end(self, key: Key) -> bool:
+        """Whether a spare whose session begins has to end, because its job has finished.
+
+        It stood by then, or was away for a moment.
+        """
+        return key[1] in self._job(key).ending
 
     def check(self, now: float) -> None:
         """A free place is taken soon, if a spare can take it."""

@@ -63,7 +63,11 @@ def spares_take_the_job_back(plant: pytest.MonkeyPatch) -> None:
 
 
 def spares_outlive_their_job(plant: pytest.MonkeyPatch) -> None:
-    plant.setattr(Jobs, "_end_spares", lambda self, job_name: None)
+    plant.setattr(Jobs, "_end_spares", lambda self, job, now: frozenset())
+
+
+def a_spare_that_is_away_for_a_moment_outlives_its_job(plant: pytest.MonkeyPatch) -> None:
+    plant.setattr(Job, "record_spare_away", lambda self, replica_id, until, now: None)
 
 
 def spares_end_with_the_last_group_however_it_ends(plant: pytest.MonkeyPatch) -> None:
@@ -81,6 +85,7 @@ PLANTS: dict[Plant, int] = {
     the_place_of_a_program_that_has_ended_is_taken: 3,
     spares_take_the_job_back: 31,
     spares_outlive_their_job: 3,
+    a_spare_that_is_away_for_a_moment_outlives_its_job: 5160,
     spares_end_with_the_last_group_however_it_ends: 4,
 }
 
@@ -105,4 +110,11 @@ def test_a_spare_that_gives_its_place_back_is_no_group_of_a_job_that_is_over(see
 def test_a_spare_ends_with_its_job_just_after_it_has_taken_a_place() -> None:
     """The only member of the last quorum ends on purpose before the spare is in a quorum."""
     outcome = Fleet(draw_spares(5200337)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
+@pytest.mark.parametrize("seed", [7200078, 7200602])
+def test_a_spare_ends_with_its_job_if_its_session_has_just_broken(seed: int) -> None:
+    """The lighthouse knows that, and the spare is back some milliseconds after the end."""
+    outcome = Fleet(draw_spares(seed)).run()
     assert outcome.fell is None, describe(outcome)

@@ -333,6 +333,28 @@ def test_g4_a_spare_whose_session_has_broken_ends_when_it_is_back() -> None:
     ]
 
 
+@pytest.mark.parametrize(("away_s", "ends"), [(0.5, True), (4.0, True), (6.0, False)])
+def test_g4_a_spare_that_is_away_when_the_job_ends_ends_when_it_is_back(
+    away_s: float, ends: bool
+) -> None:
+    """The session of the spare has broken before, which the lighthouse has noticed."""
+    scene = running("a", "b", heartbeat_timeout_s=5.0)
+    scene.lose("s")
+    scene.pass_time(away_s, "a", "b")
+    for name in ("a", "b"):
+        scene.lose(name, ENDS)
+    opened = scene.open("s", is_spare=True)
+    drain = Send((scene.streams["s"],), Drain("the job has finished"))
+    assert (drain in opened) is ends
+
+
+def test_g4_a_spare_that_is_back_before_the_job_ends_is_away_no_more() -> None:
+    scene = running("a", "b")
+    scene.lose("s")
+    scene.open("s", is_spare=True)
+    assert scene.core.jobs._jobs[JOB].away_spares == {}
+
+
 def test_g4_spares_of_a_run_without_a_quorum_go_on_waiting() -> None:
     """The run before has finished; the groups of the next one are lost before they ask."""
     scene = running("a", "b")

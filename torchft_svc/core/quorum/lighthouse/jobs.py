@@ -375,6 +375,9 @@ class Job:
     next_eviction_at: float = -math.inf
     #: Living groups that were prepared spares.
     former_spares: set[str] = field(default_factory=set)
+    #: Prepared spares whose session has ended without a `Leave`, and until when: if the job has
+    #: finished before, they have to end when they are back (rule G4).
+    away_spares: dict[str, float] = field(default_factory=dict)
 
     def num_free_places(self) -> int:
         """How many prepared spares may join now (rule G2).
@@ -602,6 +605,11 @@ class Job:
         if leave.is_orderly and self.members.is_member(replica_id):
             self.left[replica_id] = until
 
+    def record_spare_away(self, replica_id: str, until: float, now: float) -> None:
+        """Record that the session of a prepared spare has ended without a `Leave`."""
+        away = [(each, at) for each, at in self.away_spares.items() if at > now]
+        self.away_spares = dict([*away, (replica_id, until)][-MAX_PREPARED_SPARES:])
+
     def how_it_ended(self, replica_id: str, how: Leave) -> Leave:
         """How a group has ended: ``how``, or on purpose if an operator has killed it."""
         if not self.is_killed(replica_id):
@@ -828,6 +836,8 @@ class Jobs:
             )
         spares.add(replica_id, now)
         self._spares[job_name] = spares
+        if job_name in self._jobs:
+            self._jobs[job_name].away_spares.pop(replica_id, None)
 
     def heartbeat(
         self, job_name: str, replica_id: str, now: float, activity: Activity | None = None
@@ -912,6 +922,8 @@ class Jobs:
         """Record that a group's session has ended without a `Leave`: in a term it stays a member
         while nobody waits for it (rule E7), otherwise it is gone."""
         job = self._jobs.get(job_name)
+        if job is not None and self._is_standing_by(job_name, replica_id):
+            job.record_spare_away(replica_id, now + self._config.heartbeat_timeout_s, now)
         if job is None or not job.may_return(replica_id):
             self.leave(job_name, replica_id, Leave(_SESSION_ENDED), now)
         else:
@@ -1363,13 +1375,17 @@ class Jobs:
             self._outputs.await_place(caller)
             self._outputs.report(ReportPlaceReturned(job.name, member.replica_id))
 
-    def _end_spares(self, job_name: str) -> frozenset[str]:
-        """Let the prepared spares of a job that has finished end, too; returns them."""
-        spares = self._spares.get(job_name)
+    def _end_spares(self, job: Job, now: float) -> frozenset[str]:
+        """Let the prepared spares of a job that has finished end, too; returns all that have to.
+
+        Among them are those whose session has broken a moment ago, and may begin again.
+        """
+        away = frozenset(each for each, until in job.away_spares.items() if until > now)
+        spares = self._spares.get(job.name)
         if spares is None:
-            return frozenset()
-        self._outputs.send(job_name, spares.replica_ids, _JOB_FINISHED)
-        return frozenset(spares.replica_ids)
+            return away
+        self._outputs.send(job.name, spares.replica_ids, _JOB_FINISHED)
+        return away.union(spares.replica_ids)
 
     def _hold_request(self, job: Job, member: Member, caller: int) -> None:
         """Keep a request until the earlier incarnation, which has the name, is gone (rule Q20)."""
@@ -1678,7 +1694,7 @@ class Jobs:
             has_finished = job.history.end()
             # A run without a quorum does not count: the last one is the run before it.
             is_finished = has_finished or job.members.is_finished
-            spares = self._end_spares(job.name) if has_finished else frozenset()
+            spares = self._end_spares(job, now) if has_finished else frozenset()
             self._ended[job.name] = EndedJob(
                 job.members.last,
                 job.highest_id,
