@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.running import eventually
-from support.training import bits, lighthouse, make_manager, together
+from support.training import TIMEOUT, bits, lighthouse, make_manager, together
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -23,7 +24,15 @@ from torchft_svc.client.algorithms.learner_workers import LearnerWorkers
 from torchft_svc.client.algorithms.merge_rule import LearnerReport
 from torchft_svc.client.algorithms.merging import Delivery, Fragment, launch_average
 from torchft_svc.client.data import ElasticDataLoader
-from torchft_svc.errors import ConfigError, GroupDiffers, PeerError, RequestRefused, WorkerLost
+from torchft_svc.coordination import LighthouseClient
+from torchft_svc.errors import (
+    ConfigError,
+    Drained,
+    GroupDiffers,
+    PeerError,
+    RequestRefused,
+    WorkerLost,
+)
 from torchft_svc.settings import WorldSizeMode
 
 pytestmark = pytest.mark.timeout(100)
@@ -365,6 +374,30 @@ def test_a_joiner_begins_with_the_merged_weights(job: Job) -> None:
     begun = job.firsts["second"]
     assert any(all(map(torch.equal, begun, weights)) for weights in merged)
     assert job.learners["second"].merges >= 2
+
+
+def test_g1_a_learner_that_is_a_prepared_spare_waits_for_a_place(address: str, job: Job) -> None:
+    """A prepared spare may wait for longer than ``quorum_timeout`` before it takes a place."""
+    limit = timedelta(seconds=3)
+    limits = {"timeout": limit, "quorum_timeout": limit}
+    for name in ("a", "b"):
+        job.start(name, 0.02)
+    awaits(lambda: len(job.learners) == 2)
+    job.start("spare", 0.02, manager={"spare": True, **limits})
+    with contextlib.closing(LighthouseClient(address, TIMEOUT)) as client:
+        awaits(lambda: any(each.asks for each in client.status()[0].prepared_spares))
+        until = time.monotonic() + 2 * limit.total_seconds()
+        awaits(lambda: time.monotonic() > until)
+        assert not job.errors
+        assert "spare" not in job.learners
+        client.drain("b", "its machine is needed")
+        awaits(lambda: bool(job.errors))
+    assert isinstance(job.errors.pop(), Drained)
+    awaits(lambda: "spare" in job.learners)
+    first, spare = job.learners["a"], job.learners["spare"]
+    last = spare.merges + 3
+    awaits(lambda: spare.merges >= last and spare.num_learners == 2)
+    assert first.merges > 0
 
 
 def test_a_checkpoint(address: str, job: Job) -> None:

@@ -241,11 +241,16 @@ class Merger:
     def start(self, timeout_s: float) -> None:
         """Start the thread, and wait until this learner has the merged weights.
 
+        A prepared spare waits without that limit until it has a place (rule G1).
+
         Raises:
             PeerError: there was no quorum within ``timeout_s``.
         """
         self._thread.start()
-        self._begun.wait(timeout_s)
+        stands_by = True
+        while stands_by and not self._begun.is_set():
+            stands_by = self._manager._worker.round.stands_by
+            self._begun.wait(timeout_s)
         self.raise_error()
         if not self._begun.is_set():
             self._stopping.set()
