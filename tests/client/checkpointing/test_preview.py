@@ -439,8 +439,15 @@ def answering(body: bytes) -> Iterator[str]:
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"x" * 48, b"0" * 48, b"9" * 48, b"0" * 19 + b"9" + b"0" * 14 + b"065536" + b"0" * 8],
-    ids=["empty", "no numbers", "no chunks", "too large", "too few digests"],
+    [
+        b"",
+        b"x" * 48,
+        b"0" * 48,
+        b"9" * 48,
+        b"0" * 19 + b"9" + b"0" * 14 + b"065536" + b"0" * 8,
+        b"0" * 20 + b"+" + b"0" * 13 + b"065536",  # as digests it is the preview of no bytes
+    ],
+    ids=["empty", "no numbers", "no chunks", "too large", "too few digests", "no step"],
 )
 def test_a_malformed_preview_is_refused(body: bytes, stack: contextlib.ExitStack) -> None:
     url = stack.enter_context(answering(body))

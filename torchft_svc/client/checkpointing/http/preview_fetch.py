@@ -207,23 +207,27 @@ class PreviewFetch:
             self._changed.notify_all()
 
     def _read_step(self) -> int:
-        return self._ask("preview", 0, lambda answer: int(_read(answer)))
+        return self._ask("preview", 0, lambda answer: self._parse_number(_read(answer)))
 
     def _read_all(self) -> list[_Digests]:
         return [self._ask(f"preview/{name}", 0, self._parse) for name in _PARTS]
 
     def _parse(self, answer: OpenResponse) -> _Digests:
         body = _read(answer)
-        try:
-            size, chunk_bytes = int(body[:NUMBER_BYTES]), int(body[NUMBER_BYTES : 2 * NUMBER_BYTES])
-        except ValueError as error:
-            raise CheckpointError(self._source.address, f"malformed preview: {error}") from error
+        size = self._parse_number(body[:NUMBER_BYTES])
+        chunk_bytes = self._parse_number(body[NUMBER_BYTES : 2 * NUMBER_BYTES])
         rest = bytes(body[2 * NUMBER_BYTES :])
         is_sized = MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES and 0 <= size < MAX_STATE_BYTES
         if not is_sized or len(rest) != -(-size // chunk_bytes) * DIGEST_BYTES:
             raise CheckpointError(self._source.address, "malformed preview: its sizes")
         starts = range(0, len(rest), DIGEST_BYTES)
         return _Digests(size, chunk_bytes, [rest[at : at + DIGEST_BYTES] for at in starts])
+
+    def _parse_number(self, digits: bytearray) -> int:
+        try:
+            return int(digits)
+        except ValueError as error:
+            raise CheckpointError(self._source.address, f"malformed preview: {error}") from error
 
     def _ask(self, path: str, connection: int, receive: Callable[[OpenResponse], _T]) -> _T:
         """Ask for ``path``, again after a failure that may be one of the line.
