@@ -24,15 +24,18 @@ class _Spare:
 @dataclass(slots=True)
 class _Job:
     """What a lighthouse knows of one job. ``least`` and ``most`` places it has, as far as that is
-    certain; ``asked``: living groups that have a place; ``remaining``: of the last quorum, those
-    that have not ended on purpose. ``away``: spares whose session has ended, and when; ``ending``:
-    those that have to end as soon as they have a session again."""
+    certain; ``asked``: living groups that have a place; ``members``: of the last quorum;
+    ``reported``: groups that were in a quorum elsewhere, before the first one here;
+    ``remaining``: of the last quorum, those that have not ended on purpose. ``away``: spares whose
+    session has ended, and when; ``ending``: those that have to end as soon as they have a session
+    again."""
 
     least: int = 0
     most: int = 0
     living: set[str] = field(default_factory=set)
     asked: set[str] = field(default_factory=set)
     members: frozenset[str] = frozenset()
+    reported: set[str] = field(default_factory=set)
     remaining: set[str] = field(default_factory=set)
     former: set[str] = field(default_factory=set)
     spares: dict[str, _Spare] = field(default_factory=dict)  # the longest there first
@@ -63,6 +66,8 @@ class PlaceChecks:
             job.away.pop(replica_id, None)
             return
         self._admit(job, replica_id, has_place=num_groups > 0)
+        if num_groups and not job.members:
+            job.reported.add(replica_id)
         job.most = max(job.most, num_groups)
 
     def record_sign(self, key: Key, now: float) -> bool:
@@ -119,7 +124,8 @@ class PlaceChecks:
     def placed(self, key: Key, now: float, *, has_rival: bool) -> None:
         """Check that there is a place, and that the spare is the first of those that can join."""
         job, replica_id = self._job(key), key[1]
-        must(bool(job.members & job.living), "G2", f"{key} takes a place of a job that is lost")
+        in_quorum = (job.members or job.reported) & job.living
+        must(bool(in_quorum), "G2", f"{key} takes a place of a job that is lost")
         first = next((each for each, it in job.spares.items() if self._can_join(it, now)), None)
         must(first == replica_id, "G2", f"{key} takes a place, and {first} has waited for longer")
         what = f"{key} takes one of {job.most} places, which {sorted(job.asked)} have"
@@ -143,7 +149,7 @@ class PlaceChecks:
         ids = {each.replica_id for each in quorum.participants}
         is_for_spares = ids <= job.former and job.members & job.living <= ids
         must(not (goes_back and is_for_spares), "G2", f"{sorted(ids)} take {name} back")
-        job.members = frozenset(ids)
+        job.members, job.reported = frozenset(ids), set()
         early = job.members & job.spares.keys()
         must(not early, "G1", f"{sorted(early)} stand by, and are in a quorum of {name}")
         job.remaining = set(job.members)

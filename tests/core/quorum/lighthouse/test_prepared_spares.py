@@ -412,22 +412,57 @@ def test_an_operator_can_drain_a_spare_by_its_name() -> None:
     assert Send((scene.streams["s"],), Drain("no longer needed")) in orders
 
 
-def test_a_restarted_lighthouse_learns_the_places_from_the_groups() -> None:
-    scene = Scene()
-    for name in ("a", "b"):
-        last = LastQuorum(5, 7)
+def restarted(*names: str, num_groups: int, **settings: object) -> Scene:
+    """A lighthouse that was restarted under these groups of a quorum of ``num_groups``, and to
+    which a prepared spare ``s`` has come."""
+    scene = Scene(**settings)
+    for name in names:
         scene._number += 1
         scene.streams[name] = scene._number
-        scene.core.opened(scene._number, JOB, Hello(name, last, 3), scene.now)
+        hello = Hello(name, LastQuorum(5, 7), num_groups)
+        scene.core.opened(scene._number, JOB, hello, scene.now)
         scene.seen[name] = 5
     scene.step = 8
     scene.open("s", is_spare=True)
     scene.ask("s")
+    return scene
+
+
+def test_g2_a_restarted_lighthouse_learns_the_places_from_the_groups() -> None:
+    scene = restarted("a", "b", num_groups=3)
     scene.meet("a", "b")
     scene.pass_time(5.0, "a", "b", "s")
     assert scene.last in (("a", "b"), ("a", "b", "s"))
     scene.meet("a", "b")
     assert scene.last == ("a", "b", "s")
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_g2_spares_complete_the_first_quorum_of_a_restarted_lighthouse(*, is_known: bool) -> None:
+    """The groups that are left are too few for one without spares, whether all have come or not."""
+    names = ("a", "b", "c") if is_known else ("a", "b")
+    scene = restarted(*names, num_groups=3, min_replicas=3)
+    if is_known:
+        scene.pass_time(5.0, "a", "b", "c", "s")
+        scene.lose("c")
+    for name in ("a", "b"):
+        scene.ask(name, last_num_groups=3)
+    scene.pass_time(5.0, "a", "b", "s")
+    assert scene.last == ("a", "b", "s")
+
+
+def test_g2_a_restarted_lighthouse_waits_for_groups_that_it_has_not_seen() -> None:
+    scene = restarted("a", "b", num_groups=3, min_replicas=3)
+    for name in ("a", "b"):
+        scene.ask(name, last_num_groups=3)
+    assert scene.spares == ["s"]
+    late = Hello("c", LastQuorum(5, 7), 3)
+    scene.streams["c"] = 1000
+    scene.core.opened(1000, JOB, late, scene.now)
+    scene.seen["c"] = 5
+    scene.ask("c", last_num_groups=3)
+    scene.pass_time(5.0, "a", "b", "c", "s")
+    assert (scene.last, scene.spares) == (("a", "b", "c"), ["s"])
 
 
 @pytest.mark.parametrize("seed", range(60))

@@ -386,7 +386,7 @@ class Job:
         begin nothing: they may have no state.
         """
         members = self.members
-        if members.previous is None or not any(map(members.knows, members.previous_ids)):
+        if not any(map(members.knows, members.previous_ids)):
             return 0
         return max(0, self.history.num_places - members.num_have_asked)
 
@@ -1348,7 +1348,7 @@ class Jobs:
             return
         self._fills_places = True  # each of them settles the job
         try:
-            while job.num_free_places() and (request := spares.pop_next(now)):
+            while self._gives_place(job, now) and (request := spares.pop_next(now)):
                 member, caller = request
                 if not spares:
                     del self._spares[job.name]
@@ -1363,6 +1363,21 @@ class Jobs:
                     self._outputs.refuse(caller, error)
         finally:
             self._fills_places = False
+
+    def _gives_place(self, job: Job, now: float) -> bool:
+        """Whether a prepared spare may join now.
+
+        Groups that a restarted lighthouse has not seen yet have a place. It waits for them before
+        its first quorum, and then gives one away only if those who ask are too few without.
+        """
+        if not job.num_free_places():
+            return False
+        if job.members.previous is not None:
+            return True
+        if look_at(job.members, self._config) > now:
+            return False
+        decision = decide(job.members.view(now), self._config, now)
+        return isinstance(decision, Waiting) and decision.why is Why.TOO_FEW
 
     def _take_places_back(self, job: Job, members: Sequence[Member], now: float) -> None:
         """Let former spares stand by again: nobody is left whose state they could get."""
