@@ -30,6 +30,8 @@ RESTART_S = 1.0
 # A step is counted when its update is in place, which is reported a moment later; and the last one
 # may be this group's alone (E5).
 MAX_STEPS_UNREPORTED = 3
+# How long a launcher leaves the workers that do not know that their group is drained.
+DRAIN_GRACE_S = 10.0
 # Rank 0's worker takes to start another manager when the first is gone.
 NEW_MANAGER_S = 0.2
 SPARE_MANAGER_S = 0.02  # a process that waits for that
@@ -222,10 +224,20 @@ class Site:
         """Whether the manager has ended with the first worker, which would have started another."""
         return not self._is_sidecar and self.workers[0].process.is_dead
 
-    def worker_drained(self) -> None:
-        """Start the group again later, once all workers have ended in good order."""
+    def worker_drained(self, *, has_left: bool) -> None:
+        """Start the group again later, once all workers have ended in good order.
+
+        ``has_left``: the group has left its lighthouse. Otherwise the worker has ended without its
+        manager, and the next one does not drain the others (rule M11): the launcher ends them.
+        """
         if all(worker.process.is_dead for worker in self.workers):
             self._launcher.after(NOTICE_S, self._end_the_others, RESTART_S)
+        elif not has_left:
+            self._launcher.after(DRAIN_GRACE_S, self._end_undrained, self.workers)
+
+    def _end_undrained(self, workers: list[WorkerActor]) -> None:
+        if self.workers is workers:
+            self._end_the_others(RESTART_S)
 
     def _end_the_others(self, down_s: float) -> None:
         """A manager that is not a child of the first worker survives."""

@@ -395,7 +395,7 @@ class WorkerActor:
                 self._seat.depart()
             self.is_drained = isinstance(error, GroupLeft)
             self.process.kill()
-            self.home.worker_drained()
+            self.home.worker_drained(has_left=self.is_drained)
             return
         # Where workers need one another, a program must not ask once more on its own: its peers
         # may have had the answer, and wait for it in the collective.

@@ -132,6 +132,12 @@ def test_a_worker_asks_for_a_manager_while_a_peer_waits_in_a_collective(seed: in
     assert outcome.fell is None, describe(outcome)
 
 
+def test_a_launcher_ends_workers_that_no_manager_has_drained() -> None:
+    """One worker gets a signal while its manager is away for 7 s, and ends without it."""
+    outcome = Fleet(draw(7301267)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
 def test_a_thousand_groups() -> None:
     outcome = Fleet(draw_ordinary(1, NUM_MANY)).run()
     assert outcome.fell is None, describe(outcome)
