@@ -182,6 +182,19 @@ def test_b5_a_copy_that_was_not_asked_for_yet_is_waited_for() -> None:
     assert search.is_over(220.5)
 
 
+def test_b5_a_copy_whose_holder_has_become_silent_is_waited_for() -> None:
+    """The job does not begin anew because the only holder is frozen while it is asked."""
+    search = CopySearch(0, 1, 0, quorum_s=60.0, now=100.0)
+    assert search.choose_start(view_of(), 100.0) == copy(8)
+    forgotten = MembersAndCopies(knows_copies=True)
+    assert search.choose_start(forgotten, 108.0) is Start.LOOK_AGAIN
+    assert search.is_over(160.5)
+    assert search.choose_start(view_of(), 120.0) == copy(8)
+    for goes_on in ({"committed_step": 1}, {"is_finished": True}):
+        view = MembersAndCopies(knows_copies=True, **goes_on)
+        assert search.choose_start(view, 121.0) is Start.WITHOUT_COPY
+
+
 def test_reports_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "MAX_HOLDERS_PER_JOB", 2)
     monkeypatch.setattr(copies, "MAX_COPIES_PER_HOLDER", 2)

@@ -127,7 +127,7 @@ class Start(enum.Enum):
     """How a worker that starts goes on, if it fetches no copy now (rule B5)."""
 
     WITHOUT_COPY = "no copy is whole and newer than what it has, or a group with a state lives"
-    LOOK_AGAIN = "the lighthouse does not know all copies yet"
+    LOOK_AGAIN = "the lighthouse does not know all copies yet, or not any more"
     ASK_MEMBERS = "a member of the last quorum may live: then it heals from that one"
 
 
@@ -135,7 +135,8 @@ class CopySearch:
     """Decides how worker ``group_rank``, which is at ``own_step``, goes on, look by look (rule B5).
 
     It fetches the newest state, from each of its holders in turn. The states before that one count
-    once it could not be fetched for half of ``quorum_s``.
+    once it could not be fetched for half of ``quorum_s``. If the lighthouse forgets its holders
+    meanwhile, because they are silent, the worker waits for them to come back.
     """
 
     def __init__(
@@ -151,7 +152,8 @@ class CopySearch:
         """Decide how the worker goes on; a copy is to be fetched."""
         states = copies_of_worker(view, *self._worker)
         if not states:
-            return Start.WITHOUT_COPY if view.knows_copies else Start.LOOK_AGAIN
+            is_lost = bool(self._found) and view.committed_step == 0 and not view.is_finished
+            return Start.WITHOUT_COPY if view.knows_copies and not is_lost else Start.LOOK_AGAIN
         # Groups of a quorum at step 0 have no state, nor has this one, which may be among them.
         if view.committed_step == 0:
             return self._choose_copy(states, now)
