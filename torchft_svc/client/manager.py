@@ -107,8 +107,8 @@ class Manager:
         buddy_every: after every so many steps, offer the state to processes that hold copies of it
             (`torchft-buddy`), and begin from such a copy if no group with a state lives
             (``TORCHFT_BUDDY_EVERY``; default: 0, never). Equal in all groups.
-        spare: be a prepared spare: the first `start_quorum` waits until a place in the job is free,
-            for up to a day, and in no quorum before (``TORCHFT_SPARE``; default: no). With
+        spare: be a prepared spare: the first step waits until a place in the job is free, for up to
+            a day, and in no quorum before (``TORCHFT_SPARE``; default: no). With
             ``catch_up`` in all groups it follows the part of their state that does not change.
         check_every: in every so many steps, and after each heal, the groups compare a fingerprint
             of their wrapped parameters and optimizers (``TORCHFT_CHECK_EVERY``; default: 500; 0:
@@ -240,7 +240,8 @@ class Manager:
         """Begin a step: request a quorum.
 
         Returns at once with ``use_async_quorum``; without it, and at step 0, when this worker is
-        ready.
+        ready. A prepared spare on a CPU returns at once, too: it waits for its place in its
+        first sum (rule G7).
 
         Args:
             allow_heal: whether a group that is behind may heal in this step; equal on all groups. A
@@ -261,6 +262,7 @@ class Manager:
             shrink_only=shrink_only,
             timeout_s=limit,
             layout=self._sums.layout(self._stepper.data.layouts()),
+            may_compute_ahead=self._rules.is_spare and self._sums.launches_here(),
         )
         try:
             self._stepper.start(request)

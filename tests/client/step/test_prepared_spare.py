@@ -96,6 +96,26 @@ def test_g2_a_spare_takes_the_place_of_a_drained_group_with_the_state_at_hand() 
         assert status_of(client).prepared_spares == ()
 
 
+def test_g7_a_spare_computes_before_a_place_is_free() -> None:
+    with (
+        lighthouse() as address,
+        job(address) as (a, b, client),
+        Partly(address, "c", 2, spare=True) as c,
+    ):
+        passes: list[int] = []
+        c.model.register_forward_hook(lambda *_: passes.append(c.manager.current_step()))
+        standby = Standby(c, client)
+        eventually(lambda: bool(passes))
+        together(a.step, b.step)
+        assert [each.asks for each in status_of(client).prepared_spares] == [True]
+        client.drain("b", "it is preempted")
+        together(lambda: go_on_without(a, "b"), lambda: end_by_drain(b))
+        standby.join()
+        assert passes == [0], "the pass that has waited in its first sum is that of the first step"
+        in_step(a.manager.current_step() + 2, a, c)
+        assert_identical([a, c])
+
+
 def test_g4_a_spare_can_be_drained_while_it_stands_by() -> None:
     with (
         lighthouse() as address,

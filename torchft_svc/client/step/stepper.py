@@ -98,8 +98,8 @@ class Stepper:
         broken = self._deps.pg.errored()
         try:
             with self._worker.changing() as round_:
-                waits = round_.waits_for_quorum
                 ready = round_.begin_step(request, time.monotonic(), broken)
+                waits = round_.waits_for_quorum
             sums.begin_step()
             weights.begin_step()
             self.copies.begin_step()

@@ -390,6 +390,14 @@ class StepSums:
         known = self.parameters() or self._deps.registry.updated_parameters()
         return known[0].device if known else torch.device("cpu")
 
+    def launches_here(self) -> bool:
+        """Whether a backward pass launches its sums on the thread that calls it.
+
+        Autograd runs on threads of its own on a device. While such a thread waits, the program's
+        main thread handles no signal.
+        """
+        return self._device().type == "cpu"
+
     def is_between_steps(self) -> bool:
         """Whether a step is over, and the next one has not begun."""
         state = self._state

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -142,6 +143,51 @@ def test_a_worker_that_may_not_heal_fetches_no_preview() -> None:
     round_ = worker(catches_up=True)
     round_.begin_step(RoundRequest(timeout_s=60.0, allow_heal=False), 100.0)
     assert round_.prepared(100.0) == Ready(then=AskManager(0.0, 160.0))
+
+
+# -- a prepared spare ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rules", "wanted", "waits"),
+    [
+        ({"is_spare": True}, {"may_compute_ahead": True}, False),
+        ({"is_spare": True}, {}, True),
+        ({}, {"may_compute_ahead": True}, True),
+        ({"is_spare": True, "group_world_size": 2}, {"may_compute_ahead": True}, True),
+        ({"is_spare": True, "use_async_quorum": False}, {"may_compute_ahead": True}, True),
+        ({"is_spare": True}, {"may_compute_ahead": True, "allow_heal": False}, True),
+    ],
+)
+def test_g7_a_spare_computes_its_first_step_while_it_stands_by(
+    rules: dict[str, Any], wanted: dict[str, Any], waits: bool
+) -> None:
+    round_ = worker(0, **rules)
+    round_.begin_step(RoundRequest(timeout_s=60.0, **wanted), 100.0)
+    assert round_.waits_for_quorum == waits
+    assert round_.computes_ahead == (not waits)
+
+
+def test_g7_only_the_first_step_of_a_spare_does_not_wait() -> None:
+    round_ = worker(0, is_spare=True)
+    request = RoundRequest(timeout_s=60.0, may_compute_ahead=True)
+    round_.begin_step(request, 100.0)
+    round_.prepared(100.0)
+    meeting(round_, BEHIND)
+    assert not round_.waits_for_quorum, "it has not waited when it began"
+    round_.state_fetched()
+    round_.abandon_step()
+    round_.begin_step(request, 200.0)
+    assert round_.waits_for_quorum
+
+
+def test_g7_a_spare_that_has_computed_ahead_begins_anew_if_the_job_is_at_step_0() -> None:
+    # There all groups contribute, from equal weights: it would have had to heal first.
+    round_ = worker(0, is_spare=True)
+    round_.begin_step(RoundRequest(timeout_s=60.0, may_compute_ahead=True), 100.0)
+    round_.prepared(100.0)
+    at_0 = dataclasses.replace(BEHIND, max_step=0)
+    assert "began before its heal" in str(meeting(round_, at_0).leave)
 
 
 # -- the question ------------------------------------------------------------------------------

@@ -215,12 +215,17 @@ class WorkerRules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRequest:
-    """The settings that may differ between rounds; ``layout``: what is summed (empty: unknown)."""
+    """The settings that may differ between rounds.
+
+    ``layout``: what is summed (empty: unknown). ``may_compute_ahead``: a prepared spare need not
+    wait for its place before it computes, since it waits in its first sum (rule G7).
+    """
 
     allow_heal: bool = True
     shrink_only: bool = False
     timeout_s: float
     layout: str = ""
+    may_compute_ahead: bool = False
 
 
 # -- the machine -----------------------------------------------------------------------------------
@@ -230,7 +235,8 @@ class Round:
     """A worker's rounds, one after the other, with its ``step`` and its ``peers``.
 
     ``quorum``, ``error`` (why there is no quorum), ``has_connected`` (the members are not those of
-    the round before), ``waits_for_heal`` (a healed state is loaded before the step begins) and
+    the round before), ``waits_for_heal`` (a healed state is loaded before the step begins),
+    ``computes_ahead`` (a prepared spare does not wait for its place before it computes) and
     ``keeps_quorum`` (the quorum is that of the step before, and nobody is asked) belong to the
     present round. ``drain_reason`` is set once, for good.
     """
@@ -242,6 +248,7 @@ class Round:
         self.error: Exception | None = None
         self.has_connected = False
         self.waits_for_heal = False
+        self.computes_ahead = False
         self.keeps_quorum = False
         self.drain_reason: str | None = None
         self.drain_until = math.inf
@@ -276,7 +283,10 @@ class Round:
         why_not = self._why_not_kept(request, broken)
         is_alone = self._rules.group_world_size == 1
         keeps_quorum = self._fate is Fate.CONTINUES and not (is_alone and why_not)
-        waits_for_heal = not keeps_quorum and self.will_wait_for_heal(request.allow_heal)
+        computes_ahead = self._will_compute_ahead(request)
+        waits_for_heal = (
+            not keeps_quorum and not computes_ahead and self.will_wait_for_heal(request.allow_heal)
+        )
         if keeps_quorum:
             self.step.start_in_term()
         else:
@@ -284,6 +294,7 @@ class Round:
         self._agreed = self._fate is Fate.ENDS
         self._fate, self._wishes, self._is_sum_shared = Fate.ABORTED, None, True
         self._request, self.waits_for_heal = request, waits_for_heal
+        self.computes_ahead = computes_ahead
         self.keeps_quorum = keeps_quorum
         self.error = self._leaves_for = None
         self.has_connected = False
@@ -454,7 +465,17 @@ class Round:
         """
         is_alone = self._rules.group_world_size == 1
         ends_alone = self.drain_reason is not None and is_alone
-        return self._is_fresh or ends_alone or not self._rules.use_async_quorum
+        is_new = self._is_fresh and not self.computes_ahead
+        return is_new or ends_alone or not self._rules.use_async_quorum
+
+    def _will_compute_ahead(self, request: RoundRequest) -> bool:
+        """Whether a step that begins now computes while its group stands by (rule G7).
+
+        Not in a group of several workers: its collectives would run, and could fail, at any time.
+        """
+        is_alone = self._rules.group_world_size == 1
+        is_asked = request.may_compute_ahead and request.allow_heal
+        return is_asked and is_alone and self.stands_by and self._rules.use_async_quorum
 
     @property
     def _is_fresh(self) -> bool:
@@ -565,13 +586,17 @@ class Round:
     def _began_too_early(self, quorum: QuorumResult) -> QuorumFailed | None:
         """Why the step is in vain, if this worker began it before a heal that it needs.
 
-        This worker's step was above 0, so its forward pass did not wait for a heal. But that step
-        is not believed, the job is at step 0, and the others count on its gradients.
+        This worker's step was above 0, or it has computed ahead, so its forward pass did not wait
+        for a heal. But that step is not believed, or there was a place at once: the job is at step
+        0, and the others count on its gradients.
         """
         if not quorum.heal or not self.heals_first or self.waits_for_heal:
             return None
         step = self.step.state.step
-        return QuorumFailed(f"the step began with the weights of step {step}, the job is at step 0")
+        return QuorumFailed(
+            f"the step began before its heal, with this group's weights of step {step}; the job is "
+            "at step 0"
+        )
 
     def _offer(self, quorum: QuorumResult) -> tuple[OfferState | None, RefuseState | None]:
         receivers = tuple(quorum.recover_dst_replica_ranks)
