@@ -74,10 +74,12 @@ class Terms:
 
 @dataclass(slots=True)
 class _Doing:
-    """The step that a worker has begun, and since when it asks (None: it does not)."""
+    """The step that a worker has begun, and since when it asks (None: it does not, or not any
+    more: ``has_asked``)."""
 
     step: int = -1
     asks_since: float | None = None
+    has_asked: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +153,7 @@ class Companions:
         self._lighthouse_until = max(self._lighthouse_until, until)
 
     def began(self, group: str, group_rank: int, step: int, asks_since: float | None) -> None:
-        self._doing[group, group_rank] = _Doing(step, asks_since)
+        self._doing[group, group_rank] = _Doing(step, asks_since, asks_since is not None)
 
     def answered(self, group: str, group_rank: int) -> None:
         self._doing[group, group_rank].asks_since = None
@@ -161,8 +163,18 @@ class Companions:
         processes dies; not because a group joins or drains, or a lighthouse is away."""
         since = it.asked_at - SLACK_S
         has_reason = any(self._has_reason(each, it.step, since) for each in it.groups())
-        has_reason |= self.may_split(now)
+        has_reason |= self.may_split(now) or self._is_given_up(it, since)
         must(has_reason, "I5", f"{it.group} discards step {it.step} of a term, for no reason")
+
+    def _is_given_up(self, it: TermStep, since: float) -> bool:
+        """Whether the group's manager was away when another member asked for the next quorum (E7).
+
+        The others have committed the step then, and the group heals.
+        """
+        is_away = self._troubled_until.get(it.group, -math.inf) >= since
+        groups = {*it.groups()} - {it.group}
+        others = [doing for (each, _), doing in self._doing.items() if each in groups]
+        return is_away and any(each.has_asked and each.step >= it.step for each in others)
 
     def _has_reason(self, group: str, step: int, since: float) -> bool:
         at, first = self._misses.get(group, (-math.inf, 0))

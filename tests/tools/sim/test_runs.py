@@ -132,6 +132,13 @@ def test_a_worker_asks_for_a_manager_while_a_peer_waits_in_a_collective(seed: in
     assert outcome.fell is None, describe(outcome)
 
 
+def test_a_group_whose_manager_dies_when_the_others_ask_loses_its_step() -> None:
+    """The others have committed it, as the last one before a newcomer joins, and wait for nobody
+    whose session has ended (rule E7)."""
+    outcome = Fleet(draw(7310119)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
 def test_a_launcher_ends_workers_that_no_manager_has_drained() -> None:
     """One worker gets a signal while its manager is away for 7 s, and ends without it."""
     outcome = Fleet(draw(7301267)).run()
