@@ -410,9 +410,13 @@ class Fleet:
             return count == num_groups * self._scenario.group_world_size
         sites = [site for site in self.sites if site.job == job]
         if sites[0].is_over:
-            has_finished = any(each.checks.has_finished(job) for each in self.lighthouses)
-            return not any(site.processes() for site in sites if site.trains or has_finished)
+            return not any(site.processes() for site in sites if site.trains or self._ends(site))
         return count == sum(site.trains for site in sites) * self._scenario.group_world_size
+
+    def _ends(self, site: Site) -> bool:
+        """Whether a prepared spare has to end: the lighthouse to which it has come knows that the
+        job has finished there (rule G4)."""
+        return any(each.checks.has_to_end(site.job, site.name) for each in self.lighthouses)
 
     def _explain(self) -> None:
         """Groups that were held back have been let through by now, so none may wait."""

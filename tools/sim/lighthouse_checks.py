@@ -372,6 +372,11 @@ class LighthouseChecks:
         """Whether all groups of ``job`` have ended on purpose."""
         return self._places.has_finished(job)
 
+    def has_to_end(self, job: str, name: str) -> bool:
+        """Whether ``job`` has finished, and group ``name`` has a session."""
+        names = {stable_name(each.key[1]) for each in self._sessions if each.key[0] == job}
+        return self.has_finished(job) and name in names
+
     def check_memory(self) -> None:
         self._liveness.check_memory(self._core.jobs, self._alive())
 

@@ -118,3 +118,9 @@ def test_a_spare_ends_with_its_job_if_its_session_has_just_broken(seed: int) -> 
     """The lighthouse knows that, and the spare is back some milliseconds after the end."""
     outcome = Fleet(draw_spares(seed)).run()
     assert outcome.fell is None, describe(outcome)
+
+
+def test_a_spare_at_a_lighthouse_where_the_job_has_not_finished_stands_by() -> None:
+    """The job has finished at another lighthouse of the list, and begins again at this one."""
+    outcome = Fleet(draw_spares(7410299)).run()
+    assert outcome.fell is None, describe(outcome)
