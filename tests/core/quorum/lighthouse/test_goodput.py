@@ -145,6 +145,43 @@ def test_n6_steps_that_the_job_goes_back_behind_were_in_vain() -> None:
     assert accounts.goodput(10.0).committed_s == 0.0
 
 
+def test_n6_steps_given_up_count_as_long_as_those_took_that_are_lost() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    for num in range(1, 101):
+        accounts.record_tally("a", Tally(committed_s=num / 10, num_committed=num), num / 10)
+    accounts.record_tally("b", Tally(committed_s=8.0, waiting_s=2.0, num_committed=4), 10.0)
+    accounts.forget_group("a")
+    accounts.give_up(20)  # "b" goes on, whose few steps were slow
+    goodput = accounts.goodput(10.0)
+    check_sums(goodput, 10.0)
+    assert lost(goodput) == {"discarded": pytest.approx(2.0)}
+    accounts.give_up(5)
+    assert lost(accounts.goodput(10.0)) == {"discarded": pytest.approx(2.5)}
+
+
+def test_n6_steps_before_the_last_reports_are_given_up_by_their_mean() -> None:
+    accounts = TimeAccounts(0.0)
+    accounts.record_quorum({"a"}, 0.0)
+    for num in range(1, 1001):
+        long_s = num + max(0, num - 100)  # the first hundred take half as long as the others
+        accounts.record_tally("a", Tally(committed_s=long_s, num_committed=num), long_s)
+    accounts.give_up(900)
+    goodput = accounts.goodput(1900.0)
+    check_sums(goodput, 1900.0)
+    assert 100.0 < goodput.committed_s < 200.0
+
+
+def test_n6_a_new_lighthouse_gives_up_steps_before_its_start_by_their_mean() -> None:
+    accounts = TimeAccounts(100.0)
+    accounts.record_tally("a", Tally(committed_s=80.0, waiting_s=21.0, num_committed=40), 101.0)
+    accounts.record_tally("a", Tally(committed_s=83.0, waiting_s=21.0, num_committed=43), 104.0)
+    accounts.give_up(4)  # three of one second, and one of two
+    goodput = accounts.goodput(104.0)
+    check_sums(goodput, 104.0)
+    assert (goodput.committed_s, lost(goodput)) == (78.0, {"waiting": 21.0, "discarded": 5.0})
+
+
 def test_n6_what_is_lost_to_a_hang_is_blamed_on_it() -> None:
     accounts = TimeAccounts(0.0)
     accounts.record_quorum({"a"}, 0.0)

@@ -8,7 +8,8 @@ what the job did. Times are unix seconds; each input costs O(1).
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
+from bisect import bisect_right
+from collections import OrderedDict, deque
 from collections.abc import Set
 from dataclasses import dataclass
 
@@ -38,6 +39,9 @@ OLDER_S = 1.0
 LATENESS_WINDOW_S = 10.0
 # So long a new lighthouse looks for the group that knows most of the time before.
 ADOPT_S = 10.0
+# A job goes back by few steps, as a rule: those that others took while the group that is left stood
+# still. How long steps took is known of those in so many reports.
+MAX_MARKS = 512
 # Groups that are gone may be back with the same process, if only their connection was lost. What so
 # many of them have reported is kept; of another one that is back, its whole time would count.
 MAX_GONE = 2048
@@ -94,6 +98,9 @@ class TimeAccounts:
         self._began_at = at
         self._until = at  # all time before is accounted for
         self._committed_s = 0.0
+        self._num_committed = 0.0  # the steps of ``_committed_s``; of some, a part is accounted for
+        # Both, as they were after each of the last reports: what the last steps took.
+        self._marks: deque[tuple[float, float]] = deque(maxlen=MAX_MARKS)
         self._lost_s = dict.fromkeys(CAUSES, 0.0)
         self._has_quorum = False
         self._ended_at: float | None = None
@@ -179,13 +186,13 @@ class TimeAccounts:
 
     def give_up(self, num_steps: int) -> None:
         """Count the last ``num_steps`` committed steps as discarded: the job continues without."""
-        tallies = (each.last for each in self._known.values())
-        known = max(tallies, key=lambda each: each.num_committed, default=NO_TALLY)
-        if known.num_committed:
-            seconds = num_steps * known.committed_s / known.num_committed
-            seconds = min(self._committed_s, seconds)
-            self._committed_s -= seconds
-            self._lost_s[DISCARDED] += seconds
+        num_kept = max(0.0, self._num_committed - num_steps)
+        kept_s = self._committed_until(num_kept)
+        self._lost_s[DISCARDED] += self._committed_s - kept_s
+        while self._marks and self._marks[-1][0] >= num_kept:
+            self._marks.pop()
+        self._num_committed, self._committed_s = num_kept, kept_s
+        self._marks.append((num_kept, kept_s))
 
     def end(self, at: float) -> None:
         """Record that the last group is gone. If all of them have lost their connection and train
@@ -282,6 +289,8 @@ class TimeAccounts:
         if total_s > 0:
             scale = min(1.0, span_s / total_s)
             self._committed_s += committed_s * scale
+            self._num_committed += max(0, now.num_committed - before.num_committed) * scale
+            self._marks.append((self._num_committed, self._committed_s))
             for cause, seconds in parts.items():
                 blamed = self._blamed if cause in (WAITING, DISCARDED) else None
                 self._lost_s[blamed or cause] += seconds * scale
@@ -292,6 +301,16 @@ class TimeAccounts:
         self._until = until
         if self._blamed_until is not None and until >= self._blamed_until:
             self._blamed = self._blamed_until = None
+
+    def _committed_until(self, num_steps: float) -> float:
+        """How long the first ``num_steps`` of the committed steps took."""
+        marks = [(0.0, 0.0), *self._marks]
+        place = bisect_right(marks, num_steps, key=lambda each: each[0])
+        if place == len(marks):
+            return self._committed_s
+        (num_before, before_s), (num_after, after_s) = marks[place - 1], marks[place]
+        share = (num_steps - num_before) / (num_after - num_before)
+        return before_s + share * (after_s - before_s)
 
     def _knows_more(self, tally: Tally, until: float) -> bool:
         """Whether a group has been in the job for longer than it is known here; or as long, and was
@@ -308,7 +327,9 @@ class TimeAccounts:
         """Begin the accounts with those of a group that was in the job before this lighthouse."""
         self._adopted_at = until if self._adopted_at is None else self._adopted_at
         self._began_at, self._until = until - tally.total_s, until
-        self._committed_s = tally.committed_s
+        self._committed_s, self._num_committed = tally.committed_s, tally.num_committed
+        self._marks.clear()
+        self._marks.append((self._num_committed, self._committed_s))
         self._lost_s = dict.fromkeys(CAUSES, 0.0) | _parts(NO_TALLY, tally)
         self._blamed_s = {}
         self._has_quorum, self._reference = True, replica_id
