@@ -54,6 +54,7 @@ def lighthouse() -> Iterator[str]:
 @pytest.fixture
 def shards(lighthouse: str) -> Iterator[Shards]:
     with CopiedJob(lighthouse) as job:
+        job.until(lambda status: not status.num_holders, "a holder of an earlier test is known")
         yield Shards(job)
 
 
