@@ -285,7 +285,7 @@ class LighthouseActor:
 
     def _send_news(self, client: Connection, news: News) -> None:
         if isinstance(news, Refusal):
-            self.checks.refused(client, news.number)
+            self.checks.refused(client, news)
         client.stream.to_client(news)
 
     def _tick(self) -> None:

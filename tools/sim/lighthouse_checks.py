@@ -37,11 +37,13 @@ from torchft_svc.core.quorum.session_messages import (
     News,
     NoQuorumYet,
     Question,
+    Refusal,
     SessionMessage,
     Withdrawal,
 )
 from torchft_svc.core.quorum.term import TermEnds
 from torchft_svc.core.quorum.types import Member, QuorumConfig
+from torchft_svc.errors import RequestRefused
 
 # What a lighthouse may count of each time in which its process was stopped, in heartbeat timeouts.
 COUNTED_OF_A_STOP = 0.5
@@ -236,8 +238,11 @@ class LighthouseChecks:
         left = [each.key for each in self._undrained]
         must(not left, "G4", lambda: f"{left} do not learn that their job has finished")
 
-    def refused(self, client: ClientRecord, number: int) -> None:
-        self._answered(client, number)
+    def refused(self, client: ClientRecord, refusal: Refusal) -> None:
+        """Record an answer without a quorum; a group whose name another one has is forgotten."""
+        self._answered(client, refusal.number)
+        if isinstance(refusal.error, RequestRefused) and self._has_rival(*client.key):
+            self._places.refused(client.key)
         if all(each.key != client.key for each in self._waiting):
             self._liveness.withdrew(client.key, self._now)
             self._invariants.newcomers.gone(*client.key)

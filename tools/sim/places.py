@@ -95,6 +95,10 @@ class PlaceChecks:
         if spare is not None:
             spare.asks = False
 
+    def refused(self, key: Key) -> None:
+        """Forget a group that is refused because an earlier one has its name: it is not lost."""
+        self._forget(self._job(key), key[1])
+
     def left(self, key: Key, now: float, leave: Leave | None = None) -> None:
         """A group leaves, or its last session has ended; a group is gone when that is reported."""
         job = self._job(key)

@@ -124,3 +124,10 @@ def test_a_spare_at_a_lighthouse_where_the_job_has_not_finished_stands_by() -> N
     """The job has finished at another lighthouse of the list, and begins again at this one."""
     outcome = Fleet(draw_spares(7410299)).run()
     assert outcome.fell is None, describe(outcome)
+
+
+def test_a_spare_ends_with_its_job_after_a_group_was_refused_because_its_name_was_taken() -> None:
+    """A group has crashed while it was cut off, and its last sign of life comes after the next
+    incarnation has asked: that one is refused, and the lighthouse forgets it without a report."""
+    outcome = Fleet(draw_spares(7500620)).run()
+    assert outcome.fell is None, describe(outcome)
