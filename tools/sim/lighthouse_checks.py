@@ -49,6 +49,8 @@ from torchft_svc.errors import RequestRefused
 COUNTED_OF_A_STOP = 0.5
 # The reason for which prepared spares are drained in the end.
 JOB_FINISHED = "the job has finished"
+# The reason for which a group is refused that has the name of an earlier one.
+NAME_TAKEN = "is taken"
 # The world's timers are exact, and an answer at a deadline comes in that moment.
 TIMER_SLACK_S = 0.01
 # Waiting groups receive the reason by then: jobs are looked at in turns, and one may have come just
@@ -241,8 +243,11 @@ class LighthouseChecks:
     def refused(self, client: ClientRecord, refusal: Refusal) -> None:
         """Record an answer without a quorum; a group whose name another one has is forgotten."""
         self._answered(client, refusal.number)
-        if isinstance(refusal.error, RequestRefused) and self._has_rival(*client.key):
+        if isinstance(refusal.error, RequestRefused) and NAME_TAKEN in str(refusal.error):
+            must(self._has_rival(*client.key), "I5", f"nobody else has the name of {client.key}")
             self._places.refused(client.key)
+            self._signs_at.pop(client.key, None)
+            self._signs_awake_at.pop(client.key, None)
         if all(each.key != client.key for each in self._waiting):
             self._liveness.withdrew(client.key, self._now)
             self._invariants.newcomers.gone(*client.key)
@@ -383,6 +388,13 @@ class LighthouseChecks:
         return self.has_finished(job) and name in names
 
     def check_memory(self) -> None:
+        """Check that the lighthouse knows the groups that have given a sign of life, and were not
+        reported as gone since; and what it remembers of others."""
+        jobs = self._core.jobs._jobs
+        known = {(name, each) for name, job in jobs.items() for each in job.members._known}
+        gone, lost = sorted(known - self._signs_at.keys()), sorted(self._signs_at.keys() - known)
+        must(not gone, "I7", f"{gone[:4]} are gone, and the lighthouse counts them as living")
+        must(not lost, "I7", f"{lost[:4]} live, and the lighthouse has forgotten them")
         self._liveness.check_memory(self._core.jobs, self._alive())
 
     def _alive(self) -> set[Key]:

@@ -281,6 +281,8 @@ class Site:
     def _replace_manager(self) -> None:
         if self._is_starting or (self.manager is not None and not self.manager.process.is_dead):
             return
+        if self.is_over and not self.processes():  # nobody would end it
+            return
         self._start_manager(self.resumed())
 
     def resumed(self) -> Resumed | None:

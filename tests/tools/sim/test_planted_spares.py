@@ -100,34 +100,22 @@ def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch
     assert found.fell in (*INVARIANTS, "G1", "G2", "G4"), found.what
 
 
-@pytest.mark.parametrize("seed", [5201018, 6300841])
-def test_a_spare_that_gives_its_place_back_is_no_group_of_a_job_that_is_over(seed: int) -> None:
-    """A group that comes back is no member then: it waits for those that start, and spares wait."""
+# What happens in runs that have fallen once, by their seeds.
+RUNS_THAT_FELL = {
+    5201018: "a group comes back, is no member, and waits for those that start; a spare gives its "
+    "place back, and is no group of a job that is over",
+    6300841: "the same",
+    5200337: "the only member ends on purpose before a spare that took a place is in a quorum",
+    7200078: "the session of a spare has broken when the job ends, which the lighthouse knows",
+    7200602: "the same",
+    7410299: "the job ends at another lighthouse of the list, and begins again at that of a spare",
+    7500620: "a group has crashed while it was cut off, and its last sign of life comes after the "
+    "next incarnation has asked: that one is refused, and forgotten without a report",
+    7900168: "all have ended when a group's manager, which had died long before, would be replaced",
+}
+
+
+@pytest.mark.parametrize("seed", RUNS_THAT_FELL)
+def test_runs_that_fell_once(seed: int) -> None:
     outcome = Fleet(draw_spares(seed)).run()
-    assert outcome.fell is None, describe(outcome)
-
-
-def test_a_spare_ends_with_its_job_just_after_it_has_taken_a_place() -> None:
-    """The only member of the last quorum ends on purpose before the spare is in a quorum."""
-    outcome = Fleet(draw_spares(5200337)).run()
-    assert outcome.fell is None, describe(outcome)
-
-
-@pytest.mark.parametrize("seed", [7200078, 7200602])
-def test_a_spare_ends_with_its_job_if_its_session_has_just_broken(seed: int) -> None:
-    """The lighthouse knows that, and the spare is back some milliseconds after the end."""
-    outcome = Fleet(draw_spares(seed)).run()
-    assert outcome.fell is None, describe(outcome)
-
-
-def test_a_spare_at_a_lighthouse_where_the_job_has_not_finished_stands_by() -> None:
-    """The job has finished at another lighthouse of the list, and begins again at this one."""
-    outcome = Fleet(draw_spares(7410299)).run()
-    assert outcome.fell is None, describe(outcome)
-
-
-def test_a_spare_ends_with_its_job_after_a_group_was_refused_because_its_name_was_taken() -> None:
-    """A group has crashed while it was cut off, and its last sign of life comes after the next
-    incarnation has asked: that one is refused, and the lighthouse forgets it without a report."""
-    outcome = Fleet(draw_spares(7500620)).run()
-    assert outcome.fell is None, describe(outcome)
+    assert outcome.fell is None, f"{RUNS_THAT_FELL[seed]}:\n{describe(outcome)}"
