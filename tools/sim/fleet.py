@@ -212,14 +212,8 @@ class Fleet:
             self._trouble_groups(fault)
 
     def _trouble_groups(self, fault: Fault) -> None:
-        concerned = [self.sites[fault.target % len(self.sites)]]
-        for site in self.sites if fault.is_for_all else concerned:
-            self.invariants.hangs.trouble(site.name, fault.seconds)
-            if fault.kind not in FAULTS_THAT_END_GROUPS:
-                self.invariants.groups.may_add(site.job)
-        self._trouble_companions(fault, concerned[0])
-        if not fault.is_for_all:
-            self.lighthouses.splits.record_trouble(concerned[0].name, fault.seconds)
+        concerned = self._concerned(fault)
+        self._record_trouble(fault, concerned)
         if self.lighthouses.apply_fault(fault):
             return
         if fault.kind == "accept_loss":
@@ -232,6 +226,24 @@ class Fleet:
         else:
             for worker in concerned[0].workers[int(fault.value * 2) :]:
                 self._trouble(worker, fault)
+
+    def _concerned(self, fault: Fault) -> list[Site]:
+        """The group that a fault happens to; all groups of its job if that ends."""
+        target = self.sites[fault.target % len(self.sites)]
+        if fault.kind == "finish":
+            return [each for each in self.sites if each.job == target.job]
+        return [target]
+
+    def _record_trouble(self, fault: Fault, concerned: list[Site]) -> None:
+        """Excuse groups that something happens to, and those that it may cost a step."""
+        for site in self.sites if fault.is_for_all else concerned:
+            self.invariants.hangs.trouble(site.name, fault.seconds)
+            if fault.kind not in FAULTS_THAT_END_GROUPS:
+                self.invariants.groups.may_add(site.job)
+        for site in concerned:
+            self._trouble_companions(fault, site)
+            if not fault.is_for_all:
+                self.lighthouses.splits.record_trouble(site.name, fault.seconds)
 
     def _trouble_holder(self, host: HolderHost, fault: Fault) -> None:
         self.shared.copies.trouble(host.name, fault.seconds)

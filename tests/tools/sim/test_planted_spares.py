@@ -112,6 +112,7 @@ RUNS_THAT_FELL = {
     7500620: "a group has crashed while it was cut off, and its last sign of life comes after the "
     "next incarnation has asked: that one is refused, and forgotten without a report",
     7900168: "all have ended when a group's manager, which had died long before, would be replaced",
+    8100826: "a group that is in no step of the last term is the first of a job that ends",
 }
 
 
