@@ -56,9 +56,6 @@ from torchft_svc.errors import (
 
 PAUSE_S = 0.01  # until a loop that catches a failed quorum tries again
 WAITS_LOOK_S = 1.0
-# How long a worker whose sum has failed waits for the news that a member has left, and how often it
-# checks for them.
-NEWS_S, NEWS_LOOK_S = 0.2, 0.02
 ROUNDING_S = 1e-6
 CHANGED_SHARE = 0.1  # of a state, since a prepared spare has looked at it last
 NO_STEP = -1  # of weights that an update has spoiled
@@ -504,7 +501,7 @@ class WorkerActor:
         if isinstance(result, PeerError):
             self._execute(step, self.round.record_error(result, step.epoch))
             if step.keeps_quorum:
-                self._await_news(step, self.process.world.now + NEWS_S)
+                self._try_again(step)
                 return
         else:
             if self.dies_with_sum and not self._shared.is_calm:
@@ -519,14 +516,12 @@ class WorkerActor:
         """The number of groups by which gradients are divided before they are summed."""
         return self.machine.state.participation.num_participants
 
-    def _await_news(self, step: _Step, until: float) -> None:
-        """Sum again if a member has left (E9): the sum of a step that asked nobody has failed."""
-        if step is not self._step or self._is_hanging(self._await_news, step, until):
+    def _try_again(self, step: _Step) -> None:
+        """Sum again if that is possible (E9): the sum of a step that asked nobody has failed."""
+        if step is not self._step or self._is_hanging(self._try_again, step):
             return
-        if self.round.may_sum_again():
+        if self.round.may_sum_again:
             self._sum_again(step)
-        elif self.process.world.now < until:
-            self.process.after(NEWS_LOOK_S, self._await_news, step, until)
         else:
             self._end_backward(step)
 

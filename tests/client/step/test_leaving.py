@@ -98,6 +98,24 @@ def test_the_average_is_that_of_the_groups_that_are_left() -> None:
         assert_identical([a, b])
 
 
+def test_a_step_whose_connections_have_broken_is_summed_again_without_news_of_a_loss(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Groups that see a kill before the lighthouse reports it; here nobody is lost."""
+    caplog.set_level(logging.INFO)
+    with in_term(2) as (a, b):
+        step = a.manager.current_step()
+        together(a.optimizer.zero_grad, b.optimizer.zero_grad)
+        for each in (a, b):
+            each.manager._runtime.deps.pg.abort()
+        together(a.loss().backward, b.loss().backward)
+        assert together(a.optimizer.step, b.optimizer.step) == [True, True]
+        assert [each.manager.current_step() for each in (a, b)] == [step + 1] * 2
+        assert_identical([a, b])
+    again = [each for each in caplog.messages if "is summed in another quorum" in each]
+    assert len(again) == 2, again
+
+
 def keeps_gradients_in_the_sums(trainer: Trainer) -> None:
     trainer.inner.zero_grad(set_to_none=False)
 

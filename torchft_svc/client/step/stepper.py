@@ -58,7 +58,6 @@ class Stepper:
         self._clearing = ClearingPattern()
         self.data = DataPositions(deps.registry)
         self.sums.check_data = lambda: self.data.why_not_summed(self.state.participation)
-        self.sums.divides = lambda: self.data.divisible is not None
         self.sums.may_divide, self.sums.divide_anew = self._may_divide, self._divide_anew
         deps.registry.watch(
             self.sums.parameters,

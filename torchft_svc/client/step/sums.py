@@ -7,7 +7,6 @@ import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -38,8 +37,6 @@ BETWEEN_STEPS = (Phase.IDLE, Phase.APPLYING)
 # Between two steps a group may wait for one that waits for it in the next quorum. That wait must
 # end long before the lighthouse continues without the group.
 _BETWEEN_STEPS_S = 5.0
-# The news that a group has left are on their way for some milliseconds.
-_NEWS = timedelta(seconds=0.2)
 _NOTHING_REDUCED = (
     "no gradient was averaged across groups in this step: each group has to call backward() once "
     "outside of no_sync() before step(), also where it has nothing to learn from (a loss of zero)"
@@ -98,9 +95,7 @@ class StepSums:
         # Why the step is not to be summed: its samples were not all read (rule D8).
         self.check_data: Callable[[], Exception | None] = lambda: None
         # For a loader that can divide its step anew among the groups that are left (rule D11):
-        # whether there is one, whether it can divide now, and the division, which returns whether
-        # further passes are due.
-        self.divides: Callable[[], bool] = lambda: False
+        # whether it can divide now, and the division, which returns whether further passes are due.
         self.may_divide: Callable[[], bool] = lambda: True
         self.divide_anew: Callable[[], bool] = lambda: False
 
@@ -290,21 +285,14 @@ class StepSums:
     def _may_sum_again(self) -> bool:
         """Whether this step may be summed among the groups that are left.
 
-        The loss of a member has to be its only error, and the program must not have seen who the
+        That a sum has failed must be its only error, and the program must not have seen who the
         members are.
         """
-        error, round_ = self._state.error, self._worker.round
+        error = self._state.error
         is_of_sums = error is self._sum_error and not isinstance(error, OperationsDiffer)
-        if not (round_.awaits_losses and is_of_sums) or self._has_shown_members:
+        if not (self._worker.round.may_sum_again and is_of_sums) or self._has_shown_members:
             return False
-        if len(self.reducers()) > 1 or not self._runner.is_over or not self.may_divide():
-            return False
-        if self.divides():  # by what the members of the next quorum hold, whoever they are
-            return True
-        if not round_.may_sum_again():  # the member's end may be seen before the news of it
-            self._deps.client.listen(_NEWS)
-        with self._worker.changing() as round_:
-            return round_.may_sum_again()
+        return len(self.reducers()) <= 1 and self._runner.is_over and self.may_divide()
 
     def _why_again(self) -> str:
         return self._worker.who_is_lost() or shown_reason(str(self._state.error))

@@ -340,10 +340,10 @@ class Round:
         return self.stands_by and self._rules.catches_up and self._request.allow_heal
 
     @property
-    def awaits_losses(self) -> bool:
-        """Whether the loss of a member would let this step be summed in another quorum (rule E9).
+    def may_sum_again(self) -> bool:
+        """Whether the sums of this step, none of which is over, may be made in another quorum.
 
-        Otherwise there is no reason to wait for that news. It would not
+        Why they failed need not be known (rule E9). They may not be made again
 
         * in a group of several workers, which may be in a collective of the group,
         * if this group is out of the quorum itself, or has to end,
@@ -364,18 +364,8 @@ class Round:
             return False
         return True
 
-    def may_sum_again(self) -> bool:
-        """Whether the sums of this step, none of which is over, may be made in another quorum.
-
-        That is so if it `awaits_losses`, and a member of the term has left.
-        """
-        quorum = self.quorum
-        if quorum is None or not self.awaits_losses:
-            return False
-        return self._why_in_vain(quorum) is not None
-
     def sum_again(self, now: float) -> Ready:
-        """Ask for another quorum for the present step, which `awaits_losses`.
+        """Ask for another quorum for the present step, if it `may_sum_again`.
 
         Raises:
             RequestRefused: see `StepMachine.start`.
