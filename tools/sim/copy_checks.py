@@ -15,8 +15,8 @@ from torchft_svc.core.quorum.lighthouse.holder_plan import BEHIND_S
 
 # By then all lighthouses know what a holder holds, and again after it was in trouble.
 KNOWN_S, SETTLED_S = ALL_REPORTED_S + SLACK_S, 2 * SILENT_S
-# A copy is fetched within this time after its step, and then reported. The workers of a group of
-# several wait for a step that they all copy.
+# A copy that takes little time is fetched within this time after its step, and then reported. The
+# workers of a group of several wait for a step that they all copy.
 FETCHED_S, ALL_FETCHED_S = 5.0, 30.0
 # Longer than any step: a job that has committed since then goes on.
 GOES_ON_S = 3.0
@@ -38,12 +38,14 @@ class _Held:
 class CopyChecks:
     """Keeps its own record of commits and copies over one run.
 
-    ``copy_every``: so many steps are copied; ``group_world_size``: the workers of each group.
+    ``copy_every``: so many steps are copied; ``group_world_size``: the workers of each group;
+    ``is_quick``: copies take little time.
     """
 
     world: VirtualWorld
     copy_every: int
     group_world_size: int
+    is_quick: bool = True
     num_begun: int = 0  # workers that began from a copy
     _held: dict[str, dict[str, _Held]] = field(default_factory=dict)  # by job and holder
     _troubled_until: dict[str, float] = field(default_factory=dict)  # by holder
@@ -95,11 +97,11 @@ class CopyChecks:
 
     def record_fault(self, *, loses_all: bool) -> None:
         """A fault happens: if it is the first one, and all groups are lost by it, copies of the
-        steps before are there."""
+        steps before are there, where these take little time."""
         is_first = self._first_trouble_at == math.inf
         self._first_trouble_at = min(self._first_trouble_at, self.world.now)
         self._due.clear()
-        if is_first and loses_all:
+        if is_first and loses_all and self.is_quick:
             fetched_s = FETCHED_S if self.group_world_size == 1 else ALL_FETCHED_S
             for job, steps in self._steps.items():
                 before = [step for at, step in steps if at < self.world.now - fetched_s]

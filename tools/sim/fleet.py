@@ -11,7 +11,7 @@ from tools.sim.invariants import EVENTS_BETWEEN_WALKS, SLACK_S, Invariants, firs
 from tools.sim.lighthouse_actor import QuorumAnswer
 from tools.sim.lighthouses import Lighthouses
 from tools.sim.network import MEAN_LATENCY_S, Network
-from tools.sim.scenario import Fault, Scenario
+from tools.sim.scenario import MEAN_COPY_S, Fault, Scenario
 from tools.sim.shared import Shared
 from tools.sim.site import Saved, Site
 from tools.sim.sums import Sums
@@ -94,7 +94,8 @@ class Fleet:
         is_checked = terms.are_ids_ordered and not scenario.unary_every
         histories = Histories(companions, is_checked, self.invariants.went_back)
         copy_every, size = scenario.trainer.copy_every, scenario.group_world_size
-        copies = CopyChecks(self.world, copy_every, size)
+        is_quick = scenario.trainer.mean_copy_s <= MEAN_COPY_S
+        copies = CopyChecks(self.world, copy_every, size, is_quick)
         self.shared = Shared(
             self.network, sums, self.invariants, terms, companions, histories, copies, self.trace
         )

@@ -83,6 +83,14 @@ def test_a_newcomer_is_announced_again_after_a_sum_that_was_made_again() -> None
     assert outcome.fell is None, describe(outcome)
 
 
+@pytest.mark.parametrize("seed", [388, 242])
+def test_a_job_whose_copies_take_long_begins_from_an_older_one(seed: int) -> None:
+    """Copies take 1.7 s in the mean. In one run a copy has been on its way for 4 s when all groups
+    die; in the other one the workers of a group have copied no common step for 35 s."""
+    outcome = Fleet(draw_copies(seed)).run()
+    assert outcome.fell is None, describe(outcome)
+
+
 def test_groups_that_have_waited_for_an_operator_begin_from_one_copy() -> None:
     """The first group to begin from a copy keeps no other from it, though it was in their quorum.
 
