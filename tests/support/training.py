@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.distributed import TCPStore
 
 from torchft_svc.client import DistributedDataParallel, Manager, Optimizer
 from torchft_svc.coordination import LighthouseServer
@@ -155,6 +156,34 @@ def trainers(address: str, num: int, **options: Any) -> Iterator[list[Trainer]]:
         for trainer in made:
             stack.enter_context(trainer)
         yield made
+
+
+@contextlib.contextmanager
+def workers(
+    address: str,
+    name: str,
+    num: int,
+    seed: int = 0,
+    of_rank: Mapping[int, dict[str, Any]] | None = None,
+    **options: Any,
+) -> Iterator[list[Trainer]]:
+    """One group of ``num`` workers, each with a model, and maybe options, of its own."""
+    own = of_rank or {}
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    place = {"store_addr": "localhost", "store_port": store.port, "world_size": num}
+    with contextlib.ExitStack() as stack:
+        made = together(
+            *(
+                lambda rank=rank: Trainer(
+                    address, name, seed + rank, rank=rank, **place, **options, **own.get(rank, {})
+                )
+                for rank in range(num)
+            )
+        )
+        for trainer in made:
+            stack.enter_context(trainer)
+        yield made
+    del store
 
 
 def in_step(until: int, *trainers: Trainer) -> None:

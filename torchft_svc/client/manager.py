@@ -702,8 +702,7 @@ class Manager:
         way, and nobody has said how long it may take. SIGTERM says it by ``TORCHFT_GRACE_SEC``, an
         operator by ``--within``.
         """
-        round_ = self._worker.round
-        return None if round_.drain_reason is None else round_.drain_until
+        return self._worker.draining_until()
 
     # -- the end ---------------------------------------------------------------------------------
 

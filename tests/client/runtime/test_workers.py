@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 from urllib.parse import urlsplit
@@ -14,7 +14,14 @@ import pytest
 import torch
 from support.bounds import check, raises_in_time
 from support.running import eventually, line_to, steady_address
-from support.training import DEADLINE_S, Trainer, assert_identical, lighthouse, together
+from support.training import (
+    DEADLINE_S,
+    Trainer,
+    assert_identical,
+    lighthouse,
+    together,
+    workers,
+)
 from torch.distributed import TCPStore
 
 from torchft_svc.client import HTTPTransport, Manager
@@ -39,34 +46,6 @@ from torchft_svc.host.interfaces import list_interfaces
 def address() -> Iterator[str]:
     with lighthouse(min_replicas=1) as address:
         yield address
-
-
-@contextlib.contextmanager
-def workers(
-    address: str,
-    name: str,
-    num: int,
-    seed: int = 0,
-    of_rank: Mapping[int, dict[str, Any]] | None = None,
-    **options: Any,
-) -> Iterator[list[Trainer]]:
-    """One group of ``num`` workers, each with a model, and maybe options, of its own."""
-    own = of_rank or {}
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    place = {"store_addr": "localhost", "store_port": store.port, "world_size": num}
-    with contextlib.ExitStack() as stack:
-        made = together(
-            *(
-                lambda rank=rank: Trainer(
-                    address, name, seed + rank, rank=rank, **place, **options, **own.get(rank, {})
-                )
-                for rank in range(num)
-            )
-        )
-        for trainer in made:
-            stack.enter_context(trainer)
-        yield made
-    del store
 
 
 @pytest.mark.processes

@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,6 +56,8 @@ MAX_PART_BYTES = 1 << 30
 # Gloo closes the connection if a send has not ended by then. A receiver that does not receive
 # leaves the group earlier, at the latest with the next quorum.
 _LONGEST = timedelta(hours=1)
+# A link that is slower may seem to stand still.
+_SLOW_BYTES_PER_S = 100e6
 # Other sends and receives of a program use small tags.
 _TAG = 0x70670000
 # The part that is summed at once on a device; the factors take as much memory again.
@@ -121,7 +124,8 @@ class PGTransport(CheckpointTransport[Any]):
         self._device = torch.device(device)
         self._own_state = state_dict
         self._sending: list[tuple[Any, torch.Tensor]] = []  # kept until the operation has ended
-        self._lock = threading.Lock()  # for that list only
+        self._sent_at = 0.0  # when one of them began or ended
+        self._lock = threading.Lock()  # for these two
         self._lost_source = ""  # why a receive under way was aborted
         self._begun: set[int] = set()  # receivers to which the present state is being sent
         self._progress = (0, 0)  # of the receive under way
@@ -186,6 +190,18 @@ class PGTransport(CheckpointTransport[Any]):
         self._forget_completed()
         with self._lock:
             return sum({part.data_ptr(): part.nbytes for _, part in self._sending}.values())
+
+    def last_sent_at(self) -> float | None:
+        """See `CheckpointTransport.last_sent_at`.
+
+        Of one operation only its end can be seen: each may take a second for each 100 MB.
+        """
+        self._forget_completed()
+        with self._lock:
+            if not self._sending:
+                return None
+            _, part = self._sending[0]
+            return self._sent_at + part.nbytes / _SLOW_BYTES_PER_S
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:
         source = f"replica rank {src_rank}"
@@ -300,13 +316,17 @@ class PGTransport(CheckpointTransport[Any]):
                 works.append(self._pg.send([part], rank, _TAG))
                 with self._lock:
                     self._sending.append((works[-1], part))
+                    self._sent_at = time.monotonic()
         finally:
             if self._device.type == "cpu":  # on a device a wait orders the stream only
                 _wait_for(works)
 
     def _forget_completed(self) -> None:
         with self._lock:
+            num_before = len(self._sending)
             self._sending = [entry for entry in self._sending if not entry[0].is_completed()]
+            if len(self._sending) < num_before:
+                self._sent_at = time.monotonic()
 
     def _receive_part(self, part: torch.Tensor, src_rank: int, timeout: timedelta) -> None:
         limit = min(timeout, self._timeout)

@@ -192,6 +192,14 @@ class CheckpointTransport(ABC, Generic[T]):
         reason = "it sends a state in two parts: use the same checkpoint transport in all groups"
         raise CheckpointError(f"replica rank {src_rank}", reason)
 
+    def last_sent_at(self) -> float | None:
+        """Return when groups that heal, and do not have all that was offered, last got some of it.
+
+        On the clock of `time.monotonic`. A worker that ends waits for them (rule H12). None: they
+        have everything, or that is not known, as by default.
+        """
+        return None
+
     def show_preview(self, viewer: StateViewer) -> None:
         """Let groups that start read the state through ``viewer``, from now on.
 
@@ -241,7 +249,7 @@ class CheckpointTransport(ABC, Generic[T]):
         """Make the receive on another thread fail soon, with ``why``; by default it continues.
 
         Called if the state may never come: this group is out of the quorum, and `progress` shows
-        no state yet, or a member is while the rest of a state is received (`recv_deferred`). Also
+        no state yet, or a member is, and it shows no rest of a state yet (`recv_deferred`). Also
         called to end a `recv_preview`. Called again and again until the receive has ended.
         """
 

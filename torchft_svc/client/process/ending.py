@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 
+from torchft_svc.errors import Drained
 from torchft_svc.host.line_writer import flush_lines
 
 log = logging.getLogger(__name__)
@@ -25,9 +26,7 @@ def failure() -> str:
 
     Call it while the error is handled, as in a ``finally`` block, or at exit.
     """
-    error = sys.exc_info()[1]
-    if error is None and not hasattr(sys, "ps1"):  # in an interactive session that is an old error
-        error = getattr(sys, "last_value", None)
+    error = _ending_error()
     if isinstance(error, SystemExit) and not error.code:
         return ""
     if not isinstance(error, Exception | SystemExit):  # an interrupt from the keyboard
@@ -35,6 +34,26 @@ def failure() -> str:
     words = " ".join(f"{type(error).__name__}: {error}"[: 4 * MAX_FAILURE_LENGTH].split())
     shown = "".join(char if char.isprintable() else "?" for char in words)
     return shown[:MAX_FAILURE_LENGTH]
+
+
+def ends_on_purpose() -> bool:
+    """Whether neither an error nor an interrupt from the keyboard ends this program.
+
+    Call it as `failure`.
+    """
+    error = _ending_error()
+    return (
+        error is None
+        or isinstance(error, Drained)
+        or (isinstance(error, SystemExit) and not error.code)
+    )
+
+
+def _ending_error() -> BaseException | None:
+    error = sys.exc_info()[1]
+    if error is None and not hasattr(sys, "ps1"):  # in an interactive session that is an old error
+        error = getattr(sys, "last_value", None)
+    return error
 
 
 def end_now(reason: str, *, hangs: bool = True) -> None:

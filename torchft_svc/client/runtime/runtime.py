@@ -20,7 +20,12 @@ from torchft_svc.client.checkpointing.transport import CheckpointTransport
 from torchft_svc.client.process.background import BackgroundThread
 from torchft_svc.client.process.deadlines import Timer
 from torchft_svc.client.process.draining import TermSignal
-from torchft_svc.client.process.ending import LAST_WORDS_S, end_now, failure
+from torchft_svc.client.process.ending import (
+    LAST_WORDS_S,
+    end_now,
+    ends_on_purpose,
+    failure,
+)
 from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.recording import FlightRecorder
@@ -32,6 +37,7 @@ from torchft_svc.client.runtime.bootstrap import (
     StartingServices,
     open_store,
 )
+from torchft_svc.client.runtime.lingering import linger
 from torchft_svc.client.runtime.observing import Observers, observe
 from torchft_svc.client.runtime.trainer_log import StepPosition, speak_on_stderr, speaker_of
 from torchft_svc.client.step.round import Dependencies, RoundRules
@@ -86,10 +92,22 @@ class Runtime:
     closed: bool = False
 
     def close(self, wait: bool) -> None:
-        """Stop; ``wait`` also joins the transport's threads. Idempotent."""
+        """Stop, once groups that heal from this one have its state; idempotent.
+
+        ``wait`` also joins the transport's threads.
+        """
         if self.closed:
             return
         self.closed = True
+        try:
+            if ends_on_purpose():
+                linger(self.worker, self.deps.transport)
+        except Exception:
+            log.exception("waiting for groups that heal from this one")
+        finally:  # an interrupt ends the wait only
+            self._end_parts(wait)
+
+    def _end_parts(self, wait: bool) -> None:
         self.deps.pg.interrupt()
         endings: list[Callable[[], object]] = [
             *([] if self.term_signal is None else [self.term_signal.close]),

@@ -44,11 +44,12 @@ def fetch_state(
 
     ``timeout_s`` is the longest time without progress. ``check`` raises if a member is out of the
     quorum: that ends the wait for a manager that does not answer, and for the end of the source's
-    step. ``check_source`` raises if the source itself is out of the quorum: if it sends nothing,
-    other sources take its place, or the heal fails. ``check_own`` raises if this group itself is
-    out: if no source has described the state yet, none offers that of this step any more, and the
-    heal fails. ``on_progress`` is called repeatedly with the bytes that have arrived, and those of
-    the state, or of the part that is on its way.
+    step; a source that ends sends what it has offered before (rule H12). ``check_source`` raises if
+    the source itself is out of the quorum: if it sends nothing, other sources take its place, or
+    the heal fails. ``check_own`` raises if this group itself is out: if no source has described the
+    state yet, none offers that of this step any more, and the heal fails. ``on_progress`` is called
+    repeatedly with the bytes that have arrived, and those of the state, or of the part that is on
+    its way.
 
     Raises:
         PeerError: the source is gone, does not serve that step, or its data is damaged.
@@ -77,31 +78,45 @@ def fetch_state(
     extra_timeout = min(timeout, _EXTRA_TIMEOUT)
     extras = [partial(look_up, address, extra_timeout) for address in addresses]
 
-    def watch_heal(check: Callable[[], None]) -> None:
+    def watch_source() -> None:
         received_bytes, state_bytes = transport.progress()
         if state_bytes:
             on_progress(received_bytes, state_bytes)
-        check()
+        check_source()
 
-    with (
-        _watching(partial(watch_heal, check_source), transport.lose_source),
-        _watching(partial(_check_offered, transport, check_own), transport.interrupt_receive),
-    ):
+    with _receiving(transport, watch_source, check_own):
         if extras:
             state = transport.recv_striped(source, metadata, extras, quorum.max_step, timeout)
         else:
             state = transport.recv_checkpoint(source, metadata, quorum.max_step, timeout)
     if not (isinstance(state, dict) and EARLY_KEY in state):
         return state
-    with _watching(partial(watch_heal, check), transport.interrupt_receive):
+    with _receiving(transport, watch_source, check):
         rest = transport.recv_deferred(source, metadata, extras, quorum.max_step, timeout)
     return join(state, rest, quorum.recover_src_manager_address)
 
 
-def _check_offered(transport: CheckpointTransport[Any], check_own: Callable[[], None]) -> None:
-    """Raise what ``check_own`` raises, unless a source has begun to send the state."""
+@contextlib.contextmanager
+def _receiving(
+    transport: CheckpointTransport[Any],
+    check_source: Callable[[], None],
+    check_offered: Callable[[], None],
+) -> Iterator[None]:
+    """Report to ``transport``, which receives in this block, that the source is gone.
+
+    ``check_offered`` counts until a source has described what it sends.
+    """
+    with (
+        _watching(check_source, transport.lose_source),
+        _watching(partial(_check_offered, transport, check_offered), transport.interrupt_receive),
+    ):
+        yield
+
+
+def _check_offered(transport: CheckpointTransport[Any], check: Callable[[], None]) -> None:
+    """Raise what ``check`` raises, unless a source has begun to send the state, or its rest."""
     if not transport.progress()[1]:
-        check_own()
+        check()
 
 
 @contextlib.contextmanager

@@ -146,6 +146,18 @@ class SharedRound:
         if sentence:
             log.warning(sentence)
 
+    # -- the end ---------------------------------------------------------------------------------
+
+    def receivers(self) -> tuple[str, ...]:
+        """See `Round.receivers`."""
+        with self._lock:
+            return self.round.receivers
+
+    def draining_until(self) -> float | None:
+        """See `Manager.draining_until`."""
+        with self._lock:
+            return None if self.round.drain_reason is None else self.round.drain_until
+
     # -- who is gone -----------------------------------------------------------------------------
 
     def check_losses(self, quorum: QuorumResult) -> None:

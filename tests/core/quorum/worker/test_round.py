@@ -520,10 +520,45 @@ def test_a_postponed_heal_with_broken_connections_leaves_the_members() -> None:
     assert meeting(round_, BEHIND, BROKEN).leave is not None
 
 
-def test_a_worker_with_whole_weights_offers_its_state() -> None:
-    source = dataclasses.replace(
-        QUORUM, recover_dst_replica_ranks=(1,), recover_extra_dst_replica_ranks=(2,)
+def serving() -> QuorumResult:
+    """A quorum in which one group heals from this worker's group, and another one in part."""
+    return dataclasses.replace(
+        QUORUM,
+        replica_world_size=3,
+        replica_ids=("a:1", "b:1", "c:1"),
+        recover_dst_replica_ranks=(1,),
+        recover_extra_dst_replica_ranks=(2,),
     )
+
+
+def test_h12_a_worker_that_ends_knows_who_heals_from_it() -> None:
+    round_ = asking(worker())
+    meeting(round_, serving())
+    assert round_.receivers == (), "within a step it waits for nobody"
+    round_.step.begin_vote()
+    round_.apply_decision(Decide(True))
+    assert round_.receivers == ("b:1", "c:1")
+    round_.peers.record_loss("b:1", "killed", 7)
+    assert round_.receivers == ("c:1",)
+    round_.step.end_update()
+    asking(round_)
+    round_.question_failed(GroupLeft("drained"), 101.0)
+    assert round_.receivers == ("c:1",), "it does not wait for one that was lost before"
+
+
+def test_h12_a_worker_from_which_nobody_heals_any_more_waits_for_nobody() -> None:
+    round_ = asking(worker())
+    for quorum in (serving(), dataclasses.replace(QUORUM, quorum_id=8)):
+        meeting(round_, quorum)
+        round_.step.begin_vote()
+        round_.apply_decision(Decide(True))
+        assert bool(round_.receivers) == (quorum.quorum_id == 7)
+        round_.step.end_update()
+        asking(round_)
+
+
+def test_a_worker_with_whole_weights_offers_its_state() -> None:
+    source = serving()
     round_ = asking(worker())
     offer = OfferState((1,), (2,), at_once=False)
     assert meeting(round_, source) == dataclasses.replace(TRAIN, offer=offer)

@@ -63,7 +63,7 @@ class ServedState:
 
     ``num_receivers``: groups that will fetch it; ``num_extras``: groups that may fetch a part of
     it, and announce that soon (`admit`); ``idle_timeout_s``: how long copies are kept without
-    progress.
+    progress; ``progress_at``: when a receiver last got or reported something.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class ServedState:
         self._num_reading_live = 0
         self._changed = threading.Condition()
         self._clock = clock
-        self._progress_at = clock()
+        self.progress_at = clock()
 
     @property
     def is_over(self) -> bool:
@@ -110,7 +110,19 @@ class ServedState:
                 return False
             if self._retired or self.num_chunks:
                 return not self._copies and not self._not_copied
-            return len(self._receivers) >= self._num_receivers + self._num_extras
+            return self._have_all_asked
+
+    @property
+    def is_fetched(self) -> bool:
+        """Whether no receiver lacks a part of the state, or can get it any more."""
+        with self._changed:
+            if self._retired or self.num_chunks:
+                return not any(map(self._is_wanted, range(self.num_chunks)))
+            return self._have_all_asked
+
+    @property
+    def _have_all_asked(self) -> bool:
+        return len(self._receivers) >= self._num_receivers + self._num_extras
 
     @property
     def copied_bytes(self) -> int:
@@ -119,11 +131,11 @@ class ServedState:
 
     def is_being_fetched(self) -> bool:
         """Whether a receiver has made progress lately, and does not have everything."""
-        return not self.is_over and self._clock() - self._progress_at < STANDSTILL_S
+        return not self.is_over and self._clock() - self.progress_at < STANDSTILL_S
 
     def expires_at(self) -> float:
         """The time at which to call `expire`; progress moves it to a later time."""
-        until = self._progress_at + self.idle_timeout_s
+        until = self.progress_at + self.idle_timeout_s
         return min(until, self._extras_until) if self._awaits_extras else until
 
     def expire(self) -> None:
@@ -163,7 +175,7 @@ class ServedState:
                     yield memory.views(first + start, first + stop, MAX_VIEWS)
                 finally:
                     self._leave_live()
-            self._progress_at = self._clock()  # the peer received or requested bytes
+            self.progress_at = self._clock()  # the peer received or requested bytes
 
         return reading
 
@@ -226,7 +238,7 @@ class ServedState:
         None: it has the whole of a state without tensors.
         """
         with self._changed:
-            self._progress_at = self._clock()
+            self.progress_at = self._clock()
             if len(self._receivers) < MAX_RECEIVERS:
                 self._receivers.add(receiver)
             if receiver in self._receivers and chunk is not None and chunk < self.num_chunks:

@@ -194,6 +194,13 @@ class HTTPTransport(CheckpointTransport[T]):
         for slot in (self._current, self._deferred):
             slot.refuse(step, why)
 
+    def last_sent_at(self) -> float | None:
+        offered = [slot.state for slot in (self._current, self._deferred)]
+        states = [state for state in offered if state is not None]
+        if all(state.is_fetched for state in states):
+            return None
+        return max(state.progress_at for state in states)
+
     def show_preview(self, viewer: StateViewer) -> None:
         self._preview.show(viewer)
 

@@ -177,6 +177,11 @@ class Peers:
         """The replica ids of the groups of the present quorum that are gone."""
         return tuple(self._known_losses())
 
+    def without_lost(self, replica_ids: Sequence[str]) -> tuple[str, ...]:
+        """Those of ``replica_ids`` that no news since the last question has reported as gone."""
+        lost = {loss.replica_id for loss in self._losses}
+        return tuple(each for each in replica_ids if each not in lost)
+
     def _known_losses(self) -> dict[str, _Loss]:
         quorum = self.quorum
         if quorum is None:

@@ -266,6 +266,7 @@ class Round:
         self._is_sum_shared = True  # all members have seen the same sum
         self._asked_for_in = 0  # the quorum whose end was requested since the last question
         self._term_end: TermEnds | None = None  # the last news of the end of a term
+        self._receivers: tuple[str, ...] = ()  # groups that heal from this one in the last quorum
 
     # -- the quorum ------------------------------------------------------------------------------
 
@@ -323,6 +324,7 @@ class Round:
         return self._ask(now)
 
     def _ask(self, now: float) -> Ready:
+        self._receivers = self.peers.without_lost(self._receivers)
         self.peers.begin_question(now)
         self._last_call_at = now
         deadline = now + (STAND_BY_S if self.stands_by else self._request.timeout_s)
@@ -563,6 +565,8 @@ class Round:
         # The others do not wait for a group that postpones its heal, and does not contribute.
         is_awaited = self._contributes or heals or not quorum.heal or problem is not None
         offer, refusal = self._offer(quorum) if may_heal else (None, None)
+        ranks = () if offer is None else (*offer.receivers, *offer.extras)
+        self._receivers = tuple(quorum.replica_ids[rank] for rank in ranks)
         return Ready(
             expects_no_state=not heals,
             warnings=tuple(warnings),
@@ -598,6 +602,16 @@ class Round:
         except RequestRefused as error:
             return None, RefuseState(receivers, error)
         return OfferState(receivers, extras, self.heals_first), None
+
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """The groups that may still heal from this one, which ends now (rule H12).
+
+        Those that are gone do not count. Nobody does within a step: the others wait for this group.
+        """
+        if self.step.state.phase not in (Phase.IDLE, Phase.APPLYING) and self.error is None:
+            return ()
+        return self.peers.without_lost(self._receivers)
 
     def state_fetched(self) -> Ready:
         """Record that the state has arrived, and waits to be applied."""
