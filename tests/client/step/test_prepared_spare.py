@@ -8,8 +8,18 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
+import torch
 from support.running import eventually
-from support.training import TIMEOUT, Trainer, assert_identical, in_step, lighthouse, together
+from support.training import (
+    TIMEOUT,
+    Trainer,
+    assert_identical,
+    in_step,
+    lighthouse,
+    make_manager,
+    together,
+)
+from torch import nn
 
 from torchft_svc.client import Manager
 from torchft_svc.coordination import JobStatus, LighthouseClient
@@ -114,6 +124,22 @@ def test_g7_a_spare_computes_before_a_place_is_free() -> None:
         assert passes == [0], "the pass that has waited in its first sum is that of the first step"
         in_step(a.manager.current_step() + 2, a, c)
         assert_identical([a, c])
+
+
+def test_g7_a_spare_with_a_parameter_on_a_device_does_not_compute_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # The thread that waits in its first sum would be autograd's, and SIGTERM would not be handled.
+    with lighthouse() as address, Trainer(address, "a", 0) as a:
+        assert a.manager._sums.launches_here()
+        beside = nn.Parameter(torch.empty(1, device="meta"))
+        optimizer = torch.optim.SGD([beside])
+        a.manager.register_optimizer(optimizer)
+        assert not a.manager._sums.launches_here()
+    with lighthouse() as address, make_manager(address, "b") as b:  # which knows no parameter
+        assert b._sums.launches_here()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert not b._sums.launches_here()
 
 
 def test_g4_a_spare_can_be_drained_while_it_stands_by() -> None:

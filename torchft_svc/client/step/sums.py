@@ -382,9 +382,13 @@ class StepSums:
         """Whether a backward pass launches its sums on the thread that calls it.
 
         Autograd runs on threads of its own on a device. While such a thread waits, the program's
-        main thread handles no signal.
+        main thread handles no signal. One parameter on a device is enough for that; if none is
+        known, as with torch's own wrapper and a bare optimizer, a device may be in use.
         """
-        return self._device().type == "cpu"
+        known = [*self.parameters(), *self._deps.registry.updated_parameters()]
+        if not known:
+            return not torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        return all(each.device.type == "cpu" for each in known)
 
     def is_between_steps(self) -> bool:
         """Whether a step is over, and the next one has not begun."""
