@@ -513,6 +513,19 @@ def test_a_source_that_is_out_of_the_quorum_is_not_waited_for(answers: bool) -> 
         assert time.monotonic() - began_at < DEADLINE_S
 
 
+def test_a_source_that_was_lost_while_the_members_met_is_not_asked() -> None:
+    peers = Peers()
+    peers.record_loss("b:1", "no sign of life for 5 s", 7)
+    with socket.create_server(("127.0.0.1", 0)) as frozen, HTTPTransport[Any](TIMEOUT) as mine:
+        address = f"127.0.0.1:{frozen.getsockname()[1]}"
+        quorum = dataclasses.replace(A_QUORUM, recover_src_manager_address=address)
+        with pytest.raises(QuorumFailed, match="b:1 is out: no sign of life for 5 s"):
+            fetch_while_in_quorum(mine, quorum, peers)
+        frozen.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            frozen.accept()
+
+
 @pytest.mark.parametrize("extra", [False, True], ids=["one source", "another one"])
 def test_a_group_that_is_out_itself_waits_for_no_state(address: str, extra: bool) -> None:
     """The group was frozen: it gets its quorum, and then its own loss. Its sources have gone on."""

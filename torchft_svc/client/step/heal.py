@@ -72,6 +72,7 @@ def fetch_state(
                     raise
                 limit_s *= 2
 
+    check_source()  # it may have been lost while the members met: then nobody answers
     metadata = look_up(quorum.recover_src_manager_address, timeout)
     source = quorum.recover_src_replica_rank
     addresses = quorum.recover_extra_src_manager_addresses if transport.can_stripe else ()
