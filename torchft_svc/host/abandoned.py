@@ -1,4 +1,8 @@
-"""Keeps abandoned backends alive until the operations that still run in them have ended."""
+"""Keeps abandoned backends alive until the operations that still run in them have ended.
+
+Then their last references are dropped on a thread of their own: gloo needs about 10 ms for each
+member to close its connections, and whoever has left the members is in a hurry to meet the next.
+"""
 
 from __future__ import annotations
 
@@ -21,29 +25,29 @@ _EXIT_S = 5.0
 
 
 class AbandonedBackends:
-    """The former backends of one process group that were left with operations under way.
+    """The former backends of one process group, some of them left with operations under way.
 
-    Destroying one would block until its operations time out. So it is kept, with all its
+    Destroying one of these would block until its operations time out. So it is kept, with all its
     operations, until the last one has ended, even if the process group is destroyed; interpreter
     exit does not destroy it either. A thread then closes its connections: the other members wait
     for operations that this member has not launched, and learn only by that that it has left.
     """
 
     def add(self, backend: Any, works: list[Any]) -> None:
-        """Keep ``backend`` until its operations end; the caller keeps no reference."""
-        abandoned = _Abandoned(self, backend, works)
-        # The interpreter drops everything that it knows of before it ends; not this reference.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(abandoned))
-        with _lock:
-            _all.append(abandoned)
-        if self.clear():
-            _CLEANER.start()
+        """Keep ``backend`` until its operations end; the caller keeps no reference.
+
+        Call `clear_soon` when the caller has dropped its own.
+        """
+        _keep(_Abandoned(self, [backend, *works], works))
+
+    def clear_soon(self) -> None:
+        """Destroy the backends whose operations have ended, on a thread."""
+        _CLEANER.start()
 
     def clear(self) -> int:
         """Destroy the backends whose operations have ended; the number left of this group."""
         _clear()
-        with _lock:
-            return sum(abandoned.group() is self for abandoned in _all)
+        return self._count()
 
     def make_room(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Wait until another backend may be created; ``check`` raises to end the wait.
@@ -52,22 +56,44 @@ class AbandonedBackends:
             DeadlineExceeded: too many abandoned backends are still there after ``timeout_s``.
         """
         deadline = time.monotonic() + timeout_s
-        while self.clear() >= MAX_ABANDONED:
+        while self._count() >= MAX_ABANDONED and self.clear() >= MAX_ABANDONED:
             check()
             if time.monotonic() > deadline:
                 reason = f"operations in {MAX_ABANDONED} abandoned process groups still run"
                 raise DeadlineExceeded("reconfiguring the process group", timeout_s, reason)
             time.sleep(SLICE_S)
 
+    def _count(self) -> int:
+        with _lock:
+            return sum(abandoned.group() is self for abandoned in _all)
+
+
+def drop_later(held: list[Any]) -> None:
+    """Empty ``held`` on a thread; the caller keeps no other reference to what is in it.
+
+    With the last reference to an operation of a backend that was left, its connections are closed.
+    """
+    _keep(_Abandoned(None, held, []))
+    _CLEANER.start()
+
 
 class _Abandoned:
-    def __init__(self, group: AbandonedBackends, backend: Any, works: list[Any]) -> None:
-        self.group = weakref.ref(group)
-        self._backend = backend
+    """What is ``held`` for ``group`` until the ``works`` have ended."""
+
+    def __init__(self, group: AbandonedBackends | None, held: list[Any], works: list[Any]) -> None:
+        self.group = (lambda: None) if group is None else weakref.ref(group)
+        self.held = held
         self._works = works
 
     def is_over(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+
+def _keep(abandoned: _Abandoned) -> None:
+    # The interpreter drops everything that it knows of before it ends; not this reference.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(abandoned))
+    with _lock:
+        _all.append(abandoned)
 
 
 class _Cleaner:
@@ -85,12 +111,13 @@ class _Cleaner:
             self._thread.start()
 
     def _run(self) -> None:
-        while not self._is_exit.wait(_POLL_S):
+        while not self._is_exit.is_set():
             _clear()
             with _lock:
                 if not _all:
                     self._thread = None
                     return
+            self._is_exit.wait(_POLL_S)
 
     def stop(self) -> None:
         """Stop at interpreter exit: no backend is destroyed while the interpreter shuts down."""

@@ -19,8 +19,11 @@ from support.running import eventually
 from support.training import together
 
 from torchft_svc.client import HTTPTransport, PGTransport, ProcessGroupDummy, ProcessGroupGloo
+from torchft_svc.client.process.watchdog import Watchdog
 from torchft_svc.client.process_groups import delegate
 from torchft_svc.client.process_groups import gloo as gloo_group
+from torchft_svc.client.reduce.reduction import Reduction
+from torchft_svc.client.reduce.wait_times import WaitTimes
 from torchft_svc.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -357,6 +360,63 @@ def test_an_abandoned_group_outlives_who_abandoned_it() -> None:
     work.over = True
     assert AbandonedBackends().clear() == 0
     assert is_there() is None
+
+
+class Watched:
+    """Something that records on which thread its last reference is dropped."""
+
+    def __init__(self, threads: list[str]) -> None:
+        self._threads = threads
+
+    def __del__(self) -> None:
+        self._threads.append(threading.current_thread().name)
+
+
+class Broken(dist.Work):
+    """An operation whose connections have broken; with something that is kept as long as it is."""
+
+    def __init__(self, threads: list[str]) -> None:
+        super().__init__()
+        self._watched = Watched(threads)
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        raise RuntimeError("the connection was closed")
+
+
+def test_a_backend_is_closed_on_another_thread() -> None:
+    """Gloo takes about 10 ms for each member, and the next ones are waiting."""
+    threads: list[str] = []
+    abandoned = AbandonedBackends()
+    backend = Watched(threads)
+    abandoned.add(backend, [])
+    del backend
+    abandoned.clear_soon()
+    eventually(lambda: threads == ["torchft-abandoned"])
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_sum_that_has_failed_is_dropped_on_another_thread(is_given_up: bool) -> None:
+    """The traceback of an error that is kept would keep the sum, and drop it with the next step."""
+    threads: list[str] = []
+    errors: list[Exception] = []
+    reduction = Reduction(
+        torch.ones(1),
+        Broken(threads),
+        1.0,
+        pg=ProcessGroupDummy(),
+        on_error=errors.append,
+        on_wait=lambda _: None,
+        watchdog=Watchdog(None),
+        times=WaitTimes(),
+    )
+    if is_given_up:
+        reduction.abandon()
+    assert not reduction.wait()
+    eventually(lambda: threads == ["torchft-abandoned"])
+    assert len(errors) == (not is_given_up)
 
 
 def test_the_dummy_gives_back_what_it_got() -> None:

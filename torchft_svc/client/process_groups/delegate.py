@@ -127,7 +127,8 @@ class DelegatingProcessGroup(ProcessGroup):
             self._error = left_error() if backend is not None else self._error
         if backend is not None:
             self._abandoned.add(backend, works)
-        del backend, works  # the last reference closes the connections
+            del backend, works  # the last reference closes the connections
+            self._abandoned.clear_soon()
 
     def forget_completed(self) -> None:
         """Release the tensors of completed operations."""
@@ -139,6 +140,7 @@ class DelegatingProcessGroup(ProcessGroup):
         self.interrupt()
         self.save_record("shut down", only_if_broken=True)
         self.abort()
+        self._abandoned.clear()
         self._last_store.drop_connection()
 
     def _update_record(self) -> None:

@@ -6,6 +6,7 @@ import enum
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from traceback import clear_frames
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,6 +18,7 @@ from torchft_svc.client.process_groups.base import ProcessGroup
 from torchft_svc.client.process_groups.operations import ends_within
 from torchft_svc.client.reduce.wait_times import WaitTimes
 from torchft_svc.errors import DeadlineExceeded, MemberLost, PeerError, QuorumFailed
+from torchft_svc.host.abandoned import drop_later
 from torchft_svc.host.uninterruptible import SLICE, SLICE_S
 
 
@@ -162,8 +164,11 @@ class Reduction:
             else:
                 self._fail(swallowed)
         except (RuntimeError, PeerError) as error:
+            clear_frames(error.__traceback__)  # they hold the work, and the error is kept
+            self.abandon()
             self._fail(error)
         except BaseException as error:
+            self.abandon()
             self._fail(QuorumFailed(f"the wait for a collective was interrupted ({error!r})"))
             raise
         finally:
@@ -177,7 +182,9 @@ class Reduction:
         While the work exists, it keeps connections open whose end the other groups wait for. `wait`
         returns False unless it has returned before.
         """
-        self._work = None
+        if self._work is not None:
+            held, self._work = [self._work], None
+            drop_later(held)
 
     def is_over(self) -> bool:
         """Whether the tensor is known to hold the result; does not wait."""
