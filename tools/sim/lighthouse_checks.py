@@ -392,9 +392,11 @@ class LighthouseChecks:
         reported as gone since; and what it remembers of others."""
         jobs = self._core.jobs._jobs
         known = {(name, each) for name, job in jobs.items() for each in job.members._known}
-        gone, lost = sorted(known - self._signs_at.keys()), sorted(self._signs_at.keys() - known)
+        gone = sorted(known - self._signs_at.keys())
         must(not gone, "I7", f"{gone[:4]} are gone, and the lighthouse counts them as living")
-        must(not lost, "I7", f"{lost[:4]} live, and the lighthouse has forgotten them")
+        connected = self._signs_at.keys() & {each.key for each in self._sessions}
+        lost = sorted(connected - known)  # others may have left: what comes late does not count
+        must(not lost, "I7", f"{lost[:4]} are connected, and the lighthouse has forgotten them")
         self._liveness.check_memory(self._core.jobs, self._alive())
 
     def _alive(self) -> set[Key]:

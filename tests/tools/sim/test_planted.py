@@ -456,6 +456,16 @@ def the_question_of_a_stream_that_has_ended_stays(plant: pytest.MonkeyPatch) -> 
     plant.setattr(Lighthouse, "withdraw_closed", lambda self, session, at: None)
 
 
+def who_is_refused_because_its_name_is_taken_is_remembered(plant: pytest.MonkeyPatch) -> None:
+    real = Job.forget_group
+
+    def forget_group(self: Any, replica_id: str) -> Any:
+        has_name = self.members.names.is_free_for(replica_id)
+        return real(self, replica_id) if has_name else None
+
+    plant.setattr(Job, "forget_group", forget_group)
+
+
 def a_standstill_of_the_lighthouse_counts(plant: pytest.MonkeyPatch) -> None:
     def now(self: Any, at: float) -> float:
         self.skip_to(at)
@@ -564,7 +574,7 @@ PLANTS: dict[Plant, int] = {
     a_restarted_worker_goes_unnoticed: 2,
     a_discarded_step_counts: 31,
     an_error_is_forgotten: 29,
-    a_late_vote_counts: 8573,
+    a_late_vote_counts: 8,
     who_lost_his_answer_is_sent_no: 8,
     who_comes_late_waits_for_those_that_have_gone_on: 820,
     what_holds_up_a_worker_is_ignored: 5020,
@@ -606,6 +616,7 @@ PLANTS: dict[Plant, int] = {
     an_answer_has_another_question_s_number: 0,
     questions_never_expire: 1,
     the_question_of_a_stream_that_has_ended_stays: 1,
+    who_is_refused_because_its_name_is_taken_is_remembered: 38,
     a_standstill_of_the_lighthouse_counts: 1880,
     who_waits_does_not_learn_why: 0,
     news_come_over_the_newest_session_alone: 116,
