@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -24,8 +26,9 @@ from torch import nn
 from torchft_svc.client import DistributedDataParallel, Optimizer
 from torchft_svc.client.checkpointing import HTTPTransport
 from torchft_svc.client.checkpointing.http.feed import MIN_CHUNK_BYTES
-from torchft_svc.coordination import LighthouseClient
-from torchft_svc.errors import Drained
+from torchft_svc.client.step.catch_up import fetch_preview
+from torchft_svc.coordination import LighthouseClient, ManagerClient, Security
+from torchft_svc.errors import Drained, RequestRefused
 from torchft_svc.testing.proxy import Gate, Hook, Proxy
 
 # 16 chunks; beside them, what changes fits into one or two.
@@ -131,6 +134,21 @@ def test_a_group_that_is_drained_while_it_catches_up_never_joins(
             assert quorum is not None
             assert quorum.replica_world_size == 1
             gate.open()
+
+
+def test_g3_a_spare_whose_place_is_free_asks_the_group_that_was_lost_no_second_time() -> None:
+    checks: list[int] = []
+
+    def check() -> None:
+        checks.append(len(checks))
+        if len(checks) > 1:  # the first one is before the request
+            raise RequestRefused("a place is free")
+
+    with socket.create_server(("127.0.0.1", 0)) as gone:
+        address = f"127.0.0.1:{gone.getsockname()[1]}"
+    asked = SimpleNamespace(job_members=lambda limit: ([address], 5), security=Security())
+    with HTTPTransport[Any](TIMEOUT) as mine, pytest.raises(RequestRefused, match="place is free"):
+        fetch_preview(mine, cast("ManagerClient", asked), 0, DEADLINE_S, check)
 
 
 def test_a_member_that_is_drained_while_it_shows_its_state_is_replaced() -> None:

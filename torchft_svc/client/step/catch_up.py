@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-from torchft_svc import coordination
 from torchft_svc.client.checkpointing.transport import CheckpointTransport
+from torchft_svc.client.step.heal import look_up_source
 from torchft_svc.client.step.shared_round import SharedRound
 from torchft_svc.client.step.state import StateRegistry
 from torchft_svc.errors import PeerError, RequestRefused
@@ -24,6 +24,9 @@ log = logging.getLogger(__name__)
 _DICE = random.SystemRandom()
 # A manager, or a lighthouse, that needs longer to answer does not help.
 _LOOK_UP_S = 5.0
+# The first timeout of a request; each retry doubles it. A spare whose place is free ends a look-up
+# between two of them, and it may be at the group that was lost.
+_FIRST_TIMEOUT_S = 0.2
 # If the first sources are lost, others are asked; then this group heals as without a preview.
 _MAX_SOURCES = 3
 
@@ -56,8 +59,14 @@ def fetch_preview(
     for address in _DICE.sample(addresses, min(_MAX_SOURCES, len(addresses))):
         check()
         try:
-            with coordination.ManagerClient(address, limit, security=client.security) as source:
-                metadata = source._checkpoint_metadata(group_rank, limit)
+            metadata = look_up_source(
+                address,
+                group_rank,
+                limit.total_seconds(),
+                client.security,
+                check,
+                first_timeout_s=_FIRST_TIMEOUT_S,
+            )
             log.info("fetching the state in advance from %s, which is at step %d", address, step)
             transport.recv_preview(metadata, timedelta(seconds=timeout_s), check)
             return True

@@ -58,19 +58,7 @@ def fetch_state(
     timeout = timedelta(seconds=timeout_s)
 
     def look_up(address: str, timeout: timedelta) -> str:
-        deadline = time.monotonic() + timeout.total_seconds()
-        limit_s = _FIRST_TIMEOUT_S
-        while True:
-            left_s = max(0.001, deadline - time.monotonic())
-            limit = timedelta(seconds=min(left_s, limit_s))
-            try:
-                with coordination.ManagerClient(address, limit, security=security) as source:
-                    return source._checkpoint_metadata(group_rank, limit)
-            except (DeadlineExceeded, Unreachable):
-                check()
-                if left_s <= limit_s:
-                    raise
-                limit_s *= 2
+        return look_up_source(address, group_rank, timeout.total_seconds(), security, check)
 
     check_source()  # it may have been lost while the members met: then nobody answers
     metadata = look_up(quorum.recover_src_manager_address, timeout)
@@ -112,6 +100,38 @@ def _receiving(
         _watching(partial(_check_offered, transport, check_offered), transport.interrupt_receive),
     ):
         yield
+
+
+def look_up_source(
+    address: str,
+    group_rank: int,
+    timeout_s: float,
+    security: Security,
+    check: Callable[[], None],
+    *,
+    first_timeout_s: float = _FIRST_TIMEOUT_S,
+) -> str:
+    """Return where a worker of the group whose manager is at ``address`` serves its state.
+
+    ``check`` is called after each request that was not answered, and raises if no other one is to
+    follow.
+
+    Raises:
+        PeerError: the manager does not answer, or knows of no state.
+    """
+    deadline = time.monotonic() + timeout_s
+    limit_s = first_timeout_s
+    while True:
+        left_s = max(0.001, deadline - time.monotonic())
+        limit = timedelta(seconds=min(left_s, limit_s))
+        try:
+            with coordination.ManagerClient(address, limit, security=security) as source:
+                return source._checkpoint_metadata(group_rank, limit)
+        except (DeadlineExceeded, Unreachable):
+            check()
+            if left_s <= limit_s:
+                raise
+            limit_s *= 2
 
 
 def _check_offered(transport: CheckpointTransport[Any], check: Callable[[], None]) -> None:
