@@ -10,7 +10,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 
 import pytest
@@ -250,6 +250,37 @@ def test_a_meeting_takes_a_few_requests_for_each_member() -> None:
     for each in meetings:
         assert each.poll(0.0)
     assert store.num_requests < 7 * num_members
+
+
+class VirtualTime:
+    """A clock that only `sleep` moves on; ``arrive`` is called when it is ``arrives_at``."""
+
+    def __init__(self, arrives_at: float, arrive: Callable[[], None]) -> None:
+        self.now = 0.0
+        self._arrives_at = arrives_at
+        self._arrive = arrive
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, pause_s: float) -> None:
+        before, self.now = self.now, self.now + pause_s
+        if before < self._arrives_at <= self.now:
+            self._arrive()
+
+
+@pytest.mark.parametrize("arrives_at", [0.004, 0.008, 0.016, 0.032, 0.1, 0.2])
+def test_a_member_that_comes_late_is_noticed_soon(
+    monkeypatch: pytest.MonkeyPatch, arrives_at: float
+) -> None:
+    """Groups wait for a prepared spare, which has to connect to the store first."""
+    store = CountingStore()
+    clock = VirtualTime(arrives_at, lambda: store.set("present/1", "1"))
+    monkeypatch.setattr(rendezvous, "time", clock)
+    meeting = MembersMeeting(store, 0, 2)  # type: ignore[arg-type]
+    assert meeting.poll(1.0)
+    assert clock.now - arrives_at <= 0.001 + 0.15 * arrives_at
+    assert store.num_requests < 100
 
 
 def test_members_meet_without_the_one_that_announces_it() -> None:

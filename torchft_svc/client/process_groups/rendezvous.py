@@ -45,8 +45,10 @@ _DELAY_PER_MEMBER_S = 1e-3
 _CHECK_S = 0.1
 # A sentence; this package writes none that is longer.
 _MAX_REASON_LENGTH = 1000
-# Members arrive within a few milliseconds of one another, or much later.
+# Members arrive within a few milliseconds of one another, or much later. A pause is a part of the
+# time that was waited so far, so that the wait is not much longer than it has to be.
 _FIRST_PAUSE_S = 0.001
+_PAUSE_PART = 1 / 8
 _LONGEST_PAUSE_S = 0.02
 # All members together poll 10,000 times a second, which takes a store a tenth of a core. The
 # longest pause is this for each member, where that is longer.
@@ -235,21 +237,24 @@ class MembersMeeting:
         self._store = store
         self._rank = rank
         self._keys = [_key(each) for each in range(world_size)]
-        self._longest_pause_s = max(_LONGEST_PAUSE_S, world_size * _PAUSE_PER_MEMBER_S)
+        self._pause_of_all_s = max(_FIRST_PAUSE_S, world_size * _PAUSE_PER_MEMBER_S)
         self._looks_every_s = rank * world_size * _LOOK_PER_MEMBER_S
         self._look_at = time.monotonic() + self._looks_every_s
 
     def poll(self, deadline: float) -> bool:
         """Arrive, and wait a moment for the others; whether all have arrived."""
-        until = min(deadline, time.monotonic() + _POLL_FOR_S)
+        began_at = time.monotonic()
+        until = min(deadline, began_at + _POLL_FOR_S)
         self._store.set(_key(self._rank), _PRESENT)
         pause_s = _FIRST_PAUSE_S
         while not self._have_met():
             check_failures(self._store)
-            if time.monotonic() > until:
+            now = time.monotonic()
+            if now > until:
                 return False
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, self._longest_pause_s)
+            longest_s = min(_PAUSE_PART * (now - began_at), _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, max(longest_s, self._pause_of_all_s))
         return True
 
     def first_missing(self) -> int:
