@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +56,8 @@ class Held(HTTPTransport[Any]):
 class HeldPG(PGTransport):
     """The same over a process group."""
 
-    def __init__(self, pg: ProcessGroupGloo) -> None:
-        super().__init__(pg, TIMEOUT)
+    def __init__(self, pg: ProcessGroupGloo, timeout: timedelta) -> None:
+        super().__init__(pg, timeout)
         self.is_asked = threading.Event()
         self.may_fetch = threading.Event()
 
@@ -67,7 +68,7 @@ class HeldPG(PGTransport):
 
 
 @contextlib.contextmanager
-def released(held: Held) -> Iterator[None]:
+def released(held: Held | HeldPG) -> Iterator[None]:
     """Let ``held`` fetch after the block."""
     try:
         yield
@@ -132,7 +133,7 @@ def healing(kind: str = "http") -> Iterator[Pair]:
         http = kind == "http"
         a, _ = trainer("a", 0, lambda pg: Slow(TIMEOUT) if http else PGTransport(pg, TIMEOUT))
         a.steps(2)
-        b, transport = trainer("b", 1, lambda pg: Held() if http else HeldPG(pg))
+        b, transport = trainer("b", 1, lambda pg: Held() if http else HeldPG(pg, TIMEOUT))
         threads = stack.enter_context(ThreadPoolExecutor(2))
         stack.callback(transport.may_fetch.set)
         heals = threads.submit(b.step)
@@ -154,22 +155,35 @@ def test_a_group_that_ends_waits_for_a_slow_heal(kind: str) -> None:
         assert_identical([pair.a, pair.b])
 
 
+def parts(kind: str, *, is_held: bool = False) -> dict[str, Any]:
+    """The process group and the transport of a worker."""
+    pg = ProcessGroupGloo(TIMEOUT)
+    if kind == "http":
+        return {"pg": pg, "checkpoint_transport": Held() if is_held else HTTPTransport(TIMEOUT)}
+    return {"pg": pg, "checkpoint_transport": (HeldPG if is_held else PGTransport)(pg, TIMEOUT)}
+
+
+@pytest.mark.parametrize("kind", ["http", "pg"])
 @pytest.mark.parametrize("slow_rank", [0, 1])
-def test_a_group_ends_when_the_receivers_of_all_of_its_workers_are_done(slow_rank: int) -> None:
-    held = Held()
+def test_a_group_ends_when_the_receivers_of_all_of_its_workers_are_done(
+    slow_rank: int, kind: str
+) -> None:
+    of_a = {rank: parts(kind) for rank in range(2)}
+    of_b = {rank: parts(kind, is_held=rank == slow_rank) for rank in range(2)}
+    held = of_b[slow_rank]["checkpoint_transport"]
     with (
         lighthouse() as address,
-        workers(address, "a", 2) as a,
+        workers(address, "a", 2, of_rank=of_a) as a,
         ThreadPoolExecutor(4) as threads,
     ):
         together(*(worker.step for worker in a))
-        of_rank = {slow_rank: {"checkpoint_transport": held}}
-        with workers(address, "b", 2, seed=10, of_rank=of_rank) as b, released(held):
+        with workers(address, "b", 2, seed=10, of_rank=of_b) as b, released(held):
             heals = [threads.submit(worker.step) for worker in b]
             together(*(lambda worker=worker: worker.meets(2) for worker in a))
             eventually(held.is_asked.is_set)
             leaves = [threads.submit(worker.manager.shutdown) for worker in a]
             time.sleep(2 * AT_ONCE_S)
+            assert not any(each.done() for each in leaves)
             held.may_fetch.set()
             assert [each.result(DEADLINE_S) for each in heals] == [True, True]
             for each in leaves:

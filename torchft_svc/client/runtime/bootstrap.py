@@ -122,7 +122,8 @@ def open_store(
 class StartingServices:
     """A group's manager while it starts, which takes about as long as the rest of a trainer.
 
-    On rank 0 its process is started at once; `wait` waits until the manager serves.
+    On rank 0 its process is started at once; `wait` waits until the manager serves. ``keys``: what
+    the workers of the group share.
     """
 
     def __init__(
@@ -138,7 +139,7 @@ class StartingServices:
         attempt, world = environment.restart_count, environment.world_round
         prefix = f"torchft/services/{attempt if world is None else f'world-{world}'}"
         store = PrefixStore(prefix, group_store.store)
-        self._keys = _SharedKeys(store, str(group_store.address))
+        self.keys = SharedKeys(store, str(group_store.address))
         self._place, self._options, self._timeouts = place, options, timeouts
         self._config = None
         self._supervisor = None
@@ -160,9 +161,9 @@ class StartingServices:
         if not self._place.leads:
             timeout_s = self._timeouts.connect_s
             deadline = time.monotonic() + timeout_s
-            address = self._keys.wait_for("manager_address", deadline, timeout_s)
-            name = self._keys.wait_for("replica_name", deadline, timeout_s)
-            leader = _Leader(self._keys)
+            address = self.keys.wait_for("manager_address", deadline, timeout_s)
+            name = self.keys.wait_for("replica_name", deadline, timeout_s)
+            leader = _Leader(self.keys)
             locator = ManagerLocator(leader.find_manager, MANAGER_PATIENCE_S)
             return GroupServices(address, locator, name, leader.close)
         with contextlib.ExitStack() as stack:
@@ -176,9 +177,9 @@ class StartingServices:
                 sign = LeaderSign()
                 stack.callback(sign.close)
                 host = parse_address(services.manager_address).host
-                self._keys.write("leader_address", str(HostPort(host, sign.port)))
-            self._keys.write(_OVER, "")
-            self._keys.write("replica_name", self._options.replica_name)
+                self.keys.write("leader_address", str(HostPort(host, sign.port)))
+            self.keys.write(_OVER, "")
+            self.keys.write("replica_name", self._options.replica_name)
             self._publish(services.manager_address)
             return replace(services, close=stack.pop_all().close)
 
@@ -188,11 +189,11 @@ class StartingServices:
             self._supervisor.close()
 
     def _publish(self, address: str) -> None:
-        self._keys.write("manager_address", address)
+        self.keys.write("manager_address", address)
 
     def _publish_over(self, reason: str) -> None:
         with contextlib.suppress(Unreachable):  # then nobody could read it
-            self._keys.write(_OVER, reason)
+            self.keys.write(_OVER, reason)
 
     def _own_manager(self) -> GroupServices:
         name = self._options.replica_name
@@ -275,7 +276,7 @@ def _join(where: HostPort, timeout_s: float) -> GroupStore:
         time.sleep(_SLICE_S)
 
 
-class _SharedKeys:
+class SharedKeys:
     """Keys that the workers of a group share in their ``store``, which is at ``where``."""
 
     def __init__(self, store: Store, where: str) -> None:
@@ -290,6 +291,10 @@ class _SharedKeys:
         """The value of a key that exists."""
         return call_store(lambda: str(self._store.get(key).decode()), self._where)
 
+    def find(self, key: str) -> str:
+        """The value of a key; empty: it does not exist."""
+        return call_store(lambda: self._find(key), self._where)
+
     def wait_for(self, key: str, deadline: float, timeout_s: float) -> str:
         """Wait for a key of rank 0, and return its value.
 
@@ -298,7 +303,7 @@ class _SharedKeys:
             GivenUp: rank 0 has written why there is no manager.
         """
         while not call_store(lambda: self._arrives(key, deadline), self._where):
-            if why_over := call_store(self._why_over, self._where):
+            if why_over := self.find(_OVER):
                 raise GivenUp("manager", "group rank 0", why_over)
             if time.monotonic() > deadline:
                 reason = (
@@ -307,8 +312,8 @@ class _SharedKeys:
                 raise DeadlineExceeded("joining the replica group", timeout_s, reason)
         return self.read(key)
 
-    def _why_over(self) -> str:
-        return str(self._store.get(_OVER).decode()) if self._store.check([_OVER]) else ""
+    def _find(self, key: str) -> str:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
     def _arrives(self, key: str, deadline: float) -> bool:
         until = min(deadline, time.monotonic() + _POLL_FOR_S)
@@ -322,7 +327,7 @@ class _SharedKeys:
 class _Leader:
     """The view that another worker has of rank 0, which a launcher may restart."""
 
-    def __init__(self, keys: _SharedKeys) -> None:
+    def __init__(self, keys: SharedKeys) -> None:
         self._keys = keys
         self._address = keys.read("leader_address")
         self._manager = keys.read("manager_address")  # as it was known last

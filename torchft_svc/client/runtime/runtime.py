@@ -37,7 +37,7 @@ from torchft_svc.client.runtime.bootstrap import (
     StartingServices,
     open_store,
 )
-from torchft_svc.client.runtime.lingering import linger
+from torchft_svc.client.runtime.lingering import Lingering
 from torchft_svc.client.runtime.observing import Observers, observe
 from torchft_svc.client.runtime.trainer_log import StepPosition, speak_on_stderr, speaker_of
 from torchft_svc.client.step.round import Dependencies, RoundRules
@@ -89,6 +89,7 @@ class Runtime:
     term_signal: TermSignal | None
     recorder: FlightRecorder | None
     observers: Observers
+    lingering: Lingering
     closed: bool = False
 
     def close(self, wait: bool) -> None:
@@ -101,7 +102,7 @@ class Runtime:
         self.closed = True
         try:
             if ends_on_purpose():
-                linger(self.worker, self.deps.transport)
+                self.lingering.wait()
         except Exception:
             log.exception("waiting for groups that heal from this one")
         finally:  # an interrupt ends the wait only
@@ -149,8 +150,7 @@ def start_runtime(
     position = StepPosition()
     _begin_worker(rules.place, options, environment, position)
     progress = open_progress(environment.progress_file)
-    timeouts = rules.timeouts
-    timeout = timedelta(seconds=timeouts.collective_s)
+    timeouts, timeout = rules.timeouts, timedelta(seconds=rules.timeouts.collective_s)
     with contextlib.ExitStack() as undo:
         records = options.flight_recorder
         recorder = FlightRecorder.of_job(records, options.job_id) if records else None
@@ -204,6 +204,7 @@ def start_runtime(
             else None,
             recorder=recorder,
             observers=shown,
+            lingering=Lingering(worker, transport, starting.keys, rules.place),
         )
         undo.pop_all()
     if progress.step is None:  # it was not restarted

@@ -148,6 +148,11 @@ class SharedRound:
 
     # -- the end ---------------------------------------------------------------------------------
 
+    def serves_in(self) -> int | None:
+        """See `Round.serves_in`."""
+        with self._lock:
+            return self.round.serves_in
+
     def receivers(self) -> tuple[str, ...]:
         """See `Round.receivers`."""
         with self._lock:

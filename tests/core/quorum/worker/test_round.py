@@ -534,16 +534,16 @@ def serving() -> QuorumResult:
 def test_h12_a_worker_that_ends_knows_who_heals_from_it() -> None:
     round_ = asking(worker())
     meeting(round_, serving())
-    assert round_.receivers == (), "within a step it waits for nobody"
+    assert round_.serves_in is None, "within a step it waits for nobody"
     round_.step.begin_vote()
     round_.apply_decision(Decide(True))
-    assert round_.receivers == ("b:1", "c:1")
+    assert (round_.serves_in, round_.receivers) == (7, ("b:1", "c:1"))
     round_.peers.record_loss("b:1", "killed", 7)
     assert round_.receivers == ("c:1",)
     round_.step.end_update()
     asking(round_)
     round_.question_failed(GroupLeft("drained"), 101.0)
-    assert round_.receivers == ("c:1",), "it does not wait for one that was lost before"
+    assert (round_.serves_in, round_.receivers) == (7, ("c:1",)), "b was lost before"
 
 
 def test_h12_a_worker_from_which_nobody_heals_any_more_waits_for_nobody() -> None:
@@ -552,9 +552,22 @@ def test_h12_a_worker_from_which_nobody_heals_any_more_waits_for_nobody() -> Non
         meeting(round_, quorum)
         round_.step.begin_vote()
         round_.apply_decision(Decide(True))
-        assert bool(round_.receivers) == (quorum.quorum_id == 7)
+        assert (round_.serves_in, len(round_.receivers)) == (
+            (7, 2) if quorum.quorum_id == 7 else (None, 0)
+        )
         round_.step.end_update()
         asking(round_)
+
+
+def test_h12_a_worker_waits_for_the_receivers_of_the_others_of_its_group() -> None:
+    """Group c heals from b on this group rank, and from this group on another one."""
+    some_heal = dataclasses.replace(
+        QUORUM, replica_world_size=3, replica_ids=("a:1", "b:1", "c:1"), max_world_size=2
+    )
+    round_ = training(quorum=some_heal)
+    round_.step.begin_vote()
+    round_.apply_decision(Decide(True))
+    assert (round_.serves_in, round_.receivers) == (7, ())
 
 
 def test_a_worker_with_whole_weights_offers_its_state() -> None:

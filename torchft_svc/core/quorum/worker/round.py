@@ -266,7 +266,8 @@ class Round:
         self._is_sum_shared = True  # all members have seen the same sum
         self._asked_for_in = 0  # the quorum whose end was requested since the last question
         self._term_end: TermEnds | None = None  # the last news of the end of a term
-        self._receivers: tuple[str, ...] = ()  # groups that heal from this one in the last quorum
+        self._receivers: tuple[str, ...] = ()  # who heals from this worker in the last quorum
+        self._serves_in: int | None = None  # that quorum, if some heal from this group
 
     # -- the quorum ------------------------------------------------------------------------------
 
@@ -567,6 +568,9 @@ class Round:
         offer, refusal = self._offer(quorum) if may_heal else (None, None)
         ranks = () if offer is None else (*offer.receivers, *offer.extras)
         self._receivers = tuple(quorum.replica_ids[rank] for rank in ranks)
+        # From which of several sources they heal differs between the workers of a group.
+        serves = bool(ranks) or (some_heal and not quorum.heal)
+        self._serves_in = quorum.quorum_id if serves else None
         return Ready(
             expects_no_state=not heals,
             warnings=tuple(warnings),
@@ -604,13 +608,17 @@ class Round:
         return OfferState(receivers, extras, self.heals_first), None
 
     @property
-    def receivers(self) -> tuple[str, ...]:
-        """The groups that may still heal from this one, which ends now (rule H12).
+    def serves_in(self) -> int | None:
+        """The last quorum, if groups may still heal from this group, which ends now (rule H12).
 
-        Those that are gone do not count. Nobody does within a step: the others wait for this group.
+        None within a step, too: the others wait for this group then.
         """
-        if self.step.state.phase not in (Phase.IDLE, Phase.APPLYING) and self.error is None:
-            return ()
+        is_between = self.step.state.phase in (Phase.IDLE, Phase.APPLYING) or self.error is not None
+        return self._serves_in if is_between else None
+
+    @property
+    def receivers(self) -> tuple[str, ...]:
+        """The groups that heal from this worker in that quorum, but for those that are gone."""
         return self.peers.without_lost(self._receivers)
 
     def state_fetched(self) -> Ready:
