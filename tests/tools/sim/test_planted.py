@@ -637,6 +637,8 @@ def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch
     outcomes = (Fleet(draw_asking(seed)).run() for seed in range(first, first + MAX_SEEDS))
     found = next(outcome for outcome in outcomes if outcome.fell is not None)
     assert found.fell in INVARIANTS, found.what  # an exception shows nothing: the plant may raise
+    monkeypatch.undo()
+    assert Fleet(found.scenario).run().fell is None, "it falls without the fault, too"
 
 
 @pytest.mark.parametrize("away_s", [0.2, 4.0])

@@ -70,6 +70,8 @@ def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch
     outcomes = (Fleet(draw_copies(seed, 3)).run() for seed in range(first, first + MAX_SEEDS))
     found = next(outcome for outcome in outcomes if outcome.fell is not None)
     assert found.fell in (*INVARIANTS, "B3", "B4", "B5", "B6"), found.what
+    monkeypatch.undo()
+    assert Fleet(found.scenario).run().fell is None, "it falls without the fault, too"
 
 
 def test_a_job_finishes_at_another_lighthouse_of_a_list_than_the_first() -> None:

@@ -98,6 +98,8 @@ def test_it_is_found(planted: Plant, first: int, monkeypatch: pytest.MonkeyPatch
     outcomes = (Fleet(draw_spares(seed, 3)).run() for seed in range(first, first + MAX_SEEDS))
     found = next(outcome for outcome in outcomes if outcome.fell is not None)
     assert found.fell in (*INVARIANTS, "G1", "G2", "G4"), found.what
+    monkeypatch.undo()
+    assert Fleet(found.scenario).run().fell is None, "it falls without the fault, too"
 
 
 # What happens in runs that have fallen once, by their seeds.

@@ -401,3 +401,5 @@ def test_it_is_found(
     outcomes = (Fleet(draw(seed, NUM_GROUPS)).run() for seed in range(first, first + MAX_SEEDS))
     found = next(outcome for outcome in outcomes if outcome.fell is not None)
     assert found.fell in INVARIANTS, found.what  # an exception shows nothing: the plant may raise
+    monkeypatch.undo()
+    assert Fleet(found.scenario).run().fell is None, "it falls without the fault, too"
