@@ -291,9 +291,9 @@ class SharedKeys:
         """The value of a key that exists."""
         return call_store(lambda: str(self._store.get(key).decode()), self._where)
 
-    def find(self, key: str) -> str:
-        """The value of a key; empty: it does not exist."""
-        return call_store(lambda: self._find(key), self._where)
+    def add(self, key: str, amount: int) -> int:
+        """Add ``amount`` to a count, which begins at 0, and return it."""
+        return call_store(lambda: int(self._store.add(key, amount)), self._where)
 
     def wait_for(self, key: str, deadline: float, timeout_s: float) -> str:
         """Wait for a key of rank 0, and return its value.
@@ -303,7 +303,7 @@ class SharedKeys:
             GivenUp: rank 0 has written why there is no manager.
         """
         while not call_store(lambda: self._arrives(key, deadline), self._where):
-            if why_over := self.find(_OVER):
+            if why_over := call_store(self._why_over, self._where):
                 raise GivenUp("manager", "group rank 0", why_over)
             if time.monotonic() > deadline:
                 reason = (
@@ -312,8 +312,8 @@ class SharedKeys:
                 raise DeadlineExceeded("joining the replica group", timeout_s, reason)
         return self.read(key)
 
-    def _find(self, key: str) -> str:
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+    def _why_over(self) -> str:
+        return str(self._store.get(_OVER).decode()) if self._store.check([_OVER]) else ""
 
     def _arrives(self, key: str, deadline: float) -> bool:
         until = min(deadline, time.monotonic() + _POLL_FOR_S)

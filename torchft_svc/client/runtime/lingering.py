@@ -19,10 +19,10 @@ log = logging.getLogger(__name__)
 
 # Interval at which it is checked whether the receivers have everything, or are gone.
 _LOOK_S = 0.01
-# Interval at which a worker shows the others of its group that it still sends; and the word for the
-# end of that.
+# All workers of a group together ask its store 2,000 times a second.
+_LOOK_S_PER_WORKER = 1e-3
+# Interval at which a worker shows the others of its group that it still sends.
 _SHOW_S = 0.5
-_DONE = "done"
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Lingering:
         where = f"served/{quorum_id}"
         try:
             self._serve(began_at, where)
-            self._show(where, _DONE)
+            self.keys.add(f"{where}/workers", 1)
             self._await_others(began_at, where)
         except Unreachable as error:  # rank 0, which has it, is dead, or was the last one
             log.debug("does not wait for the other workers of the group: %s", error)
@@ -71,26 +71,25 @@ class Lingering:
                 log.warning("leaves although %s may not have the whole state", named)
                 return
             if where is not None and now - shown_at >= _SHOW_S:
-                self._show(where, str(now))
+                self.keys.add(f"{where}/signs", 1)
                 shown_at = now
             time.sleep(min(_LOOK_S, left_s))
 
     def _await_others(self, began_at: float, where: str) -> None:
-        """Wait until all others have shown at ``where`` that their receivers have everything."""
-        ranks = range(self.place.group_world_size)
-        others = [f"{where}/{rank}" for rank in ranks if rank != self.place.group_rank]
-        seen, changed_at = [""], began_at
+        """Wait until all have shown at ``where`` that their receivers have everything.
+
+        They count there: with a key for each, a large group would keep its store busy.
+        """
+        num_workers = self.place.group_world_size
+        seen, changed_at = (0, 0), began_at
         while True:
-            found = list(map(self.keys.find, others))
+            found = self.keys.add(f"{where}/workers", 0), self.keys.add(f"{where}/signs", 0)
             now = time.monotonic()
             if found != seen:
                 seen, changed_at = found, now
-            if all(each == _DONE for each in found) or now >= self._until(began_at, changed_at):
+            if found[0] >= num_workers or now >= self._until(began_at, changed_at):
                 return
-            time.sleep(_LOOK_S)
+            time.sleep(max(_LOOK_S, num_workers * _LOOK_S_PER_WORKER))
 
     def _until(self, began_at: float, moved_at: float) -> float:
         return lingers_until(began_at, moved_at, self.worker.draining_until())
-
-    def _show(self, where: str, text: str) -> None:
-        self.keys.write(f"{where}/{self.place.group_rank}", text)
