@@ -39,17 +39,27 @@ STANDSTILL_S = 0.7
 AT_ONCE_S = 0.4
 
 
+class Gate:
+    """Holds a fetch until the test allows it."""
+
+    def __init__(self) -> None:
+        self.is_asked = threading.Event()
+        self.may_fetch = threading.Event()
+
+    def hold(self) -> None:
+        self.is_asked.set()
+        assert self.may_fetch.wait(DEADLINE_S)
+
+
 class Held(HTTPTransport[Any]):
     """A transport that fetches a state when the test allows it."""
 
     def __init__(self) -> None:
         super().__init__(TIMEOUT, hostname="127.0.0.1")
-        self.is_asked = threading.Event()
-        self.may_fetch = threading.Event()
+        self.gate = Gate()
 
     def recv_striped(self, *what: Any, **more: Any) -> Any:
-        self.is_asked.set()
-        assert self.may_fetch.wait(DEADLINE_S)
+        self.gate.hold()
         return super().recv_striped(*what, **more)
 
 
@@ -58,12 +68,10 @@ class HeldPG(PGTransport):
 
     def __init__(self, pg: ProcessGroupGloo, timeout: timedelta) -> None:
         super().__init__(pg, timeout)
-        self.is_asked = threading.Event()
-        self.may_fetch = threading.Event()
+        self.gate = Gate()
 
     def recv_checkpoint(self, *what: Any, **more: Any) -> Any:
-        self.is_asked.set()
-        assert self.may_fetch.wait(DEADLINE_S)
+        self.gate.hold()
         return super().recv_checkpoint(*what, **more)
 
 
@@ -73,7 +81,7 @@ def released(held: Held | HeldPG) -> Iterator[None]:
     try:
         yield
     finally:
-        held.may_fetch.set()
+        held.gate.may_fetch.set()
 
 
 class Watched(HTTPTransport[Any]):
@@ -135,10 +143,10 @@ def healing(kind: str = "http") -> Iterator[Pair]:
         a.steps(2)
         b, transport = trainer("b", 1, lambda pg: Held() if http else HeldPG(pg, TIMEOUT))
         threads = stack.enter_context(ThreadPoolExecutor(2))
-        stack.callback(transport.may_fetch.set)
+        stack.callback(transport.gate.may_fetch.set)
         heals = threads.submit(b.step)
         assert a.meets(2)
-        eventually(transport.is_asked.is_set)
+        eventually(transport.gate.is_asked.is_set)
         yield Pair(a, b, transport, threads, heals)
 
 
@@ -149,7 +157,7 @@ def test_a_group_that_ends_waits_for_a_slow_heal(kind: str) -> None:
         leaves = pair.leave()
         time.sleep(AT_ONCE_S)
         assert not leaves.done()
-        pair.transport.may_fetch.set()
+        pair.transport.gate.may_fetch.set()
         assert pair.heals.result(DEADLINE_S)
         leaves.result(DEADLINE_S)
         assert_identical([pair.a, pair.b])
@@ -180,11 +188,11 @@ def test_a_group_ends_when_the_receivers_of_all_of_its_workers_are_done(
         with workers(address, "b", 2, seed=10, of_rank=of_b) as b, released(held):
             heals = [threads.submit(worker.step) for worker in b]
             together(*(lambda worker=worker: worker.meets(2) for worker in a))
-            eventually(held.is_asked.is_set)
+            eventually(held.gate.is_asked.is_set)
             leaves = [threads.submit(worker.manager.shutdown) for worker in a]
             time.sleep(2 * AT_ONCE_S)
             assert not any(each.done() for each in leaves)
-            held.may_fetch.set()
+            held.gate.may_fetch.set()
             assert [each.result(DEADLINE_S) for each in heals] == [True, True]
             for each in leaves:
                 each.result(DEADLINE_S)
@@ -200,7 +208,7 @@ def test_a_frozen_receiver_does_not_keep_a_group(
         began_at = time.monotonic()
         pair.leave().result(DEADLINE_S)
         check("it leaves", time.monotonic() - began_at, STANDSTILL_S + 2.0)
-        pair.transport.may_fetch.set()
+        pair.transport.gate.may_fetch.set()
         assert not pair.heals.result(DEADLINE_S)
     assert "leaves although b may not have the whole state" in caplog.messages
 
